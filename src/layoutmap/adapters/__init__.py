@@ -1,0 +1,1 @@
+"""Adapters know model libraries: one module or package for each, loaded when first asked for."""

@@ -1,0 +1,63 @@
+"""Engines hold arrays: one module for each framework, loaded when first asked for.
+
+An engine knows its framework's arrays, devices and shardings, and no model library. What it must do is written in
+`layoutmap.engines.protocol` and checked by `layoutmap.testing.engine_contract`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+from layoutmap.engines.protocol import Engine
+from layoutmap.errors import EngineError
+
+__all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine"]
+
+ENGINES = {"jax": "layoutmap.engines.jax"}
+"""Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
+
+
+def get_engine(name: str) -> Engine:
+    """The engine of a framework.
+
+    Args:
+        name: `"jax"`.
+
+    Raises:
+        EngineError: There is no such engine, or its framework is not installed.
+    """
+    if name not in ENGINES:
+        raise EngineError(
+            f"there is no engine {name!r}",
+            why=f"the engines are {', '.join(map(repr, ENGINES))}",
+            mend="use one of them",
+        )
+    if importlib.util.find_spec(name) is None:
+        raise EngineError(
+            f"the {name} engine needs {name}, which is not installed",
+            why=f"no package {name!r} is found in this environment",
+            mend=f'pip install "layoutmap[{name}]"',
+        )
+    return importlib.import_module(ENGINES[name]).engine()
+
+
+def engine_of_array(array: object) -> Engine:
+    """The engine whose framework made an array.
+
+    A framework that is not imported cannot have made one, so nothing is imported to find out.
+
+    Raises:
+        EngineError: No engine knows the array.
+    """
+    for name in ENGINES:
+        if name in sys.modules:
+            engine = get_engine(name)
+            if engine.holds(array):
+                return engine
+    raise EngineError(
+        f"no engine holds a {type(array).__module__}.{type(array).__qualname__}",
+        why=f"the engines are {', '.join(map(repr, ENGINES))}",
+        mend="pass an array of one of these frameworks",
+    )

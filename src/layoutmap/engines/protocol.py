@@ -1,0 +1,103 @@
+"""What an engine must do. Each method has its laws in `layoutmap.testing.engine_contract`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from layoutmap.blocks import Index
+from layoutmap.draws import Draw
+from layoutmap.layout import Layout
+from layoutmap.mesh import Mesh
+from layoutmap.variables import Assignment
+
+__all__ = ["Array", "Engine"]
+
+Array = Any
+"""An array of the engine's framework."""
+
+NumpyArray = npt.NDArray[np.generic]
+
+
+class Engine(Protocol):
+    """Holds the arrays of one framework, in layouts.
+
+    Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` gives the same
+    values on every layout, those of the unsharded draw; each device holds exactly its shard; a layout that the engine
+    cannot hold is refused by name, never replaced; indices have both ends.
+    """
+
+    name: str
+
+    def devices(self, device_type: str | None = None) -> tuple[str, ...]:
+        """The names of all devices of one type (`None`: of the default type), in the framework's order.
+
+        Raises:
+            EngineError: There are none of that type.
+        """
+        ...
+
+    def bind(self, mesh: Mesh) -> Mesh:
+        """The mesh on this machine: an abstract one gets devices, one with devices is checked to exist.
+
+        Raises:
+            MeshError: The machine has too few devices, or not the ones that are named.
+        """
+        ...
+
+    def native(self, layout: Layout, rank: int) -> Any:
+        """The framework's own form of a layout: a `NamedSharding`, a `dtensor.Layout`, a `(DeviceMesh, placements)`.
+
+        Raises:
+            EngineError: The engine cannot hold such a layout.
+            LayoutError: The layout is not of that rank.
+        """
+        ...
+
+    def layout_of(self, array: Array) -> Layout | None:
+        """The layout of an array, or `None` if it lies on no mesh of named dims."""
+        ...
+
+    def holds(self, array: object) -> bool:
+        """Whether an object is an array of this framework."""
+        ...
+
+    def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> dict[str, Array]:
+        """First values, each straight in its layout.
+
+        Args:
+            assignments: For each path a variable and its layout.
+            draws: For each path how it gets its value.
+
+        Returns:
+            The arrays, by path. Values equal those of `draw.whole()` bit for bit, on every layout.
+
+        Raises:
+            EngineError: A layout cannot be held; nothing is made then.
+        """
+        ...
+
+    def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Array:
+        """An array whose shards are read one by one.
+
+        Args:
+            assignment: The variable and its layout.
+            read: Gives the values at an index. Called once for each different shard that this process holds.
+        """
+        ...
+
+    def to_shards(self, array: Array) -> Iterator[tuple[Index, NumpyArray]]:
+        """The shards that this process holds, each index once."""
+        ...
+
+    def relayout(self, array: Array, layout: Layout) -> Array:
+        """The same values in another layout; also takes plain arrays of the framework and of numpy.
+
+        Raises:
+            EngineError: The engine cannot hold the layout.
+            LayoutError: The layout does not fit the array's shape.
+        """
+        ...

@@ -1,0 +1,103 @@
+"""What goes wrong, said in full: what, where, why, and the mend.
+
+Every error of this library is a `LayoutMapError`, which is a `ValueError`. Its text has one form:
+
+    what went wrong, in a line that starts with the variable, rule or mesh concerned
+      shape   (512, 1365)
+      layout  (unsharded, model)     rule 2  .*\\.up\\.kernel
+      why     1365 is not a multiple of 4
+      mend    pad axis 1 to 1368, or leave it unsharded
+
+Facts come first, the mend last, and the mend is something one can type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "EngineError",
+    "LayoutError",
+    "LayoutMapError",
+    "MeshError",
+    "ParityError",
+    "PlanError",
+    "RuleError",
+    "ScopeError",
+]
+
+
+def format_message(what: str, facts: Mapping[str, object], why: str, mend: str) -> str:
+    """Lay out one problem: the headline, then one aligned line for each fact, the reason and the mend."""
+    rows = [(name, str(value)) for name, value in facts.items()] + [("why", why), ("mend", mend)]
+    rows = [(name, value) for name, value in rows if value]
+    width = max((len(name) for name, _ in rows), default=0)
+    indent = "\n" + " " * (width + 4)
+    return "\n".join(
+        [what, *(f"  {name:<{width}}  {indent.join(value.splitlines())}" for name, value in rows)]
+    )
+
+
+class LayoutMapError(ValueError):
+    """Any error of this library.
+
+    Args:
+        what: The headline: which thing is wrong, and how.
+        facts: The values that show it, in the order to print them.
+        why: The reason, in one sentence.
+        mend: What to type instead.
+
+    Example:
+        >>> raise LayoutMapError("mesh 'm': no devices", facts={"dims": "x=2"}, why="2 are needed", mend="pass 2 devices")
+        Traceback (most recent call last):
+        ...
+        layoutmap.errors.LayoutMapError: mesh 'm': no devices
+          dims  x=2
+          why   2 are needed
+          mend  pass 2 devices
+    """
+
+    def __init__(
+        self, what: str, *, facts: Mapping[str, object] | None = None, why: str = "", mend: str = ""
+    ):
+        self.what = what
+        self.facts = dict(facts or {})
+        self.why = why
+        self.mend = mend
+        super().__init__(format_message(what, self.facts, why, mend))
+
+
+class MeshError(LayoutMapError):
+    """A mesh that cannot be, or that the machine does not have."""
+
+
+class LayoutError(LayoutMapError):
+    """A layout that cannot be, or that does not fit its variable."""
+
+
+class RuleError(LayoutMapError):
+    """A rule that a layout map cannot take."""
+
+
+class PlanError(LayoutMapError):
+    """A model and a layout map that do not fit; holds every problem that was found.
+
+    Attributes:
+        problems: All problems of the plan that were counted as errors.
+    """
+
+    def __init__(self, what: str, *, problems: tuple[object, ...] = (), **rest: object):
+        super().__init__(what, **rest)  # type: ignore[arg-type]
+        self.problems = problems
+
+
+class EngineError(LayoutMapError):
+    """Something that an engine cannot hold or cannot do."""
+
+
+class ScopeError(LayoutMapError):
+    """A scope that was opened or used where it cannot work."""
+
+
+class ParityError(LayoutMapError):
+    """A sharded model whose numbers are not those of one device."""

@@ -1,0 +1,478 @@
+"""A layout: for each axis of a tensor, the mesh dimension that cuts it, or `UNSHARDED`.
+
+Shard arithmetic lives here too: how many shards, which device holds which, how large they are. It is plain integer
+arithmetic on values; no framework is needed and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layoutmap import wire
+from layoutmap.errors import LayoutError, LayoutMapError
+from layoutmap.mesh import UNSHARDED, Mesh
+
+__all__ = ["UNSHARDED", "Layout", "ShardingSpec"]
+
+ShardingSpec = str | tuple[str, ...]
+"""How one axis is cut: a mesh dim, several (major to minor), or `UNSHARDED`."""
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Layout:
+    """One sharding spec for each axis of a tensor, on a mesh.
+
+    Args:
+        sharding_specs: For each axis the name of a mesh dim, a tuple of names (major to minor: the first cuts
+            coarsest), or `UNSHARDED`; `None` means `UNSHARDED`. A tuple of one name is that name.
+        mesh: The mesh.
+
+    Raises:
+        LayoutError: A spec is no dim of the mesh, or a dim is used twice.
+
+    Example:
+        >>> mesh = Mesh(None, "batch=2,model=4")
+        >>> layout = Layout([UNSHARDED, "model"], mesh)
+        >>> layout
+        Layout(['unsharded', 'model'], Mesh(None, [('batch', 2), ('model', 4)]))
+        >>> layout.local_shape_from_global_shape((512, 1024))
+        (512, 256)
+        >>> Layout([("batch", "model"), None], mesh).num_shards(0)
+        8
+
+    References:
+        `tf.experimental.dtensor.Layout`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/Layout
+    """
+
+    sharding_specs: tuple[ShardingSpec, ...]
+    mesh: Mesh
+
+    def __init__(self, sharding_specs: Iterable[str | Sequence[str] | None], mesh: Mesh):
+        if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(
+                f"a layout needs a mesh, not {mesh!r}",
+                why=f"{type(mesh).__name__} is not a layoutmap.Mesh",
+                mend='make one: layoutmap.create_mesh("batch=2,model=4")',
+            )
+        if isinstance(sharding_specs, str):
+            raise LayoutError(
+                f"sharding specs {sharding_specs!r} are one text",
+                facts={"mesh": str(mesh)},
+                why="a layout has one sharding spec for each axis",
+                mend=f"write a list: [{sharding_specs!r}]",
+            )
+        specs = tuple(_normalize(spec, mesh) for spec in sharding_specs)
+        used: set[str] = set()
+        for axis, spec in enumerate(specs):
+            for dim in _dims_of(spec):
+                _check_dim(dim, used, specs, axis, mesh)
+        object.__setattr__(self, "sharding_specs", specs)
+        object.__setattr__(self, "mesh", mesh)
+
+    # -- making layouts
+
+    @classmethod
+    def replicated(cls, mesh: Mesh, rank: int) -> Layout:
+        """Every device holds the whole tensor.
+
+        Args:
+            mesh: The mesh.
+            rank: The number of axes.
+
+        Raises:
+            LayoutError: The rank is negative.
+        """
+        return cls([UNSHARDED] * _check_rank(rank), mesh)
+
+    @classmethod
+    def batch_sharded(cls, mesh: Mesh, batch_dim: str, rank: int, axis: int = 0) -> Layout:
+        """One axis, by default the first, is cut over one mesh dim.
+
+        Args:
+            mesh: The mesh.
+            batch_dim: The mesh dim.
+            rank: The number of axes.
+            axis: The axis that is cut, 0 to `rank - 1`.
+
+        Raises:
+            LayoutError: There is no such axis or mesh dim.
+
+        Example:
+            >>> Layout.batch_sharded(Mesh(None, "x=2"), "x", rank=3).sharding_specs
+            ('x', 'unsharded', 'unsharded')
+        """
+        _check_axis(axis, _check_rank(rank))
+        return cls([batch_dim if i == axis else UNSHARDED for i in range(rank)], mesh)
+
+    @classmethod
+    def inner_sharded(cls, mesh: Mesh, inner_dim: str, rank: int) -> Layout:
+        """The last axis is cut over one mesh dim.
+
+        Raises:
+            LayoutError: The rank is 0, or there is no such mesh dim.
+        """
+        return cls.batch_sharded(mesh, inner_dim, rank, axis=rank - 1)
+
+    def delete(self, dims: int | Iterable[int]) -> Layout:
+        """This layout without some axes: that of a tensor reduced over them.
+
+        Args:
+            dims: The axes to leave out, or one axis.
+
+        Raises:
+            LayoutError: There is no such axis.
+
+        Example:
+            >>> Layout(["x", "y"], Mesh(None, "x=2,y=2")).delete(0).sharding_specs
+            ('y',)
+        """
+        gone = {dims} if isinstance(dims, int) else set(dims)
+        for axis in gone:
+            _check_axis(axis, self.rank)
+        return Layout([s for i, s in enumerate(self.sharding_specs) if i not in gone], self.mesh)
+
+    # -- asking a layout
+
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self.sharding_specs)
+
+    def mesh_dims_of(self, axis: int) -> tuple[str, ...]:
+        """The mesh dims that cut an axis, major to minor; empty if it is whole.
+
+        Raises:
+            LayoutError: There is no such axis.
+        """
+        _check_axis(axis, self.rank)
+        return _dims_of(self.sharding_specs[axis])
+
+    def num_shards(self, axis: int) -> int:
+        """Into how many pieces an axis is cut.
+
+        Raises:
+            LayoutError: There is no such axis.
+        """
+        return math.prod(self.mesh.dim_size(dim) for dim in self.mesh_dims_of(axis))
+
+    @property
+    def shard_counts(self) -> tuple[int, ...]:
+        """The number of pieces of every axis."""
+        return tuple(self.num_shards(axis) for axis in range(self.rank))
+
+    @property
+    def num_distinct_shards(self) -> int:
+        """How many different pieces the tensor has; the devices hold `mesh.size` divided by it copies of each."""
+        return math.prod(self.shard_counts)
+
+    def is_fully_replicated(self) -> bool:
+        """Whether every device holds the whole tensor. A mesh dim of size 1 cuts nothing."""
+        return self.num_distinct_shards == 1
+
+    def offset_to_shard(self) -> list[tuple[int, ...]]:
+        """For each device, in mesh order, which shard it holds: one number for each axis.
+
+        Example:
+            >>> Layout(["x", UNSHARDED], Mesh(None, "x=2,y=2")).offset_to_shard()
+            [(0, 0), (0, 0), (1, 0), (1, 0)]
+        """
+        return [self.shard_offset(i) for i in range(self.mesh.size)]
+
+    def shard_offset(self, device_index: int) -> tuple[int, ...]:
+        """Which shard one device holds: one number for each axis.
+
+        Raises:
+            MeshError: There is no such device.
+        """
+        at = dict(zip(self.mesh.dim_names, self.mesh.coords(device_index), strict=True))
+        offset: list[int] = []
+        for spec in self.sharding_specs:
+            number = 0
+            for dim in _dims_of(spec):
+                number = number * self.mesh.dim_size(dim) + at[dim]
+            offset.append(number)
+        return tuple(offset)
+
+    def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
+        """The number of a shard when all shards are counted row-major.
+
+        Args:
+            offset_tuple: Which shard: one number for each axis, as `offset_to_shard` gives.
+
+        Raises:
+            LayoutError: There is no such shard.
+
+        Example:
+            >>> Layout(["x", "y"], Mesh(None, "x=2,y=2")).offset_tuple_to_global_index((1, 0))
+            2
+        """
+        counts = self.shard_counts
+        if len(offset_tuple) != self.rank or any(
+            not 0 <= i < n for i, n in zip(offset_tuple, counts, strict=True)
+        ):
+            raise LayoutError(
+                f"there is no shard {tuple(offset_tuple)}",
+                facts={"layout": str(self), "mesh": str(self.mesh)},
+                why=f"the axes are cut into {counts} pieces",
+                mend="give one number for each axis, from 0 to the number of its pieces - 1",
+            )
+        index = 0
+        for i, count in zip(offset_tuple, counts, strict=True):
+            index = index * count + i
+        return index
+
+    def local_shape_from_global_shape(self, global_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """The shape of a shard.
+
+        Args:
+            global_shape: The shape of the whole tensor; `None` or -1 stands for an unknown size and stays.
+
+        Raises:
+            LayoutError: The rank differs, or an axis cannot be cut evenly.
+        """
+        self.check_rank(tuple(global_shape))
+        for axis in self.uneven_axes(global_shape):
+            raise self.uneven_error(tuple(global_shape), axis)
+        return tuple(
+            n if n is None or n < 0 else n // count
+            for n, count in zip(global_shape, self.shard_counts, strict=True)
+        )
+
+    def global_shape_from_local_shape(self, local_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """The shape of the whole tensor, from that of a shard; unknown sizes stay.
+
+        Raises:
+            LayoutError: The rank differs.
+        """
+        self.check_rank(tuple(local_shape))
+        return tuple(
+            n if n is None or n < 0 else n * count
+            for n, count in zip(local_shape, self.shard_counts, strict=True)
+        )
+
+    def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a shard of a tensor whose shape is known.
+
+        Raises:
+            LayoutError: The rank differs, or an axis cannot be cut evenly.
+        """
+        return tuple(n for n in self.local_shape_from_global_shape(global_shape) if n is not None)
+
+    def shard_slices(self, global_shape: Sequence[int], device_index: int) -> tuple[slice, ...]:
+        """Which part of a tensor one device holds; each slice has both ends.
+
+        Args:
+            global_shape: The shape of the whole tensor.
+            device_index: The device's place in the mesh order.
+
+        Raises:
+            LayoutError: The rank differs, or an axis cannot be cut evenly.
+            MeshError: There is no such device.
+
+        Example:
+            >>> Layout(["x", None], Mesh(None, "x=2")).shard_slices((6, 4), device_index=1)
+            (slice(3, 6, None), slice(0, 4, None))
+        """
+        shape = self.shard_shape(global_shape)
+        offset = self.shard_offset(device_index)
+        return tuple(slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True))
+
+    def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
+        """The axes of a shape of this rank that cannot be cut evenly."""
+        return tuple(
+            axis
+            for axis, n in enumerate(global_shape)
+            if n is not None and n >= 0 and n % self.num_shards(axis)
+        )
+
+    def check_rank(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
+        """Raise if a tensor of this shape cannot have this layout because of its rank.
+
+        Raises:
+            LayoutError: The ranks differ.
+        """
+        if len(shape) != self.rank:
+            raise self.rank_error(shape, name)
+
+    def rank_error(self, shape: tuple[int | None, ...], name: str = "layout") -> LayoutError:
+        """The error that says that this layout has another rank than a tensor."""
+        fitted = (*self.sharding_specs[: len(shape)], *[UNSHARDED] * (len(shape) - self.rank))
+        return LayoutError(
+            f"{name}: a layout of rank {self.rank} for a tensor of rank {len(shape)}",
+            facts={"shape": shape, "layout": str(self), "mesh": str(self.mesh)},
+            why="a layout has one sharding spec for each axis",
+            mend=f"use {format_specs(fitted)}, or a rule that does not match this one",
+        )
+
+    def uneven_error(self, shape: tuple[int | None, ...], axis: int, name: str = "layout") -> LayoutError:
+        """The error that says that one axis of a tensor cannot be cut evenly."""
+        size, count = shape[axis] or 0, self.num_shards(axis)
+        whole = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
+        return LayoutError(
+            f"{name}: axis {axis} cannot be split evenly",
+            facts={"shape": shape, "layout": str(self), "mesh": str(self.mesh)},
+            why=f"{size} is not a multiple of {count}",
+            mend=f"pad axis {axis} to {-(-size // count) * count}, or leave it unsharded: {format_specs(whole)}",
+        )
+
+    # -- forms
+
+    def to_string(self) -> str:
+        """The text form, byte-compatible with TensorFlow's.
+
+        An axis cut over several mesh dims, which TensorFlow cannot express, is written `x:y`.
+
+        Example:
+            >>> Layout(["x", None], Mesh(["CPU:0", "CPU:1"], "x=2")).to_string()
+            'sharding_specs:x,unsharded, mesh:|x=2|0,1|0,1|CPU:0,CPU:1'
+        """
+        return wire.layout_to_text(self._to_fields())
+
+    @classmethod
+    def from_string(cls, layout_str: str) -> Layout:
+        """Read `to_string`'s form, and TensorFlow's.
+
+        Raises:
+            LayoutError: The text is not of that form.
+        """
+        return cls._from_fields(wire.layout_from_text(layout_str))
+
+    def as_proto(self) -> Any:
+        """The protobuf form, a `LayoutProto`; its bytes are those of TensorFlow's `LayoutProto`."""
+        return wire.layout_to_proto(self._to_fields())
+
+    @classmethod
+    def from_proto(cls, layout_proto: Any) -> Layout:
+        """Read a `LayoutProto` of this library or of TensorFlow.
+
+        Raises:
+            LayoutError: The message holds no valid layout.
+        """
+        return cls._from_fields(wire.layout_from_proto(layout_proto))
+
+    def mesh_proto(self) -> Any:
+        """The protobuf form of the mesh, a `MeshProto`."""
+        return self.mesh.as_proto()
+
+    def serialized_string(self) -> bytes:
+        """The bytes of `as_proto()`."""
+        return wire.to_bytes(self.as_proto())
+
+    @classmethod
+    def from_str(cls, proto_str: bytes) -> Layout:
+        """Read the bytes that `serialized_string` gives.
+
+        Raises:
+            LayoutError: The bytes hold no valid layout.
+        """
+        return cls._from_fields(wire.layout_from_proto(proto_str))
+
+    def _to_fields(self) -> wire.LayoutFields:
+        specs = tuple((s,) if isinstance(s, str) else s for s in self.sharding_specs)
+        return wire.LayoutFields(specs, self.mesh.to_fields())
+
+    @classmethod
+    def _from_fields(cls, fields: wire.LayoutFields) -> Layout:
+        return cls(fields.specs, Mesh.from_fields(fields.mesh))
+
+    def __str__(self) -> str:
+        return format_specs(self.sharding_specs)
+
+    def __repr__(self) -> str:
+        return f"Layout({list(self.sharding_specs)!r}, {self.mesh!r})"
+
+
+def format_specs(specs: Sequence[ShardingSpec]) -> str:
+    """Sharding specs as one reads them in a message: `(unsharded, model)`, `((batch, model), unsharded)`."""
+    shown = [s if isinstance(s, str) else f"({', '.join(s)})" for s in specs]
+    return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
+
+
+def _dims_of(spec: ShardingSpec) -> tuple[str, ...]:
+    if isinstance(spec, tuple):
+        return spec
+    return () if spec == UNSHARDED else (spec,)
+
+
+def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
+    if spec is None:
+        return UNSHARDED
+    if isinstance(spec, str):
+        return spec
+    if isinstance(spec, (tuple, list)) and all(isinstance(dim, str) for dim in spec):
+        names: tuple[str, ...] = tuple(spec)
+        if len(names) == 1:
+            return names[0]
+        return names or UNSHARDED
+    raise LayoutError(
+        f"sharding spec {spec!r} cannot be read",
+        facts={"mesh": str(mesh)},
+        why="a spec is a mesh dim, a tuple of mesh dims, or UNSHARDED",
+        mend=f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}",
+    )
+
+
+def _check_dim(dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh) -> None:
+    why = mend = ""
+    if dim == wire.MATCH:
+        why, mend = "'match' is for TensorFlow's own use and lays nothing out", "name a mesh dim, or UNSHARDED"
+    elif dim not in mesh:
+        why = f"the mesh has no dim {dim!r}"
+        mend = f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
+    elif dim in used:
+        why = f"mesh dim {dim!r} is used twice, and one dim can cut only one axis"
+        mend = f"leave axis {axis} unsharded, or cut it over another dim"
+    if why:
+        raise LayoutError(
+            f"layout {format_specs(specs)}: spec {dim!r} of axis {axis} is not allowed",
+            facts={"mesh": str(mesh)},
+            why=why,
+            mend=mend,
+        )
+    used.add(dim)
+
+
+def _check_rank(rank: int) -> int:
+    if rank < 0:
+        raise LayoutError(
+            f"a layout of rank {rank}",
+            why="a tensor has 0 or more axes",
+            mend="pass the tensor's number of axes",
+        )
+    return rank
+
+
+def _check_axis(axis: int, rank: int) -> None:
+    if not 0 <= axis < rank:
+        raise LayoutError(
+            f"axis {axis} of a layout of rank {rank}",
+            why=f"its axes are 0 to {rank - 1}" if rank else "it has no axes",
+            mend="count axes from 0, forwards",
+        )
+
+
+def as_layout(value: Any, mesh: Mesh | None) -> Layout:
+    """A layout from a `Layout`, or from a tuple or list of specs and a mesh.
+
+    Raises:
+        LayoutMapError: The value is neither, or there is no mesh to bind the specs to.
+    """
+    if isinstance(value, Layout):
+        return value
+    if not isinstance(value, (tuple, list)):
+        raise LayoutError(
+            f"{value!r} is no layout",
+            why=f"it is a {type(value).__name__}",
+            mend='use a Layout, or a tuple of sharding specs such as (None, "model")',
+        )
+    if mesh is None:
+        raise LayoutMapError(
+            f"sharding specs {value!r} have no mesh",
+            why="a tuple of specs is bound to the layout map's mesh, and it has none",
+            mend="make the map with one, LayoutMap(mesh), or pass a Layout",
+        )
+    return Layout(value, mesh)  # pyright: ignore[reportUnknownArgumentType]

@@ -1,0 +1,358 @@
+"""A layout map: regexes over variables' paths, and the layout that each gives.
+
+The rules are tried in the order in which they were added, and the first that matches wins. Everything that lost is
+kept and can be asked for, since "which rule won, and why not mine?" is the question people have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from layoutmap.errors import LayoutMapError, RuleError
+from layoutmap.layout import Layout, as_layout
+from layoutmap.mesh import Mesh
+from layoutmap.rule_index import RuleIndex
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from layoutmap.scope import Scope
+
+__all__ = ["LayoutMap", "Match", "Rule", "nearest"]
+
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of a layout map.
+
+    Args:
+        number: Its place in the map, counted from 1.
+        pattern: The regex.
+        layout: The layout it gives.
+    """
+
+    number: int
+    pattern: str
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"rule {self.number}  {self.pattern}"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a layout map says of one path.
+
+    Args:
+        path: The path.
+        rule: The rule that won, or `None` if no rule matches.
+        others: The rules that match too and lost, in the order of the map.
+        near_misses: Patterns that come close, if no rule matches.
+    """
+
+    path: str
+    rule: Rule | None
+    others: tuple[Rule, ...] = ()
+    near_misses: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout that won, or `None`."""
+        return self.rule and self.rule.layout
+
+    def __str__(self) -> str:
+        if self.rule is None:
+            near = "".join(f"\n  near misses  {p}" for p in self.near_misses)
+            return f"{self.path}: no rule matches, so it is replicated{near}"
+        lost = "".join(f"\n  also matches  {rule}" for rule in self.others)
+        return f"{self.path}: {self.rule} -> {self.rule.layout}{lost}"
+
+
+class LayoutMap(MutableMapping[str, Layout]):
+    """A dict from regex over a variable's path to a layout.
+
+    Reading (`layout_map[path]`, `layout_map.get(path)`) looks the path up: an exact key first, then `re.match` over the
+    rules in insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`,
+    `items`, ...) is the dict of the rules themselves.
+
+    `re.match` anchors the start of the path and not its end: `d1\\.kernel` also matches `d1.kernel_scale`. End a
+    pattern with `$` to exclude that.
+
+    Args:
+        mesh: The mesh to which tuples of specs are bound, and on which variables without a rule are replicated.
+            `None` means the mesh of the first layout that is added.
+        rules: Rules to begin with, in order.
+
+    Raises:
+        RuleError: See `__setitem__`.
+
+    Example:
+        >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"))
+        >>> layout_map[r".*\\.kernel"] = (None, "model")
+        >>> layout_map["d1.kernel"].sharding_specs
+        ('unsharded', 'model')
+        >>> layout_map["d1.bias"] is None
+        True
+        >>> "d1.kernel" in layout_map, r".*\\.kernel" in layout_map
+        (False, True)
+
+    References:
+        `tf.keras.dtensor.experimental.LayoutMap` of TensorFlow 2.9 to 2.15.
+    """
+
+    def __init__(self, mesh: Mesh | None = None, rules: Mapping[str, Any] | None = None):
+        self._mesh = mesh
+        self._rules: dict[str, Layout] = {}
+        self._compiled: dict[str, re.Pattern[str]] = {}
+        self._index: RuleIndex | None = None
+        for pattern, layout in (rules or {}).items():
+            self[pattern] = layout
+
+    # -- looking up a path
+
+    def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
+        rule = self._first(path)
+        return rule and rule.layout
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The layout of a path, or `default` if no rule matches."""
+        rule = self._first(path)
+        return rule.layout if rule else default
+
+    def match(self, path: str) -> Match:
+        """What the map says of a path, and why: the rule that won, those that lost, near misses if none matches.
+
+        Example:
+            >>> layout_map = LayoutMap(Mesh(None, "model=4"), {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)})
+            >>> print(layout_map.match("d1.kernel"))
+            d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
+              also matches  rule 2  d1.*
+        """
+        won, *lost = self.matching_rules(path) or [None]
+        near = () if won else tuple(nearest(path, self._rules))
+        return Match(path, won, tuple(rule for rule in lost if rule), near)
+
+    def matching_rules(self, path: str) -> list[Rule]:
+        """All rules that match a path, the one that wins first."""
+        rules = self.rules
+        found = [rules[number] for number in self._lookup(path)]
+        exact = self._rules.get(path)
+        if exact is not None:
+            found.sort(key=lambda rule: rule.pattern != path)
+            if not found or found[0].pattern != path:  # a key that does not match itself, such as "a[0]"
+                found.insert(0, self._numbered[path])
+        return found
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules, in order, numbered from 1."""
+        if self._index is None:
+            self._numbered = {
+                p: Rule(i, p, layout) for i, (p, layout) in enumerate(self._rules.items(), 1)
+            }
+            self._in_order = tuple(self._numbered.values())
+            self._index = RuleIndex(list(self._compiled.values()))
+        return self._in_order
+
+    def _lookup(self, path: str) -> Iterator[int]:
+        _ = self.rules
+        assert self._index is not None
+        return self._index.matches(path)
+
+    def _first(self, path: str) -> Rule | None:
+        rules = self.rules
+        if path in self._numbered:
+            return self._numbered[path]
+        number = next(self._lookup(path), None)
+        return None if number is None else rules[number]
+
+    # -- the dict of rules
+
+    def __setitem__(self, pattern: str, layout: Layout | Sequence[Any]) -> None:
+        """Add a rule, after those that are there.
+
+        Args:
+            pattern: A regex over paths.
+            layout: A `Layout`, or a tuple of sharding specs to bind to the map's mesh.
+
+        Raises:
+            RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does
+                not have, or lies on another mesh than the rest of the map. Nothing is changed then.
+        """
+        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleError(
+                f"rule {pattern!r} is not text",
+                why="a rule is a regex over variable paths",
+                mend=r'write it as in layout_map[r".*\.kernel"]',
+            )
+        if pattern in self._rules:
+            raise RuleError(
+                f"rule {pattern!r} is in the map already",
+                facts={"there": self._rules[pattern], "new": layout},
+                why="two layouts for one pattern contradict each other",
+                mend=f"del layout_map[{pattern!r}] first, or change one of the patterns",
+            )
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise RuleError(
+                f"rule {pattern!r} is not a regex",
+                why=f"{error.msg}{'' if error.pos is None else f' at character {error.pos}'}",
+                mend=f"mend the regex, or escape it: {re.escape(pattern)!r}",
+            ) from error
+        try:
+            value = as_layout(layout, self._mesh)
+        except LayoutMapError as error:
+            raise RuleError(
+                f"rule {pattern!r}: {error.what}", facts=error.facts, why=error.why, mend=error.mend
+            ) from error
+        if self._mesh is not None and value.mesh != self._mesh:
+            raise RuleError(
+                f"rule {pattern!r}: its layout is on another mesh",
+                facts={"map's": repr(self._mesh), "layout's": repr(value.mesh)},
+                why="one program runs all variables of a model on one mesh",
+                mend="use the map's mesh, or make another map",
+            )
+        self._mesh = value.mesh
+        self._rules[pattern] = value
+        self._compiled[pattern] = compiled
+        self._index = None
+
+    def __delitem__(self, pattern: str) -> None:
+        del self._rules[pattern]
+        del self._compiled[pattern]
+        self._index = None
+
+    def __contains__(self, pattern: object) -> bool:
+        return pattern in self._rules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def keys(self) -> Any:
+        """The patterns, in order."""
+        return self._rules.keys()
+
+    def values(self) -> Any:
+        """The layouts, in order."""
+        return self._rules.values()
+
+    def items(self) -> Any:
+        """Pairs of pattern and layout, in order."""
+        return self._rules.items()
+
+    def pop(self, pattern: str, default: Any = _MISSING) -> Any:
+        """Take a rule out and give its layout; without that rule, `default`.
+
+        Raises:
+            KeyError: There is no such rule and no default.
+        """
+        if pattern not in self._rules:
+            if default is _MISSING:
+                raise KeyError(pattern)
+            return default
+        layout = self._rules[pattern]
+        del self[pattern]
+        return layout
+
+    def popitem(self) -> tuple[str, Layout]:
+        """Take the last rule out.
+
+        Raises:
+            KeyError: There are no rules.
+        """
+        if not self._rules:
+            raise KeyError("popitem(): layout map is empty")
+        pattern = next(reversed(self._rules))
+        return pattern, self.pop(pattern)
+
+    def setdefault(self, pattern: str, default: Any = None) -> Layout:
+        """The layout of the rule with this very pattern; adds it if there is none."""
+        if pattern not in self._rules:
+            self[pattern] = default
+        return self._rules[pattern]
+
+    def clear(self) -> None:
+        """Take all rules out. The mesh stays."""
+        self._rules.clear()
+        self._compiled.clear()
+        self._index = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        theirs = other._rules if isinstance(other, LayoutMap) else other  # type: ignore[reportUnknownVariableType]
+        return self._rules == theirs
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # -- using it
+
+    def get_default_mesh(self) -> Mesh | None:
+        """The mesh of the map; `None` while it has neither a mesh nor a rule."""
+        return self._mesh
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the map; `None` while it has neither a mesh nor a rule."""
+        return self._mesh
+
+    def scope(self, **options: Any) -> AbstractContextManager[Scope]:
+        """Build models whose variables are created straight in their layouts; see `layoutmap.scope`."""
+        from layoutmap.scope import scope
+
+        return scope(self, **options)
+
+    def build(self, make_model: Callable[[], Any], **options: Any) -> Any:
+        """Build one model in a scope and give it back, its variables in their layouts; see `layoutmap.build`."""
+        from layoutmap.scope import build
+
+        return build(make_model, self, **options)
+
+    def apply(self, model: Any, **options: Any) -> Any:
+        """Lay out a model that exists; see `layoutmap.apply`."""
+        from layoutmap.scope import apply
+
+        return apply(model, self, **options)
+
+    def __repr__(self) -> str:
+        rules = "".join(f"    {p!r}: {layout.sharding_specs!r},\n" for p, layout in self._rules.items())
+        return f"LayoutMap({self._mesh!r}, {{{chr(10) if rules else ''}{rules}}})"
+
+    def __str__(self) -> str:
+        width = max((len(p) for p in self._rules), default=0)
+        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {rule.layout}" for rule in self.rules]
+        return "\n".join([f"LayoutMap on {self._mesh or 'no mesh yet'}, {len(self)} rules", *rows])
+
+    def _repr_html_(self) -> str:
+        from layoutmap.report.html import table
+
+        rows = [(str(rule.number), rule.pattern, str(rule.layout)) for rule in self.rules]
+        return table(f"LayoutMap on {self._mesh or 'no mesh yet'}", ("rule", "pattern", "layout"), rows)
+
+
+def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """The candidates most like a path or a pattern, best first; digits and regex signs do not count.
+
+    Example:
+        >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
+        ['d1.kernel']
+    """
+    by_skeleton: dict[str, str] = {}
+    for candidate in candidates:
+        by_skeleton.setdefault(_skeleton(candidate), candidate)
+    close = difflib.get_close_matches(_skeleton(text), by_skeleton, n=count, cutoff=0.5)
+    return [by_skeleton[skeleton] for skeleton in close]
+
+
+def _skeleton(text: str) -> str:
+    return re.sub(r"\\[dwsDWSbB]|[\\^$*+?(){}\[\]|\d]|(?<!\w)\.", "", text)

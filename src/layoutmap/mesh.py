@@ -1,0 +1,410 @@
+"""The mesh: devices in a named grid.
+
+A mesh has *mesh dimensions* (dims), each with a name and a size, and one device at each place of the grid,
+row-major: the last dim runs fastest. It is a value. It holds device *names*, never device objects, so that a
+mesh of 4,096 accelerators can be written down, planned on and compared on a laptop. A mesh without device
+names is *abstract*; it is bound to real devices when something is materialized on it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from layoutmap import wire
+from layoutmap.errors import MeshError
+
+__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "parse_mesh_dims"]
+
+UNSHARDED = "unsharded"
+"""The sharding spec of an axis that is not cut: every device holds all of it."""
+
+_DEVICE_TYPE = re.compile(r"(?:^|device:)([A-Za-z]+):\d+$", re.IGNORECASE)
+_FORBIDDEN = re.compile(r"[,|=:\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshDimension:
+    """One named direction of a mesh.
+
+    Args:
+        name: Its name, as used in layouts.
+        size: How many devices lie along it.
+
+    Example:
+        >>> MeshDimension("model", 4)
+        MeshDimension(name='model', size=4)
+    """
+
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.size}"
+
+
+def parse_mesh_dims(
+    mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
+) -> tuple[MeshDimension, ...]:
+    """Read mesh dims from any of their spellings.
+
+    Args:
+        mesh_dims: `"batch=2,model=4"`, `{"batch": 2, "model": 4}`, or pairs `[("batch", 2), ("model", 4)]`. A size
+            may be -1 here; only `create_mesh` accepts that.
+
+    Raises:
+        MeshError: The text is not of the form `name=size,...`, or an entry is no pair of a name and an integer.
+
+    Example:
+        >>> parse_mesh_dims("batch=2,model=4")
+        (MeshDimension(name='batch', size=2), MeshDimension(name='model', size=4))
+    """
+    mend = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
+    entries: list[Any]
+    if isinstance(mesh_dims, str):
+        entries = [tuple(part.split("=")) for part in mesh_dims.split(",")] if mesh_dims else []
+        try:
+            entries = [(name.strip(), int(size)) for name, size in entries]
+        except ValueError:
+            raise MeshError(
+                f"mesh dims {mesh_dims!r} cannot be read",
+                why="each dim is name=size, with an integer size",
+                mend=mend,
+            ) from None
+    elif isinstance(mesh_dims, Mapping):
+        entries = list(mesh_dims.items())
+    else:
+        entries = list(mesh_dims)
+    dims: list[MeshDimension] = []
+    for entry in entries:
+        if isinstance(entry, MeshDimension):
+            dims.append(entry)
+            continue
+        pair = tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else ()
+        if len(pair) != 2 or not isinstance(pair[0], str) or not hasattr(pair[1], "__index__"):
+            raise MeshError(
+                f"mesh dim {entry!r} cannot be read",
+                why="a mesh dim is a pair of a name and an integer size",
+                mend=mend,
+            )
+        dims.append(MeshDimension(pair[0], int(pair[1])))
+    return tuple(dims)
+
+
+def device_type_of(device: str) -> str:
+    """The type in a device name: `"CPU"` of `"CPU:0"` and of `"/job:w/replica:0/task:0/device:CPU:0"`."""
+    found = _DEVICE_TYPE.search(device)
+    if not found:
+        raise MeshError(
+            f"device {device!r} has no type",
+            why="a device name ends in TYPE:NUMBER",
+            mend='write "CPU:0", "GPU:3" or "/job:worker/replica:0/task:1/device:TPU:0"',
+        )
+    return found.group(1).upper()
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Mesh:
+    """Devices in a named grid, row-major: the last mesh dimension runs fastest.
+
+    Args:
+        devices: The device names in row-major order, as in `["CPU:0", "CPU:1"]`; `None` makes an abstract mesh,
+            which is bound to real devices when something is materialized on it. An empty name stands for a device
+            of another process whose name is not known here.
+        mesh_dims: Pairs of name and size, a dict, or text such as `"batch=2,model=4"`.
+        mesh_name: A name of your choice, kept in the text and protobuf forms.
+        local_device_ids: The places in the mesh of this process's devices; `None` means all. Not compared: the
+            processes of one program hold equal meshes.
+
+    Raises:
+        MeshError: A dim name is empty, repeated, `"unsharded"`, or holds a blank or one of `,|=:`; a size is below 1;
+            the number of devices is not the product of the sizes; a device appears twice; device types are mixed.
+
+    Example:
+        >>> mesh = Mesh(["TPU:0", "TPU:1", "TPU:2", "TPU:3", "TPU:4", "TPU:5"], [("x", 3), ("y", 2)])
+        >>> mesh.coords(3)
+        (1, 1)
+        >>> mesh.dim_size("x"), mesh.size, mesh.shape
+        (3, 6, (3, 2))
+        >>> Mesh(None, "batch=2,model=4")
+        Mesh(None, [('batch', 2), ('model', 4)])
+
+    References:
+        `tf.experimental.dtensor.Mesh`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/Mesh
+    """
+
+    devices: tuple[str, ...] | None
+    mesh_dims: tuple[MeshDimension, ...]
+    name: str
+    local_device_ids: tuple[int, ...] = field(compare=False)
+
+    def __init__(
+        self,
+        devices: Iterable[str] | None,
+        mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
+        mesh_name: str = "",
+        *,
+        local_device_ids: Iterable[int] | None = None,
+    ):
+        dims = parse_mesh_dims(mesh_dims)
+        _check_dims(dims)
+        names = None if devices is None else tuple(devices)
+        size = math.prod(dim.size for dim in dims)
+        _check_devices(names, dims, size)
+        if "|" in mesh_name or " " in mesh_name:
+            raise MeshError(
+                f"mesh name {mesh_name!r} has a bar or a blank",
+                why="the text form of a mesh is cut at them",
+                mend=f"name it {re.sub('[| ]', '_', mesh_name)!r}",
+            )
+        local = tuple(range(size)) if local_device_ids is None else tuple(local_device_ids)
+        if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):
+            raise MeshError(
+                f"local device ids {list(local)} do not fit the mesh",
+                facts={"mesh": ", ".join(map(str, dims))},
+                why=f"they are places in the mesh, 0 to {size - 1}, each once and ascending",
+                mend="list the places of this process's devices in ascending order, or leave it out",
+            )
+        object.__setattr__(self, "devices", names)
+        object.__setattr__(self, "mesh_dims", dims)
+        object.__setattr__(self, "name", mesh_name)
+        object.__setattr__(self, "local_device_ids", local)
+
+    @property
+    def dim_names(self) -> tuple[str, ...]:
+        """The names of the mesh dims, in order."""
+        return tuple(dim.name for dim in self.mesh_dims)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh dims, in order."""
+        return tuple(dim.size for dim in self.mesh_dims)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """For each mesh dim, how far apart in the device order two neighbours along it are."""
+        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the mesh names no devices."""
+        return self.devices is None
+
+    @property
+    def device_type(self) -> str | None:
+        """`"CPU"`, `"GPU"` or `"TPU"`; `None` on an abstract mesh."""
+        return next((device_type_of(name) for name in self.devices or () if name), None)
+
+    def __getitem__(self, dim_name: str) -> MeshDimension:
+        for dim in self.mesh_dims:
+            if dim.name == dim_name:
+                return dim
+        raise MeshError(
+            f"mesh dim {dim_name!r} does not exist",
+            facts={"mesh": str(self)},
+            why="the mesh has no dim of that name",
+            mend=f"use one of {', '.join(map(repr, self.dim_names)) or 'no dims: the mesh has none'}",
+        )
+
+    def __contains__(self, dim_name: object) -> bool:
+        return dim_name in self.dim_names
+
+    def dim_size(self, dim_name: str) -> int:
+        """The number of devices along one mesh dim.
+
+        Raises:
+            MeshError: There is no such dim.
+        """
+        return self[dim_name].size
+
+    def coords(self, device_index: int) -> tuple[int, ...]:
+        """The place in the grid of one device.
+
+        Args:
+            device_index: Its place in the row-major order, 0 to `size - 1`.
+
+        Returns:
+            One coordinate for each mesh dim.
+
+        Raises:
+            MeshError: The index is out of range.
+
+        Example:
+            >>> Mesh(None, "x=4,y=2").coords(5)
+            (2, 1)
+        """
+        if not 0 <= device_index < self.size:
+            raise MeshError(
+                f"device index {device_index} is outside the mesh",
+                facts={"mesh": str(self)},
+                why=f"the mesh has {self.size} devices",
+                mend=f"use an index from 0 to {self.size - 1}",
+            )
+        return tuple(
+            device_index // stride % size for stride, size in zip(self.strides, self.shape, strict=True)
+        )
+
+    def unravel_index(self) -> list[dict[str, int]]:
+        """The coordinates of all devices, by dim name, in device order.
+
+        Example:
+            >>> Mesh(None, "x=2,y=2").unravel_index()[1]
+            {'x': 0, 'y': 1}
+        """
+        return [dict(zip(self.dim_names, self.coords(i), strict=True)) for i in range(self.size)]
+
+    def with_devices(self, devices: Iterable[str], *, local_device_ids: Iterable[int] | None = None) -> Mesh:
+        """The same grid on these devices."""
+        return Mesh(devices, self.mesh_dims, self.name, local_device_ids=local_device_ids)
+
+    def to_string(self) -> str:
+        """The text form, byte-compatible with TensorFlow's for a mesh that names its devices.
+
+        An abstract mesh, which TensorFlow cannot express, has only the first two fields.
+
+        Example:
+            >>> Mesh(["CPU:0", "CPU:1"], "x=2", "pair").to_string()
+            'pair|x=2|0,1|0,1|CPU:0,CPU:1'
+            >>> Mesh(None, "x=2").to_string()
+            '|x=2'
+        """
+        return wire.mesh_to_text(self.to_fields())
+
+    @classmethod
+    def from_string(cls, text: str) -> Mesh:
+        """Read `to_string`'s form, and TensorFlow's.
+
+        Raises:
+            MeshError: The text is not of that form.
+        """
+        return cls.from_fields(wire.mesh_from_text(text))
+
+    def as_proto(self) -> Any:
+        """The protobuf form, a `MeshProto`; its bytes are those of TensorFlow's `MeshProto`."""
+        return wire.mesh_to_proto(self.to_fields())
+
+    @classmethod
+    def from_proto(cls, proto: Any) -> Mesh:
+        """Read a `MeshProto` of this library or of TensorFlow.
+
+        Raises:
+            MeshError: The message holds no valid mesh.
+        """
+        return cls.from_fields(wire.mesh_from_proto(proto))
+
+    def to_fields(self) -> wire.MeshFields:
+        """The plain fields that the text and protobuf forms are made of."""
+        return wire.MeshFields(
+            name=self.name,
+            dims=tuple((dim.name, dim.size) for dim in self.mesh_dims),
+            devices=self.devices,
+            local_device_ids=self.local_device_ids,
+        )
+
+    @classmethod
+    def from_fields(cls, fields: wire.MeshFields) -> Mesh:
+        """The mesh of plain fields; checks them all."""
+        return cls(fields.devices, fields.dims, fields.name, local_device_ids=fields.local_device_ids)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.mesh_dims)) or "no dims"
+
+    def __repr__(self) -> str:
+        devices = self.devices if self.devices is None else list(self.devices)
+        name = f", {self.name!r}" if self.name else ""
+        local = (
+            ""
+            if self.local_device_ids == tuple(range(self.size))
+            else f", local_device_ids={list(self.local_device_ids)!r}"
+        )
+        return f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local})"
+
+
+def _check_dims(dims: tuple[MeshDimension, ...]) -> None:
+    seen: set[str] = set()
+    for dim in dims:
+        why = mend = ""
+        if not dim.name:
+            why, mend = "a dim is referred to by its name", 'name it, as in ("model", 4)'
+        elif dim.name in seen:
+            why, mend = "a layout could not tell the two apart", f"rename one of them: {dim.name}_2"
+        elif dim.name in (UNSHARDED, wire.MATCH):
+            why, mend = f"{dim.name!r} is a word of layouts, not a dim", "use another name"
+        elif _FORBIDDEN.search(dim.name):
+            why = "blanks and the characters , | = : separate the parts of a mesh written as text"
+            mend = f"name it {_FORBIDDEN.sub('_', dim.name)!r}"
+        elif dim.size < 1:
+            why, mend = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that cuts nothing"
+        if why:
+            raise MeshError(
+                f"mesh dim {dim.name!r} of size {dim.size} is not allowed",
+                facts={"mesh": ", ".join(map(str, dims))},
+                why=why,
+                mend=mend,
+            )
+        seen.add(dim.name)
+
+
+def _check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:
+    if devices is None:
+        return
+    facts = {"mesh": ", ".join(map(str, dims)), "devices": _shorten(devices)}
+    if len(devices) != size:
+        raise MeshError(
+            f"mesh of {size} devices was given {len(devices)}",
+            facts=facts,
+            why=f"{' x '.join(str(dim.size) for dim in dims) or 1} is {size}, not {len(devices)}",
+            mend=f"pass {size} devices, or sizes whose product is {len(devices)}",
+        )
+    known = [name for name in devices if name]
+    repeated = sorted({name for name in known if known.count(name) > 1}) if len(set(known)) < len(known) else []
+    if repeated:
+        raise MeshError(
+            f"device {repeated[0]!r} appears twice in a mesh",
+            facts=facts,
+            why="each place of a mesh is another device",
+            mend="list each device once",
+        )
+    types = {device_type_of(name) for name in known}
+    if len(types) > 1:
+        raise MeshError(
+            f"mesh of mixed device types {', '.join(sorted(types))}",
+            facts=facts,
+            why="one program runs on all devices of a mesh, so they are of one type",
+            mend="make one mesh for each type",
+        )
+
+
+def _shorten(devices: tuple[str, ...]) -> str:
+    shown = devices if len(devices) <= 8 else (*devices[:4], f"... {len(devices) - 6} more", *devices[-2:])
+    return ", ".join(shown) or "none"
+
+
+def fill_in_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:
+    """Replace the one size that is -1 by what the number of devices leaves for it."""
+    unknown = [dim for dim in dims if dim.size == -1]
+    if not unknown:
+        return dims
+    if len(unknown) > 1:
+        raise MeshError(
+            f"mesh dims {', '.join(dim.name for dim in unknown)} all have size -1",
+            why="only one size can be worked out from the number of devices",
+            mend="give all sizes but one",
+        )
+    known = math.prod(dim.size for dim in dims if dim.size != -1)
+    if known < 1 or num_devices % known:
+        raise MeshError(
+            f"mesh dim {unknown[0].name!r} of size -1 cannot be worked out",
+            facts={"mesh": ", ".join(map(str, dims)), "devices": num_devices},
+            why=f"{num_devices} devices are not a multiple of {known}",
+            mend="change the other sizes, or pass devices=",
+        )
+    return tuple(replace(dim, size=num_devices // known) if dim.size == -1 else dim for dim in dims)

@@ -1,0 +1,109 @@
+"""What the core knows of a variable: its path, shape, dtype and kind; never its value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from layoutmap.layout import Layout
+from layoutmap.layout_map import Match
+
+__all__ = ["Assignment", "Kind", "VariableSpec", "itemsize"]
+
+
+class Kind(str, Enum):
+    """What a variable is for, which decides how it gets its layout.
+
+    `WEIGHT` (trained or not) and `STATE` (moving statistics) are matched by the rules; a `SLOT` of an optimizer follows
+    its variable; `RNG` states, `METRIC`s and other small things that no rule matches are replicated.
+    """
+
+    WEIGHT = "weight"
+    STATE = "state"
+    RNG = "rng"
+    SLOT = "slot"
+    METRIC = "metric"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSpec:
+    """A variable before it has a value.
+
+    Args:
+        path: Its object path, parts joined by dots, as in `blocks.0.attn.query.kernel`.
+        shape: Its whole shape.
+        dtype: The name of its element type, as in `"float32"` or `"bfloat16"`.
+        kind: What it is for.
+        aliases: Other paths to the same variable: a shared layer, a tied weight.
+        parent: The path of the variable it belongs to (the weight of an optimizer slot); `None` for most.
+
+    Example:
+        >>> VariableSpec("d1.kernel", (512, 1024), "float32").nbytes
+        2097152
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind = Kind.WEIGHT
+    aliases: tuple[str, ...] = ()
+    parent: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of the whole variable."""
+        return math.ceil(math.prod(self.shape) * itemsize(self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A variable and the layout it was given.
+
+    Args:
+        variable: The variable.
+        layout: Its layout.
+        match: What the layout map said of its path; `None` where it was not asked (slots, metrics).
+        drawn_whole: Why its first value must be drawn whole on one device before it is cut; empty if it need not.
+    """
+
+    variable: VariableSpec
+    layout: Layout
+    match: Match | None = None
+    drawn_whole: str = ""
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of the piece that one device holds."""
+        return self.layout.shard_shape(self.variable.shape)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Size in bytes of the piece that one device holds."""
+        return math.ceil(math.prod(self.shard_shape) * itemsize(self.variable.dtype))
+
+
+# Element types that numpy does not know by name: bytes per element.
+_ITEMSIZES = {
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int4": 0.5,
+    "uint4": 0.5,
+    "string": 8,
+}
+
+
+def itemsize(dtype: str) -> float:
+    """Bytes per element of an element type, by name.
+
+    Example:
+        >>> itemsize("float32"), itemsize("bfloat16")
+        (4, 2)
+    """
+    return _ITEMSIZES[dtype] if dtype in _ITEMSIZES else np.dtype(dtype).itemsize

@@ -1,0 +1,252 @@
+"""The text and protobuf forms of meshes and layouts, byte-compatible with TensorFlow's.
+
+This module knows forms, not meanings: it turns plain fields into text or a message and back. `Mesh` and `Layout`
+check what the fields mean.
+
+    mesh    NAME|x=4,y=2|0,1,2,..|0,1,2,..|local devices[|all devices]
+    layout  sharding_specs:x,unsharded, mesh:<mesh>
+
+Two things TensorFlow cannot say have a form here that TensorFlow refuses: an axis cut over several mesh dimensions
+(`x:y`, major to minor) and a mesh without devices (`NAME|x=4,y=2`; in a message, no device ids).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from layoutmap.errors import LayoutError, MeshError
+
+__all__ = ["MATCH", "LayoutFields", "MeshFields"]
+
+MATCH = "match"
+"""TensorFlow's word for "any sharding" inside its own rules; never a sharding of a stored tensor."""
+
+_LAYOUT_PREFIX = "sharding_specs:"
+_MESH_PREFIX = " mesh:"
+_MEND_MESH = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"
+_MEND_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_string() does"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshFields:
+    """What a mesh is made of, unchecked. An unknown device of another process has the name `""`."""
+
+    name: str
+    dims: tuple[tuple[str, int], ...]
+    devices: tuple[str, ...] | None
+    local_device_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFields:
+    """What a layout is made of, unchecked: for each axis a tuple of mesh dims or `("unsharded",)`, and the mesh."""
+
+    specs: tuple[tuple[str, ...], ...]
+    mesh: MeshFields
+
+
+def _locals_and_globals(fields: MeshFields) -> tuple[list[str], list[str]]:
+    """The devices of this process, and all devices where that says more."""
+    devices = fields.devices or ()
+    local = [devices[i] for i in fields.local_device_ids]
+    everything = list(devices) if len(local) < len(devices) and all(devices) else []
+    return local, everything
+
+
+def _devices(
+    size: int, local_ids: tuple[int, ...], local: tuple[str, ...], everything: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The devices in mesh order, with `""` for each that the form does not name."""
+    if len(local_ids) != len(local):
+        raise MeshError(
+            f"{len(local)} local devices for {len(local_ids)} local device ids",
+            why="each local id has one device",
+            mend=_MEND_MESH,
+        )
+    if everything:
+        return everything
+    at = dict(zip(local_ids, local, strict=True))
+    if any(not 0 <= i < size for i in at):
+        raise MeshError(
+            f"local device ids {list(local_ids)} lie outside the mesh of {size}",
+            why="they are places in the mesh",
+            mend=f"use ids from 0 to {size - 1}",
+        )
+    return tuple(at.get(i, "") for i in range(size))
+
+
+def _check_global_ids(ids: tuple[int, ...], size: int) -> None:
+    if ids != tuple(range(size)):
+        raise MeshError(
+            f"global device ids {list(ids[:9])} are not 0 to {size - 1}",
+            why="device i of a mesh has the id i",
+            mend="number the devices from 0 in mesh order",
+        )
+
+
+def mesh_to_text(fields: MeshFields) -> str:
+    """The text form of a mesh."""
+    parts = [fields.name, ",".join(f"{name}={size}" for name, size in fields.dims)]
+    if fields.devices is not None:
+        local, everything = _locals_and_globals(fields)
+        parts.append(",".join(map(str, range(len(fields.devices)))))
+        parts.append(",".join(map(str, fields.local_device_ids)))
+        parts.append(",".join(local))
+        if everything:
+            parts.append(",".join(everything))
+    return "|".join(parts)
+
+
+def mesh_from_text(text: str) -> MeshFields:
+    """Read the text form of a mesh.
+
+    Raises:
+        MeshError: The text is not of that form.
+    """
+    parts = text.split("|")
+    try:
+        if len(parts) not in (2, 5, 6):
+            raise ValueError(f"it has {len(parts)} fields between bars, not 2, 5 or 6")
+        dims = tuple(_split_dim(part) for part in _split(parts[1]))
+        size = math.prod(size for _, size in dims)
+        if len(parts) == 2:
+            return MeshFields(parts[0], dims, None, tuple(range(size)))
+        ids, local_ids = (tuple(int(i) for i in _split(part)) for part in parts[2:4])
+    except ValueError as error:
+        raise MeshError(f"mesh text {text!r} cannot be read", why=str(error), mend=_MEND_MESH) from None
+    _check_global_ids(ids, size)
+    everything = _split(parts[5]) if len(parts) == 6 else ()
+    return MeshFields(parts[0], dims, _devices(size, local_ids, _split(parts[4]), everything), local_ids)
+
+
+def mesh_to_proto(fields: MeshFields) -> Any:
+    """The message of a mesh."""
+    from layoutmap.proto import layout_pb2 as pb
+
+    proto = pb.MeshProto(
+        name=fields.name, mesh_dimensions=[pb.MeshDimensionProto(name=n, size=s) for n, s in fields.dims]
+    )
+    if fields.devices is not None:
+        local, everything = _locals_and_globals(fields)
+        proto.global_device_ids.extend(range(len(fields.devices)))
+        proto.local_device_ids.extend(fields.local_device_ids)
+        proto.local_devices.extend(local)
+        proto.global_devices.extend(everything)
+    return proto
+
+
+def mesh_from_proto(message: Any) -> MeshFields:
+    """Read the message of a mesh, this library's or TensorFlow's.
+
+    Raises:
+        MeshError: The message is no mesh, or one of a kind that is not supported.
+    """
+    from layoutmap.proto import layout_pb2 as pb
+
+    proto = _parse(message, pb.MeshProto, MeshError)
+    for unsupported in ("use_xla_spmd", "single_device"):
+        if getattr(proto, unsupported):
+            raise MeshError(
+                f"mesh message has {unsupported} set",
+                why="only meshes of named dims are supported",
+                mend="make the mesh from dims and devices",
+            )
+    dims = tuple((dim.name, dim.size) for dim in proto.mesh_dimensions)
+    size = math.prod(size for _, size in dims)
+    ids = tuple(proto.global_device_ids)
+    if not ids:
+        return MeshFields(proto.name, dims, None, tuple(range(size)))
+    _check_global_ids(ids, size)
+    local_ids = tuple(proto.local_device_ids)
+    devices = _devices(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
+    return MeshFields(proto.name, dims, devices, local_ids)
+
+
+def layout_to_text(fields: LayoutFields) -> str:
+    """The text form of a layout."""
+    specs = "".join(":".join(spec) + "," for spec in fields.specs)
+    return f"{_LAYOUT_PREFIX}{specs}{_MESH_PREFIX}{mesh_to_text(fields.mesh)}"
+
+
+def layout_from_text(text: str) -> LayoutFields:
+    """Read the text form of a layout.
+
+    Raises:
+        LayoutError: The text is not of that form. A spec list without its closing comma is refused too, where
+            TensorFlow drops the last spec without a word.
+    """
+    specs, found, mesh = text.removeprefix(_LAYOUT_PREFIX).partition(_MESH_PREFIX)
+    why = ""
+    if not text.startswith(_LAYOUT_PREFIX):
+        why = f"it does not start with {_LAYOUT_PREFIX!r}"
+    elif not found:
+        why = f"it has no {_MESH_PREFIX!r}"
+    elif specs and not specs.endswith(","):
+        why = "each spec is followed by a comma, the last one too"
+    if why:
+        raise LayoutError(f"layout text {text!r} cannot be read", why=why, mend=_MEND_LAYOUT)
+    return LayoutFields(tuple(tuple(s.split(":")) for s in specs.split(",")[:-1]), mesh_from_text(mesh))
+
+
+def layout_to_proto(fields: LayoutFields) -> Any:
+    """The message of a layout."""
+    from layoutmap.proto import layout_pb2 as pb
+
+    return pb.LayoutProto(
+        sharding_specs=[pb.ShardingSpec(sharding_spec=":".join(spec)) for spec in fields.specs],
+        mesh_config=mesh_to_proto(fields.mesh),
+        type=pb.LayoutProto.STATIC,
+    )
+
+
+def layout_from_proto(message: Any) -> LayoutFields:
+    """Read the message of a layout, as a message of this library or of TensorFlow, or as its bytes.
+
+    Raises:
+        LayoutError: The message is no layout, or one of a kind that is not supported.
+    """
+    from layoutmap.proto import layout_pb2 as pb
+
+    proto = _parse(message, pb.LayoutProto, LayoutError)
+    if proto.type not in (pb.LayoutProto.UNKNOWN, pb.LayoutProto.STATIC):
+        raise LayoutError(
+            f"layout message is of type {pb.LayoutProto.LayoutType.Name(proto.type)}",
+            why="only static layouts are supported: each axis cut over named mesh dims or whole",
+            mend="use Layout(sharding_specs, mesh)",
+        )
+    specs = tuple(tuple(spec.sharding_spec.split(":")) for spec in proto.sharding_specs)
+    return LayoutFields(specs, mesh_from_proto(proto.mesh_config))
+
+
+def to_bytes(message: Any) -> bytes:
+    """The one serialized form of a message: the same on every run."""
+    return message.SerializeToString(deterministic=True)
+
+
+def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) -> Any:
+    data = message if isinstance(message, bytes) else None
+    if data is None and hasattr(message, "SerializeToString"):
+        data = message.SerializeToString()
+    try:
+        if data is None:
+            raise TypeError(f"it is a {type(message).__name__}")
+        return kind.FromString(data)
+    except Exception as cause:  # the protobuf runtimes raise DecodeError types of their own
+        raise error(
+            f"not a {kind.DESCRIPTOR.name} message",
+            why=str(cause),
+            mend="pass the message of as_proto(), or its bytes",
+        ) from cause
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _split_dim(text: str) -> tuple[str, int]:
+    name, equals, size = text.partition("=")
+    if not equals:
+        raise ValueError(f"dim {text!r} is not name=size")
+    return name, int(size)
