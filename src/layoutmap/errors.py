@@ -79,7 +79,7 @@ class RuleError(LayoutMapError):
     """A rule that a layout map cannot take."""
 
 
-class PlanError(LayoutMapError):
+class PlanError(LayoutError):
     """A model and a layout map that do not fit; holds every problem that was found.
 
     Attributes:

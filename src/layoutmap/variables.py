@@ -42,6 +42,7 @@ class VariableSpec:
         kind: What it is for.
         aliases: Other paths to the same variable: a shared layer, a tied weight.
         parent: The path of the variable it belongs to (the weight of an optimizer slot); `None` for most.
+        model: The name of the model, to tell apart the variables of several models that one scope builds.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").nbytes
@@ -54,6 +55,7 @@ class VariableSpec:
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     parent: str | None = None
+    model: str = ""
 
     @property
     def nbytes(self) -> int:

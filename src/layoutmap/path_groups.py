@@ -1,0 +1,64 @@
+"""Paths that differ only in numbers, as one: `blocks.{0..31}.kernel`.
+
+Repeated blocks make a model's variables long to list and quick to understand. Whatever is shown of many variables, a
+table or a list of problems, is shown for each group of them once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+__all__ = ["merge_paths", "path_pattern", "path_shape"]
+
+_NUMBER = re.compile(r"\d+")
+
+
+def path_shape(path: str) -> str:
+    """A path with its numbers blanked out; equal for the paths of one group.
+
+    Example:
+        >>> path_shape("blocks.12.mlp.kernel")
+        'blocks.#.mlp.kernel'
+    """
+    return _NUMBER.sub("#", path)
+
+
+def merge_paths(paths: Sequence[str]) -> str:
+    """One text for the paths of one group.
+
+    Example:
+        >>> merge_paths(["blocks.0.kernel", "blocks.1.kernel", "blocks.2.kernel", "blocks.7.kernel"])
+        'blocks.{0..2,7}.kernel'
+    """
+    columns = zip(*(_NUMBER.findall(path) for path in paths), strict=True)
+    merged = iter([_ranges(dict.fromkeys(column)) for column in columns])
+    return _NUMBER.sub(lambda _: next(merged), paths[0])
+
+
+def path_pattern(paths: Sequence[str]) -> str:
+    """A rule's pattern, as source text, that matches the paths of one group and nothing behind them.
+
+    Example:
+        >>> path_pattern(["blocks.0.kernel", "blocks.1.kernel"])
+        'r"blocks\\\\.\\\\d+\\\\.kernel$"'
+    """
+    pattern = re.escape(paths[0])
+    if len(paths) > 1:
+        pattern = _NUMBER.sub(r"\\d+", pattern)
+    return f'r"{pattern}$"'
+
+
+def _ranges(texts: Iterable[str]) -> str:
+    numbers = sorted(int(text) for text in texts)
+    if len(numbers) == 1:
+        return str(numbers[0])
+    parts: list[str] = []
+    start = last = numbers[0]
+    for n in [*numbers[1:], -1]:
+        if n == last + 1:
+            last = n
+            continue
+        parts.append(str(start) if start == last else f"{start}..{last}")
+        start = last = n
+    return "{" + ",".join(parts) + "}"

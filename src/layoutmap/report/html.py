@@ -1,0 +1,45 @@
+"""A plan as HTML for notebooks: one table, no scripts, no outside files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from layoutmap.plan import Plan, group_problems
+from layoutmap.report.rows import plan_rows, size
+from layoutmap.report.text import plan_line
+
+__all__ = ["plan_html", "table"]
+
+_CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Rows of text as an HTML table; everything is escaped."""
+    top = "".join(f'<th style="{_CELL}">{escape(cell)}</th>' for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows
+    )
+    return (
+        f'<table style="border-collapse:collapse"><caption style="text-align:left">{escape(caption)}</caption>'
+        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def plan_html(plan: Plan) -> str:
+    """A plan as a table, with its errors and warnings below."""
+    rows = [
+        (
+            row.path,
+            str(len(row.assignments)),
+            str(row.first.variable.shape),
+            row.first.variable.dtype,
+            str(row.first.layout),
+            size(row.nbytes),
+            row.rule,
+        )
+        for row in plan_rows(plan)
+    ]
+    head = ("variable", "times", "shape", "dtype", "layout", "bytes", "rule")
+    found = "".join(f"<pre>{p.severity}: {escape(str(p))}</pre>" for p in group_problems(plan.errors + plan.warnings))
+    return table(f"Plan: {plan_line(plan)}", head, rows) + found

@@ -1,0 +1,72 @@
+"""A plan as a table for the terminal."""
+
+from __future__ import annotations
+
+from layoutmap.plan import Plan, group_problems
+from layoutmap.report.rows import Row, plan_rows, size
+
+__all__ = ["plan_line", "plan_text"]
+
+_COLUMNS = ("variable", "times", "shape", "dtype", "layout", "per device", "bytes", "rule")
+_RIGHT = {"times", "bytes"}
+
+
+def plan_line(plan: Plan) -> str:
+    """A plan in one line."""
+    count = len(plan)
+    faults = [
+        f"{len(found)} {name}{'' if len(found) == 1 else 's'}"
+        for name, found in (("error", plan.errors), ("warning", plan.warnings))
+        if found
+    ]
+    return (
+        f"{count} variable{'' if count == 1 else 's'} on {plan.mesh}, {size(plan.nbytes)}, "
+        f"{size(plan.device_nbytes)} per device; {', '.join(faults) or 'no problems'}"
+    )
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan as a table, its totals, and its problems in full."""
+    table = [_COLUMNS, *(_cells(row) for row in plan_rows(plan))]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(_COLUMNS))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
+            for cell, width, name in zip(cells, widths, _COLUMNS, strict=True)
+        ).rstrip()
+        for cells in table
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines += ["", f"Plan: {plan_line(plan)}"]
+    whole = plan.largest_drawn_whole
+    if whole:
+        lines.append(f"largest variable drawn whole: {whole.variable.path}, {size(whole.variable.nbytes)}")
+    grouped = group_problems(plan.errors + plan.warnings)
+    no_rule = [p for p in grouped if p.kind == "no rule"]
+    if no_rule:
+        lines += ["", f"warning: no rule matches these {sum(p.kind == 'no rule' for p in plan.problems)}, so every"]
+        lines[-1] += " device holds them whole; a rule for each says that this is meant"
+        lines += [f"  {p.subject:<{max(len(q.subject) for q in no_rule)}}  {p.mend}" for p in no_rule]
+    for problem in grouped:
+        if problem.kind != "no rule":
+            lines += ["", f"{problem.severity}: {problem}"]
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    a = row.first
+    fits = a.layout.rank == len(a.variable.shape) and not a.layout.uneven_axes(a.variable.shape)
+    return (
+        row.path,
+        str(len(row.assignments)) if len(row.assignments) > 1 else "",
+        _shape(a.variable.shape),
+        a.variable.dtype,
+        "replicated" if a.layout.is_fully_replicated() else str(a.layout),
+        _shape(a.shard_shape) if fits else "does not fit",
+        size(row.nbytes),
+        row.rule,
+    )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
