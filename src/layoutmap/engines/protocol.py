@@ -65,15 +65,21 @@ class Engine(Protocol):
         """Whether an object is an array of this framework."""
         ...
 
-    def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> dict[str, Array]:
+    def create(
+        self,
+        assignments: Mapping[str, Assignment],
+        draws: Mapping[str, Draw],
+        progress: Callable[[str], object] | None = None,
+    ) -> dict[str, Array]:
         """First values, each straight in its layout.
 
         Args:
-            assignments: For each path a variable and its layout.
-            draws: For each path how it gets its value.
+            assignments: For each key, such as a path, a variable and its layout.
+            draws: For each key how it gets its value.
+            progress: Called with the key after each variable.
 
         Returns:
-            The arrays, by path. Values equal those of `draw.whole()` bit for bit, on every layout.
+            The arrays, by key. Values equal those of `draw.whole()` bit for bit, on every layout.
 
         Raises:
             EngineError: A layout cannot be held; nothing is made then.

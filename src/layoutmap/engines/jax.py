@@ -1,0 +1,526 @@
+"""The JAX engine: `jax.Array`s in `NamedSharding`s.
+
+Devices are named `CPU:0`, `GPU:3`: the platform and JAX's own number of the device. A layout is a `NamedSharding` on a
+`jax.sharding.Mesh` with `Auto` axes. Only public names of JAX are used. The program of a draw is read with
+`jax.extend.core`, which JAX keeps public without a promise; tested with JAX 0.10.
+
+References:
+    https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layoutmap.blocks import Index, block_shape, with_ends
+from layoutmap.draws import Draw
+from layoutmap.engines.jax_programs import ShardedProgram, trace, why_whole
+from layoutmap.errors import EngineError, MeshError
+from layoutmap.layout import UNSHARDED, Layout
+from layoutmap.mesh import Mesh
+from layoutmap.variables import Assignment
+
+__all__ = ["JaxEngine", "engine"]
+
+NumpyArray = npt.NDArray[Any]
+
+_MAX_PROGRAMS = 512
+_MAX_NATIVES = 4096
+
+
+class JaxEngine:
+    """Holds `jax.Array`s. There is one of them: `engine()`.
+
+    Example:
+        >>> jax_engine = engine()
+        >>> layout = Layout(["x", UNSHARDED], Mesh(None, "x=1"))
+        >>> array = jax_engine.relayout(np.ones((4, 2), np.float32), layout)
+        >>> jax_engine.layout_of(array) == layout
+        True
+        >>> [index for index, values in jax_engine.to_shards(array)]
+        [(slice(0, 4, None), slice(0, 2, None))]
+    """
+
+    name = "jax"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mesh_of_native: dict[jax.sharding.Mesh, Mesh] = {}
+        self._programs: OrderedDict[Hashable, ShardedProgram | str] = OrderedDict()
+
+    # -- devices and layouts
+
+    def devices(self, device_type: str | None = None) -> tuple[str, ...]:
+        """The names of all devices of one type, of all processes, in JAX's order.
+
+        Args:
+            device_type: `"CPU"`, `"GPU"` or `"TPU"` in any case; `None`: of JAX's default platform.
+
+        Raises:
+            EngineError: There are none of that type.
+        """
+        return tuple(map(_name_of, _jax_devices(device_type)))
+
+    def bind(self, mesh: Mesh) -> Mesh:
+        """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist.
+
+        Raises:
+            MeshError: The machine has too few devices, or not the ones that are named.
+        """
+        devices = _bound_devices(mesh)
+        here = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
+        if mesh.devices is not None and tuple(here) == mesh.local_device_ids:
+            return mesh
+        return mesh.with_devices(map(_name_of, devices), local_device_ids=here)
+
+    def native(self, layout: Layout, rank: int) -> NamedSharding:
+        """The `NamedSharding` of a layout, with one entry for each axis.
+
+        Raises:
+            LayoutError: The layout is not of that rank.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        layout.check_rank((None,) * rank)
+        sharding = _named_sharding(layout)
+        # Two meshes of ours, an abstract one and the same one bound, are one mesh of JAX's: the last that was used
+        # is the one that `layout_of` gives back.
+        self._mesh_of_native[sharding.mesh] = layout.mesh  # type: ignore[index]
+        return sharding
+
+    def mesh_of(self, native_mesh: jax.sharding.Mesh) -> Mesh:
+        """The mesh of a `jax.sharding.Mesh`: the one it was made from, or one of its devices and axis names.
+
+        The types of its axes (`Auto`, `Explicit`) say how JAX's compiler treats them, not where things are, and are
+        not kept: `native` always makes `Auto` axes.
+
+        Raises:
+            MeshError: An axis has a name that a mesh dim cannot have.
+        """
+        known = self._mesh_of_native.get(native_mesh)
+        if known is not None:
+            return known
+        devices: list[Any] = list(native_mesh.devices.flat)
+        dims = list(zip(map(str, native_mesh.axis_names), native_mesh.devices.shape, strict=True))
+        here = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
+        return Mesh(map(_name_of, devices), dims, local_device_ids=here)
+
+    def layout_of(self, array: Any) -> Layout | None:
+        """The layout of an array, or `None` if it lies on no mesh of named dims."""
+        sharding = getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
+            return None
+        specs: list[Any] = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+        if any(spec is PartitionSpec.UNCONSTRAINED for spec in specs):
+            return None
+        return Layout(specs, self.mesh_of(sharding.mesh))
+
+    def holds(self, array: object) -> bool:
+        """Whether an object is a `jax.Array` (a traced one is)."""
+        return isinstance(array, jax.Array)
+
+    # -- making arrays
+
+    def create(
+        self,
+        assignments: Mapping[str, Assignment],
+        draws: Mapping[str, Draw],
+        progress: Callable[[str], object] | None = None,
+    ) -> dict[str, Any]:
+        """First values, each straight in its layout, with the bits of `draw.whole()`.
+
+        A draw with a program is made in shards: equal programs are compiled once, and called with their seeds. Every
+        process uses the seeds of process 0. A draw without one, or with one that cannot be drawn in shards, is made
+        whole on one device, cut, and freed before the next.
+
+        Args:
+            assignments: For each key a variable and its layout.
+            draws: For each key how it gets its value.
+            progress: Called with the key after each variable.
+
+        Raises:
+            EngineError: A draw is missing, or an element type is not held; nothing is made then. Or a draw does not
+                give the shape or element type of its variable, or differs between processes.
+            LayoutError: A layout does not fit its variable; nothing is made then.
+            MeshError: The machine does not have the devices of a mesh; nothing is made then.
+        """
+        shardings = {key: self._checked(assignment) for key, assignment in assignments.items()}
+        missing = [key for key in assignments if key not in draws]
+        if missing:
+            raise EngineError(
+                f"{missing[0]}: there is no draw",
+                facts={"missing": ", ".join(missing[:10])},
+                why="each variable that is created needs one",
+                mend="pass a Draw for each assignment",
+            )
+        made: dict[str, Any] = {}
+        checksums: dict[str, int] = {}
+        try:
+            with jax.ensure_compile_time_eval():
+                across = any(not sharding.is_fully_addressable for sharding in shardings.values())
+                used = {key: draws[key] for key in assignments}
+                seeds = _common_seeds(used, across=across)
+                for key, assignment in assignments.items():
+                    sharding, draw = shardings[key], used[key]
+                    program = self._program(assignment, draw, seeds.get(key), sharding)
+                    if isinstance(program, ShardedProgram):
+                        made[key] = _settled(program(seeds[key]))
+                    else:
+                        whole = _drawn_whole(assignment, draw, seeds.get(key), across=across)
+                        if across:
+                            checksums[key] = zlib.crc32(np.ascontiguousarray(whole).view(np.uint8).data)
+                        made[key] = _from_blocks(assignment, sharding, whole.__getitem__)
+                        del whole
+                    if progress is not None:
+                        progress(key)
+                if across:
+                    _check_equal_everywhere(checksums)
+        except BaseException:
+            made.clear()
+            raise
+        return made
+
+    def why_whole(self, draw: Draw) -> str:
+        """Why a draw must be made whole on one device before it is cut; empty if it need not.
+
+        Nothing is computed; the draw's program is traced.
+        """
+        if draw.program is None:
+            return "its initializer gives no program"
+        return why_whole(trace(draw.program.function, draw.program.seed))
+
+    def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
+        """An array whose shards are read one by one.
+
+        Args:
+            assignment: The variable and its layout.
+            read: Gives the values at an index, with both ends. Called once for each different shard that this process
+                holds.
+
+        Raises:
+            EngineError: What was read has not the shape or element type of the shard.
+        """
+        sharding = self._checked(assignment)
+        with jax.ensure_compile_time_eval():
+            return _from_blocks(assignment, sharding, read)
+
+    def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
+        """The shards that this process holds, each index once, with both ends."""
+        seen: set[tuple[tuple[int, int], ...]] = set()
+        for shard in array.addressable_shards:
+            index = with_ends(shard.index, array.shape)
+            key = tuple((part.start, part.stop) for part in index)
+            if key not in seen:
+                seen.add(key)
+                yield index, np.asarray(shard.data)
+
+    def relayout(self, array: Any, layout: Layout) -> Any:
+        """The same values in another layout; also takes numpy arrays and what numpy makes arrays of.
+
+        A numpy array of 64-bit numbers becomes one of 32-bit numbers, as JAX does everywhere unless `jax_enable_x64`
+        is set. While JAX traces, the result is constrained to the layout.
+
+        Raises:
+            LayoutError: The layout does not fit the array's shape.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        if not isinstance(array, jax.Array):
+            array = _canonical(np.asarray(array))
+        sharding = self._sharding(layout, array.shape)
+        if isinstance(array, jax.core.Tracer):
+            return jax.lax.with_sharding_constraint(array, sharding)
+        if isinstance(array, jax.Array) and (sharding.is_fully_addressable or not array.is_fully_addressable):
+            return _settled(jax.device_put(array, sharding))
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            return _settled(jax.device_put(array, sharding))
+        return _cut(np.asarray(array), sharding)
+
+    # -- parts
+
+    def _sharding(self, layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NamedSharding:
+        layout.check_rank(shape, name)
+        for axis in layout.uneven_axes(shape):
+            raise layout.uneven_error(shape, axis, name)
+        return self.native(layout, len(shape))
+
+    def _checked(self, assignment: Assignment) -> NamedSharding:
+        """The sharding of an assignment, after all checks that need no array."""
+        variable = assignment.variable
+        _dtype_of(variable.dtype, variable.path)
+        return self._sharding(assignment.layout, variable.shape, variable.path)
+
+    def _program(
+        self, assignment: Assignment, draw: Draw, seed: Any, sharding: NamedSharding
+    ) -> ShardedProgram | str:
+        """The compiled program of a draw, or why it has none."""
+        if draw.program is None:
+            return "its initializer gives no program"
+        variable = assignment.variable
+        key = (draw.program.key, variable.shape, variable.dtype, sharding, _signature(seed))
+        with self._lock:
+            if key in self._programs:
+                self._programs.move_to_end(key)
+                return self._programs[key]
+        closed = trace(draw.program.function, seed)
+        if len(closed.out_avals) != 1:
+            raise EngineError(
+                f"{variable.path}: its draw gives {len(closed.out_avals)} values",
+                why="a draw gives one array",
+                mend="return the array only",
+            )
+        (aval,) = closed.out_avals
+        _check_drawn(assignment, aval.shape, aval.dtype)  # type: ignore[attr-defined]
+        program = why_whole(closed) or ShardedProgram(closed, sharding)
+        with self._lock:
+            self._programs[key] = program
+            while len(self._programs) > _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        return program
+
+
+@functools.cache
+def engine() -> JaxEngine:
+    """The one JAX engine of this process."""
+    return JaxEngine()
+
+
+def _name_of(device: jax.Device) -> str:
+    return f"{_type_of(device)}:{device.id}"
+
+
+def _type_of(device: jax.Device) -> str:
+    return device.platform.upper()
+
+
+def _jax_devices(device_type: str | None) -> Sequence[jax.Device]:
+    if device_type is None:
+        return jax.devices()
+    try:
+        return jax.devices(device_type.lower())
+    except RuntimeError as error:
+        raise EngineError(
+            f"JAX has no {device_type.upper()} devices here",
+            why=str(error).partition("\n")[0],
+            mend=f"use device_type={_type_of(jax.devices()[0])!r}, or install JAX for {device_type.upper()}",
+        ) from None
+
+
+def _bound_devices(mesh: Mesh) -> list[jax.Device]:
+    """The devices of a mesh, in its order."""
+    mend = (
+        "make the mesh smaller, or on virtual CPU devices first: jax.config.update('jax_num_cpu_devices', N)"
+    )
+    if mesh.devices is None:
+        devices = jax.devices()
+        if len(devices) < mesh.size:
+            raise MeshError(
+                f"mesh of {mesh.size} devices, and JAX has {len(devices)}",
+                facts={"mesh": str(mesh), "devices": _listed(list(map(_name_of, devices)))},
+                why="each place of the mesh needs a device",
+                mend=mend,
+            )
+        return list(devices[: mesh.size])
+    try:
+        there = {_name_of(device): device for device in _jax_devices(mesh.device_type)}
+    except EngineError as error:
+        raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, mend=error.mend) from None
+    unknown = [name for name in mesh.devices if name.upper() not in there]
+    if unknown:
+        raise MeshError(
+            f"device {unknown[0]!r} does not exist",
+            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(list(there))},
+            why=f"JAX has {len(there)} devices of that type here, named by their platform and number",
+            mend=mend if len(there) < mesh.size else "name devices that exist, or pass devices=None",
+        )
+    return [there[name.upper()] for name in mesh.devices]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
+
+
+@functools.lru_cache(_MAX_NATIVES)
+def _native_mesh(mesh: Mesh) -> jax.sharding.Mesh:
+    devices = np.empty(mesh.size, object)
+    devices[:] = _bound_devices(mesh)
+    return jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.dim_names)
+
+
+@functools.lru_cache(_MAX_NATIVES)
+def _named_sharding(layout: Layout) -> NamedSharding:
+    specs = [None if spec == UNSHARDED else spec for spec in layout.sharding_specs]
+    return NamedSharding(_native_mesh(layout.mesh), PartitionSpec(*specs))
+
+
+def _dtype_of(name: str, path: str) -> np.dtype[Any]:
+    """The element type of a name, if JAX holds it as it is."""
+    try:
+        dtype = np.dtype(jnp.dtype(name))
+        kept = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:
+        raise EngineError(
+            f"{path}: JAX has no element type {name!r}",
+            why="arrays of JAX hold numbers and truth values",
+            mend="leave the variable to its framework, or store numbers",
+        ) from None
+    if kept != dtype:
+        raise EngineError(
+            f"{path}: JAX would hold {name} as {kept}",
+            facts={"dtype": name},
+            why="64-bit numbers are switched off in JAX",
+            mend="jax.config.update('jax_enable_x64', True), or make the variable of 32 bits",
+        )
+    return dtype
+
+
+def _canonical(values: NumpyArray) -> NumpyArray:
+    """Numpy values in the element type that JAX holds them in."""
+    try:
+        return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
+    except TypeError:
+        raise EngineError(
+            f"JAX cannot hold an array of {values.dtype}",
+            why="arrays of JAX hold numbers and truth values",
+            mend="pass an array of numbers",
+        ) from None
+
+
+def _settled(array: Any) -> Any:
+    """The array, made already where that matters.
+
+    On CPU devices, independent programs with collectives that are under way at the same time can wait for each other
+    for ever, so each is waited for.
+    """
+    return jax.block_until_ready(array) if next(iter(array.sharding.device_set)).platform == "cpu" else array
+
+
+def _signature(seed: Any) -> Hashable:
+    leaves, tree = jax.tree.flatten(seed)
+    return tree, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+def _check_drawn(assignment: Assignment, shape: Sequence[int], dtype: Any) -> None:
+    variable = assignment.variable
+    if tuple(shape) == variable.shape and dtype == jnp.dtype(variable.dtype):
+        return
+    raise EngineError(
+        f"{variable.path}: its draw gives another array than the variable is",
+        facts={
+            "variable": f"{variable.dtype}{list(variable.shape)}",
+            "drawn": f"{dtype}{list(shape)}",
+        },
+        why="the first value of a variable has its shape and element type",
+        mend="make the initializer return that shape and element type",
+    )
+
+
+def _drawn_whole(assignment: Assignment, draw: Draw, seed: Any, *, across: bool) -> NumpyArray:
+    """The whole value, on the host. Across processes a program is called with the common seed."""
+    value = draw.program.function(seed) if across and draw.program is not None else draw.whole()
+    whole = np.asarray(value)
+    _check_drawn(assignment, whole.shape, whole.dtype)
+    return whole
+
+
+def _from_blocks(
+    assignment: Assignment, sharding: NamedSharding, read: Callable[[Index], NumpyArray]
+) -> jax.Array:
+    """An array put together from blocks, each read once."""
+    variable = assignment.variable
+    dtype = _dtype_of(variable.dtype, variable.path)
+
+    def checked(index: Index) -> NumpyArray:
+        block = np.asarray(read(index))
+        if block.shape != block_shape(index) or block.dtype != dtype:
+            raise EngineError(
+                f"{variable.path}: a shard was read wrong",
+                facts={
+                    "index": index,
+                    "shard": f"{dtype}{list(block_shape(index))}",
+                    "read": f"{block.dtype}{list(block.shape)}",
+                },
+                why="a shard has the shape of its index and the variable's element type",
+                mend="return exactly the values at the index",
+            )
+        return block
+
+    return _placed(variable.shape, dtype, sharding, checked)
+
+
+def _cut(values: NumpyArray, sharding: NamedSharding) -> jax.Array:
+    return _placed(values.shape, values.dtype, sharding, values.__getitem__)
+
+
+def _placed(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: NamedSharding,
+    read: Callable[[Index], NumpyArray],
+) -> jax.Array:
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        ends = with_ends(index or (), shape)
+        holders.setdefault(tuple((part.start, part.stop) for part in ends), []).append(device)
+    pieces: list[jax.Array] = []
+    for ends, devices in holders.items():
+        # A copy: on CPU devices JAX would share the memory of a numpy array, and a later change of it would show.
+        block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=True)
+        pieces.extend(jax.device_put(block, device) for device in devices)
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
+
+
+# -- several processes
+
+
+def _common_seeds(draws: Mapping[str, Draw], *, across: bool) -> dict[str, Any]:
+    """The seeds of all programs; across processes those of process 0."""
+    seeds = {key: draw.program.seed for key, draw in draws.items() if draw.program is not None}
+    if not across or not seeds:
+        return seeds
+    leaves, tree = jax.tree.flatten(seeds)
+    keys = [_is_key(leaf) for leaf in leaves]
+    plain = [
+        np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        for leaf, is_key in zip(leaves, keys, strict=True)
+    ]
+    sent = np.concatenate(
+        [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in plain] or [np.empty(0, np.uint8)]
+    )
+    received: Any = multihost_utils.broadcast_one_to_all(sent)
+    data, start, common = np.asarray(received).tobytes(), 0, list[Any]()
+    for leaf, own, is_key in zip(leaves, plain, keys, strict=True):
+        value = np.frombuffer(data[start : start + own.nbytes], own.dtype).reshape(own.shape)
+        start += own.nbytes
+        common.append(jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if is_key else value)
+    return jax.tree.unflatten(tree, common)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _check_equal_everywhere(checksums: Mapping[str, int]) -> None:
+    """Raise if a value that every process drew whole is not the same in all of them."""
+    if not checksums:
+        return
+    own = np.array(list(checksums.values()), np.uint32)
+    everyone = np.asarray(multihost_utils.process_allgather(own)).reshape(-1, len(own))
+    differ = [key for i, key in enumerate(checksums) if len(set(everyone[:, i])) > 1]
+    if differ:
+        raise EngineError(
+            f"{differ[0]}: the processes drew different values",
+            facts={"variables": ", ".join(differ[:10])},
+            why="a value that is drawn whole is drawn by each process, from its own random state",
+            mend="give all processes the same seed before the model is built",
+        )
