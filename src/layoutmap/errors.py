@@ -19,6 +19,7 @@ __all__ = [
     "EngineError",
     "LayoutError",
     "LayoutMapError",
+    "LayoutMapWarning",
     "MeshError",
     "ParityError",
     "PlanError",
@@ -101,3 +102,7 @@ class ScopeError(LayoutMapError):
 
 class ParityError(LayoutMapError):
     """A sharded model whose numbers are not those of one device."""
+
+
+class LayoutMapWarning(UserWarning):
+    """A layout map that works and may not do what was meant."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["LayoutMap", "Match", "Rule", "nearest"]
 
 _MISSING: Any = object()
+_CLOSE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,12 +348,24 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
         ['d1.kernel']
     """
+    wanted = _skeleton(text).split(".")
     by_skeleton: dict[str, str] = {}
     for candidate in candidates:
         by_skeleton.setdefault(_skeleton(candidate), candidate)
-    close = difflib.get_close_matches(_skeleton(text), by_skeleton, n=count, cutoff=0.5)
-    return [by_skeleton[skeleton] for skeleton in close]
+    matcher = difflib.SequenceMatcher()
+    scored: list[tuple[float, str]] = []
+    for skeleton, candidate in by_skeleton.items():
+        parts = skeleton.split(".")
+        shared = min(len(parts), len(wanted))  # a pattern that starts with .* says nothing of the path's first parts
+        matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
+        score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted))
+        if score >= _CLOSE:
+            scored.append((-score, candidate))
+    return [candidate for _, candidate in sorted(scored)[:count]]
 
 
 def _skeleton(text: str) -> str:
-    return re.sub(r"\\[dwsDWSbB]|[\\^$*+?(){}\[\]|\d]|(?<!\w)\.", "", text)
+    """What is left of a path or a pattern without numbers and regex signs: its words, joined by dots."""
+    text = text.replace("\\.", ".")
+    text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
+    return re.sub(r"\.+", ".", text).strip(".")

@@ -116,6 +116,10 @@ class Plan:
         whole = [a for a in self.assignments if a.drawn_whole]
         return max(whole, key=lambda a: a.variable.nbytes, default=None)
 
+    def with_problem(self, problem: Problem) -> Plan:
+        """The same plan with one more problem."""
+        return replace(self, problems=(*self.problems, problem))
+
     def check(self, *, strict: bool = False) -> Plan:
         """Raise once, with every error; give the plan back if there is none.
 
@@ -132,8 +136,8 @@ class Plan:
         if len(grouped) == 1:
             (only,) = grouped
             raise PlanError(only.what, problems=found, facts=dict(only.facts), why=only.why, mend=only.mend)
-        shown = "\n".join(str(problem) for problem in grouped[:_SHOWN_IN_FULL])
-        more = f"\n... and {len(grouped) - _SHOWN_IN_FULL} more" if len(grouped) > _SHOWN_IN_FULL else ""
+        shown = "\n\n".join(str(problem) for problem in grouped[:_SHOWN_IN_FULL])
+        more = f"\n\n... and {len(grouped) - _SHOWN_IN_FULL} more" if len(grouped) > _SHOWN_IN_FULL else ""
         raise PlanError(f"{len(found)} problems\n{shown}{more}", problems=found)
 
     def _unfit(self, assignment: Assignment) -> bool:
@@ -174,7 +178,6 @@ def make_plan(
     variables: Sequence[VariableSpec],
     layout_map: LayoutMap,
     *,
-    mesh: Mesh | None = None,
     drawn_whole: Mapping[str, str] | None = None,
     complete: bool = True,
 ) -> Plan:
@@ -183,33 +186,32 @@ def make_plan(
     Args:
         variables: The variables, in the order of the model. A slot comes after its parent.
         layout_map: The rules.
-        mesh: The mesh on which to lay out, if it is another object than the map's: the same grid, bound to devices.
         drawn_whole: For each path whose first value must be drawn whole: why.
         complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
 
     Raises:
         PlanError: The layout map has no mesh, so nothing can be laid out.
     """
-    own_mesh = layout_map.mesh
-    if own_mesh is None:
+    mesh = layout_map.mesh
+    if mesh is None:
         raise PlanError(
             "the layout map has no mesh",
             why="it was made without one and has no rule",
             mend='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
-    on = mesh or own_mesh
     assignments: list[Assignment] = []
     problems: list[Problem] = []
     won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
     beaten: dict[int, tuple[Rule, str]] = {}
-    by_path: dict[str, Assignment] = {}
+    by_path: dict[tuple[str, str], Assignment] = {}
+    near: dict[str, tuple[str, ...]] = {}
     for variable in variables:
-        match = _match(variable, layout_map, problems) if variable.kind in _MATCHED else None
-        layout = _layout(variable, match, by_path, on)
+        match = _match(variable, layout_map, near, problems) if variable.kind in _MATCHED else None
+        layout = _layout(variable, match, by_path, mesh)
         whole = (drawn_whole or {}).get(variable.path, "")
         assignment = Assignment(variable, layout, match, whole)
         assignments.append(assignment)
-        by_path[variable.path] = assignment
+        by_path[variable.model, variable.path] = assignment
         if match and match.rule:
             won[match.rule.number] += 1
             for other in match.others:
@@ -218,17 +220,20 @@ def make_plan(
     if complete:
         problems += _problems_of_rules(layout_map, won, beaten, [v for v in variables if v.kind in _MATCHED])
     order = {"error": 0, "warning": 1, "note": 2}
-    return Plan(on, tuple(assignments), tuple(sorted(problems, key=lambda p: order[p.severity])))
+    return Plan(mesh, tuple(assignments), tuple(sorted(problems, key=lambda p: order[p.severity])))
 
 
-def _match(variable: VariableSpec, layout_map: LayoutMap, problems: list[Problem]) -> Match:
+def _match(
+    variable: VariableSpec, layout_map: LayoutMap, near: dict[str, tuple[str, ...]], problems: list[Problem]
+) -> Match:
     """What the map says of a variable under all its paths; the first rule of the map among them wins."""
-    if not variable.aliases:
-        return layout_map.match(variable.path) if variable.kind in _NEED_A_RULE else _quiet(variable, layout_map)
     answers = {path: layout_map.matching_rules(path) for path in (variable.path, *variable.aliases)}
     winners = {path: rules[0] for path, rules in answers.items() if rules}
     if not winners:
-        return layout_map.match(variable.path)
+        block = path_shape(variable.path)
+        if block not in near:  # near misses take a while to find, and are the same in all repeated blocks
+            near[block] = tuple(nearest(variable.path, layout_map))
+        return Match(variable.path, None, near_misses=near[block])
     rule = min(winners.values(), key=lambda r: (r.pattern not in answers, r.number))
     if len({r.layout for r in winners.values()}) > 1:
         problems.append(
@@ -246,16 +251,10 @@ def _match(variable: VariableSpec, layout_map: LayoutMap, problems: list[Problem
     return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
 
 
-def _quiet(variable: VariableSpec, layout_map: LayoutMap) -> Match:
-    """A match without the search for near misses, which no one asks of a seed's state."""
-    won, *lost = layout_map.matching_rules(variable.path) or [None]
-    return Match(variable.path, won, tuple(rule for rule in lost if rule))
-
-
-def _layout(variable: VariableSpec, match: Match | None, by_path: Mapping[str, Assignment], mesh: Mesh) -> Layout:
+def _layout(variable: VariableSpec, match: Match | None, by_path: Mapping[tuple[str, str], Assignment], mesh: Mesh) -> Layout:
     if match and match.rule:
-        return Layout(match.rule.layout.sharding_specs, mesh)
-    parent = by_path.get(variable.parent or "")
+        return match.rule.layout
+    parent = by_path.get((variable.model, variable.parent or ""))
     if parent and parent.variable.shape == variable.shape:
         return parent.layout
     return Layout.replicated(mesh, len(variable.shape))

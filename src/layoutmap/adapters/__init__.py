@@ -1,1 +1,74 @@
 """Adapters know model libraries: one module or package for each, loaded when first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from layoutmap.adapters.protocol import Adapter
+from layoutmap.errors import ScopeError
+
+__all__ = ["ADAPTERS", "Adapter", "adapter_of_model", "get_adapter", "imported_adapter"]
+
+ADAPTERS = {"keras": "layoutmap.adapters.keras"}
+"""Library name -> its adapter's module. The name is also that of the package and of the extra that installs it."""
+
+
+def get_adapter(name: str) -> Adapter:
+    """The adapter of a model library.
+
+    Args:
+        name: `"keras"`.
+
+    Raises:
+        ScopeError: There is no such adapter, or its library is not installed.
+    """
+    if name not in ADAPTERS:
+        raise ScopeError(
+            f"there is no adapter {name!r}",
+            why=f"the adapters are {', '.join(map(repr, ADAPTERS))}",
+            mend="use one of them",
+        )
+    if importlib.util.find_spec(name) is None:
+        raise ScopeError(
+            f"the {name} adapter needs {name}, which is not installed",
+            why=f"no package {name!r} is found in this environment",
+            mend=f'pip install "layoutmap[{name}]"',
+        )
+    return importlib.import_module(ADAPTERS[name]).adapter()
+
+
+def imported_adapter() -> Adapter:
+    """The adapter of the model library that the program has imported.
+
+    Raises:
+        ScopeError: It has imported none.
+    """
+    for name in ADAPTERS:
+        if name in sys.modules:
+            return get_adapter(name)
+    raise ScopeError(
+        "no model library is imported",
+        why=f"a scope works inside one of {', '.join(ADAPTERS)}, and cannot know which is to come",
+        mend='import it before the scope is opened, or pass library="keras"',
+    )
+
+
+def adapter_of_model(model: Any) -> Adapter:
+    """The adapter of the library that made a model.
+
+    Raises:
+        ScopeError: No adapter knows the object.
+    """
+    for name in ADAPTERS:
+        if name in sys.modules:
+            found = get_adapter(name)
+            if found.owns(model):
+                return found
+    raise ScopeError(
+        f"{type(model).__module__}.{type(model).__qualname__} is no model",
+        why=f"it is of none of the supported libraries: {', '.join(ADAPTERS)}",
+        mend="pass a model, or a function that makes and returns one",
+    )

@@ -53,9 +53,9 @@ def plan_rows(plan: Plan) -> list[Row]:
         rule = a.match.rule.number if a.match and a.match.rule else None
         key = (v.model, path_shape(v.path), v.shape, v.dtype, v.kind, a.layout, rule, a.drawn_whole)
         groups.setdefault(key, []).append(a)
-    several = len({a.variable.model for a in plan}) > 1
+    several = len({a.variable.model for a in plan} - {""}) > 1
     return [
-        Row((f"{g[0].variable.model}: " if several else "") + merge_paths([a.variable.path for a in g]), tuple(g))
+        Row((f"{g[0].variable.model}: " if several and g[0].variable.model else "") + merge_paths([a.variable.path for a in g]), tuple(g))
         for g in groups.values()
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from layoutmap.plan import Plan, group_problems
 from layoutmap.report.rows import Row, plan_rows, size
 
-__all__ = ["plan_line", "plan_text"]
+__all__ = ["plan_line", "plan_text", "warning_text"]
 
 _COLUMNS = ("variable", "times", "shape", "dtype", "layout", "per device", "bytes", "rule")
 _RIGHT = {"times", "bytes"}
@@ -51,6 +51,21 @@ def plan_text(plan: Plan) -> str:
         if problem.kind != "no rule":
             lines += ["", f"{problem.severity}: {problem}"]
     return "\n".join(lines)
+
+
+def warning_text(plan: Plan) -> str:
+    """What a scope warns of by itself; empty if there is nothing.
+
+    That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
+    biases and scales are small and mostly meant to be whole, and stand in the plan.
+    """
+    worth = [
+        p for p in plan.warnings if p.kind != "no rule" or len(plan[p.subject].variable.shape) > 1
+    ]
+    if not worth:
+        return ""
+    lines = [f"  {p.what}" for p in group_problems(worth)]
+    return "\n".join(["layout map: not all is as the rules say; print(scope.plan) shows all", *lines])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -1,0 +1,99 @@
+"""Keras 3 models, on any backend that has a port: subclassed, Functional and Sequential."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from layoutmap.adapters.keras.hooks import check_keras
+from layoutmap.adapters.keras.paths import find_variables, slot_path
+from layoutmap.adapters.keras.ports import backend_name, port_of
+from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.training import parent_by_name
+from layoutmap.adapters.protocol import Home
+from layoutmap.errors import ScopeError
+
+__all__ = ["KerasAdapter", "adapter"]
+
+
+class KerasAdapter:
+    """Knows Keras 3; see `layoutmap.adapters.protocol`."""
+
+    name = "keras"
+
+    @property
+    def engine_name(self) -> str:
+        """The engine of the backend that Keras runs on."""
+        return port_of(backend_name()).engine_name
+
+    def check(self) -> None:
+        """Refuse a Keras, a backend or a place in which a scope cannot work.
+
+        Raises:
+            ScopeError: It cannot; says why.
+        """
+        check_keras()
+        if port_of(backend_name()).is_tracing():
+            raise ScopeError(
+                "a scope was opened inside a compiled function",
+                why="variables are real arrays on real devices, and inside a trace there are none",
+                mend="build the model outside, and call it inside",
+            )
+
+    def owns(self, model: Any) -> bool:
+        """Whether an object is a Keras layer or model."""
+        return isinstance(model, keras.layers.Layer)
+
+    def begin(self, home: Home) -> KerasSession:
+        """A session for one scope."""
+        return KerasSession(home, port_of(backend_name()))
+
+    def set_seed(self, seed: int) -> None:
+        """Seed Python, numpy and the backend."""
+        keras.utils.set_random_seed(seed)
+
+    def variables(self, model: Any) -> dict[str, Any]:
+        """The variables of a model by path: its own, then those of its optimizer."""
+        found = find_variables(model)
+        named = {f.path: f.variable for f in found}
+        paths = {id(f.variable): f.path for f in found}
+        optimizer = getattr(model, "optimizer", None)
+        for number, variable in enumerate(optimizer.variables if optimizer is not None else ()):
+            weight = parent_by_name(variable, model.trainable_variables)
+            if weight is None:
+                named[f"optimizer.{number}"] = variable
+            else:
+                named[slot_path(variable, weight, paths[id(weight)])] = variable
+        return named
+
+    def read(self, variable: Any) -> Any:
+        """The whole value of a variable, as a numpy array."""
+        return np.asarray(keras.ops.convert_to_numpy(variable.value))
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        """What a model puts out for a batch, in inference."""
+        return keras.tree.map_structure(np.asarray, model.predict_on_batch(_x_of(batch)))
+
+    def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
+        """The loss of a batch, and its gradient for each trainable variable by path."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        loss, gradients = port_of(backend_name()).gradients(model, x, y, sample_weight)
+        paths = {id(f.variable): f.path for f in find_variables(model)}
+        named = zip(model.trainable_variables, gradients, strict=True)
+        return float(loss), {paths[id(v)]: np.asarray(g) for v, g in named}
+
+    def train_step(self, model: Any, batch: Any) -> float:
+        """One optimizer step of a compiled model on a batch; gives the loss before it."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        return float(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)["loss"])
+
+
+def _x_of(batch: Any) -> Any:
+    return keras.utils.unpack_x_y_sample_weight(batch)[0]
+
+
+def adapter() -> KerasAdapter:
+    """The adapter."""
+    return KerasAdapter()

@@ -1,0 +1,66 @@
+"""From a Keras initializer to a draw.
+
+Keras draws an initializer's seed as an integer when the initializer is *constructed*, so deferring the call changes
+no value. The seed is lifted out of the initializer and handed to the program as an argument: then all variables of one
+shape and one kind of initializer share one compiled program.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import keras
+
+from layoutmap.adapters.keras.hooks import draw_seed
+from layoutmap.draws import Draw, Program
+
+__all__ = ["draw_of", "why_whole"]
+
+
+def why_whole(initializer: Any) -> str:
+    """Why a variable must be drawn whole on one device; empty if its shards can be drawn apart."""
+    if not _is_kerass_own(initializer):
+        return f"{_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
+    if isinstance(initializer, keras.initializers.Orthogonal):
+        return "the QR decomposition of an orthogonal matrix needs all of it"
+    return ""
+
+
+def draw_of(initializer: Any, shape: tuple[int, ...], dtype: str) -> Draw:
+    """The draw of a variable's first value.
+
+    Args:
+        initializer: What Keras would call for the value.
+        shape: The variable's shape.
+        dtype: The variable's type.
+    """
+    if not _is_kerass_own(initializer):
+        return Draw(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
+    config = dict(initializer.get_config())
+    config.pop("seed", None)
+    seed: Any = ()
+    if hasattr(initializer, "seed"):
+        seed = draw_seed(initializer.seed)  # advances a seed generator, once
+    seeded = copy.copy(initializer)
+
+    def function(seed: Any) -> Any:
+        own = copy.copy(seeded)
+        if hasattr(own, "seed"):
+            own.seed = seed
+        return keras.ops.convert_to_tensor(own(shape, dtype=dtype), dtype=dtype)
+
+    key = (type(initializer), json.dumps(config, sort_keys=True, default=repr), shape, dtype)
+    return Draw(lambda: function(seed), Program(key, seed, function))
+
+
+def _is_kerass_own(initializer: Any) -> bool:
+    return isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
+        "keras.src.initializers."
+    )
+
+
+def _name(initializer: Any) -> str:
+    kind = initializer if hasattr(initializer, "__qualname__") else type(initializer)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,183 @@
+"""The hooks into Keras: every private name this library touches is here, and nowhere else.
+
+Two class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
+`Variable.__init__` (of the class that all backends share) and `Layer.__new__`. Both look at the current scope of their
+own thread, so other threads see plain Keras.
+
+Private names, tested on Keras 3.15:
+
+    keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _direct_assign
+    keras.src.backend.common.global_state           the "uninitialized_variables" list
+    keras.src.backend.common.stateless_scope        in_stateless_scope
+    keras.src.random.seed_generator                 the global seed generator, draw_seed
+    keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _trainable_variables,
+                                                    _non_trainable_variables
+    keras.src.models                                functional.Functional, Sequential._functional
+    keras.src.utils.python_utils                    is_default
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from layoutmap.active import current
+from layoutmap.errors import ScopeError
+
+__all__ = [
+    "Functional",
+    "check_keras",
+    "draw_seed",
+    "in_stateless_scope",
+    "installed",
+    "is_default",
+    "is_global_seed",
+    "settle_after_stateless_scope",
+    "without_value",
+]
+
+TESTED = "3.15"
+
+try:
+    from keras.src.backend.common import global_state
+    from keras.src.backend.common.stateless_scope import in_stateless_scope
+    from keras.src.backend.common.variables import Variable as CommonVariable
+    from keras.src.models.functional import Functional
+    from keras.src.random import seed_generator
+    from keras.src.random.seed_generator import draw_seed
+    from keras.src.utils.python_utils import is_default
+
+    Layer: Any = keras.layers.Layer
+    _missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in (
+            (CommonVariable, ("__init__", "_deferred_initialize", "_direct_assign", "value")),
+            (Layer, ("__new__", "_maybe_build", "_flatten_layers")),
+            (global_state, ("get_global_attribute", "set_global_attribute")),
+            (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
+        )
+        for name in names
+        if not hasattr(owner, name) and name != "_direct_assign"
+    ]
+except ImportError as error:
+    _missing = [str(error)]
+
+_PENDING_LIST = "uninitialized_variables"
+
+
+def check_keras() -> None:
+    """Refuse a Keras whose private names have moved, and modes that cannot keep the promises.
+
+    Raises:
+        ScopeError: Keras is not one this adapter works with.
+    """
+    if _missing:
+        raise ScopeError(
+            f"Keras {keras.__version__} is not supported",
+            facts={"missing": ", ".join(_missing)},
+            why=f"deferring variables relies on names of Keras {TESTED} that this one does not have",
+            mend=f'pip install "keras=={TESTED}.*"',
+        )
+    if keras.config.is_nnx_enabled():
+        raise ScopeError(
+            "Keras runs with KERAS_NNX_ENABLED",
+            why="in that mode each variable is first made whole on one device, which a layout map exists to avoid",
+            mend="unset KERAS_NNX_ENABLED and start again",
+        )
+
+
+_lock = threading.Lock()
+_users = 0
+_plain: dict[str, Any] = {}
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Keep the class hooks in place for a while; they are counted, so threads and nested scopes share them."""
+    global _users
+    with _lock:
+        if not _users:
+            _install()
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                _uninstall()
+
+
+def _install() -> None:
+    _plain["init"] = CommonVariable.__dict__["__init__"]
+    _plain["new"] = Layer.__dict__["__new__"]
+    plain_init: Callable[..., None] = _plain["init"]
+    plain_new: Callable[..., Any] = _plain["new"].__func__
+
+    @functools.wraps(plain_init)
+    def init(variable: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
+        session = current()
+        if session is None:
+            plain_init(variable, initializer, *args, **kwargs)
+        else:
+            session.variable_born(variable, plain_init, initializer, args, kwargs)
+
+    @functools.wraps(plain_new)
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        layer = plain_new(cls, *args, **kwargs)
+        session = current()
+        if session is not None:
+            session.layer_born(layer)
+        return layer
+
+    CommonVariable.__init__ = init
+    Layer.__new__ = staticmethod(new)
+
+
+def _uninstall() -> None:
+    CommonVariable.__init__ = _plain["init"]
+    Layer.__new__ = _plain["new"]
+    _plain.clear()
+
+
+@contextmanager
+def without_value() -> Iterator[None]:
+    """Variables made in here get a shape, a type and an initializer, and no value; Keras's own list forgets them."""
+    before = len(global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True))
+    with keras.StatelessScope(initialize_variables=False):
+        yield
+    del global_state.get_global_attribute(_PENDING_LIST)[before:]
+
+
+class _Settler:
+    """Stands in Keras's list of variables to initialize when the outermost stateless scope ends."""
+
+    def __init__(self, settle: Callable[[], None]):
+        self.settle = settle
+
+    def _deferred_initialize(self) -> None:
+        try:
+            self.settle()
+        except BaseException:
+            # Keras clears the list only after all went well; leave no trace of ours for the next scope.
+            left = [v for v in global_state.get_global_attribute(_PENDING_LIST) if not isinstance(v, _Settler)]
+            global_state.set_global_attribute(_PENDING_LIST, left)
+            raise
+
+
+def settle_after_stateless_scope(settle: Callable[[], None]) -> None:
+    """Have something called when Keras leaves the outermost stateless scope; asking twice calls it once."""
+    waiting = global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True)
+    if not any(isinstance(v, _Settler) and v.settle == settle for v in waiting):
+        waiting.append(_Settler(settle))
+
+
+def is_global_seed(variable: Any) -> bool:
+    """Whether a variable is the state of Keras's global seed generator, which belongs to no model."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return generator is not None and generator.state is variable

@@ -1,0 +1,201 @@
+"""The object paths of a Keras model's variables.
+
+A path is the way from the model to the variable through attributes, list indices and dict keys. Keras's own names
+(`dense_3`) are numbered by the process and change when a model is built twice; attributes do not.
+
+    subclassed models           the attribute path: `blocks.0.attn.query.kernel`
+    Functional and Sequential   `layer.name`, then the attribute path inside the layer, at every depth
+
+Private storage counts under its public name: `_kernel` is `kernel`. A variable with several paths, through a shared
+layer or a tied weight, has the first of them, in a fixed order: layers and variables first, containers after, each in
+the order in which they were assigned. The rest are its aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from layoutmap.adapters.keras.hooks import Functional
+
+__all__ = ["Found", "find_variables", "slot_path", "sublayers"]
+
+_MOST_ALIASES = 16
+
+# What Keras and this library keep on a layer for their own use; what is in them is found under its own attribute.
+_BOOKKEEPING = frozenset(
+    {
+        "_trainable_variables",
+        "_non_trainable_variables",
+        "_layers",
+        "_metrics",
+        "_seed_generators",
+        "_tracker",
+        "_functional",
+        "_operations",
+        "_operations_by_depth",
+        "_nodes",
+        "_nodes_by_depth",
+        "_inbound_nodes",
+        "_outbound_nodes",
+        "_losses",
+        "_loss_ids",
+        "_losses_override",
+        "_loss_tracker",
+        "_compile_loss",
+        "_compile_metrics",
+        "_modules",
+        "_parameters",
+        "_torch_params",
+        "optimizer",
+        "_optimizer",
+    }
+)
+
+
+@dataclass(slots=True)
+class Found:
+    """One variable of a model.
+
+    Args:
+        variable: The `keras.Variable`.
+        path: Its path.
+        aliases: Its other paths.
+        is_seed: Whether it is the state of a seed generator.
+    """
+
+    variable: Any
+    path: str
+    aliases: list[str] = field(default_factory=list[str])
+    is_seed: bool = False
+
+
+def find_variables(root: Any) -> list[Found]:
+    """All variables of a layer or model, in a fixed order, each once.
+
+    Args:
+        root: A layer or model; the paths start at it.
+    """
+    found: dict[int, Found] = {}
+    for path, variable, is_seed in _Walk().paths(root):
+        known = found.get(id(variable))
+        if known is None:
+            found[id(variable)] = Found(variable, path, is_seed=is_seed)
+        elif path != known.path and path not in known.aliases and len(known.aliases) < _MOST_ALIASES:
+            known.aliases.append(path)
+    return list(found.values())
+
+
+def sublayers(layer: Any) -> Iterator[Any]:
+    """The layers directly below a layer, also the model that a `Sequential` keeps inside."""
+    yield from getattr(layer, "_layers", ())
+    inner = layer.__dict__.get("_functional")
+    if inner is not None:
+        yield inner
+
+
+def slot_path(slot: Any, weight: Any, weight_path: str) -> str:
+    """The path of an optimizer's slot: `optimizer.`, its weight's path, and what kind of slot it is."""
+    kind = slot.name.removeprefix(weight.path.replace("/", "_") + "_")
+    return f"optimizer.{weight_path}.{kind}"
+
+
+class _Walk:
+    """One walk over a model. What is below a shared object is looked at once and repeated under each of its paths."""
+
+    def __init__(self) -> None:
+        self._below: dict[int, list[tuple[str, Any, bool]]] = {}
+        self._above: set[int] = set()
+
+    def paths(self, owner: Any) -> list[tuple[str, Any, bool]]:
+        """Path, variable and whether it is a seed's state, for all that is below an object."""
+        if id(owner) in self._above:  # an object that holds its parent
+            return []
+        if id(owner) not in self._below:
+            self._above.add(id(owner))
+            self._below[id(owner)] = [
+                (f"{name}.{path}" if path else name, variable, is_seed)
+                for name, child in _children(owner)
+                for path, variable, is_seed in self._at(owner, child)
+            ]
+            self._above.discard(id(owner))
+        return self._below[id(owner)]
+
+    def _at(self, owner: Any, child: Any) -> list[tuple[str, Any, bool]]:
+        if isinstance(child, keras.Variable):
+            return [("", child, isinstance(owner, keras.random.SeedGenerator))]
+        return self.paths(child)
+
+
+def _children(owner: Any) -> list[tuple[str, Any]]:
+    """What an object holds, under public names."""
+    if isinstance(owner, Mapping):
+        return [(str(key), value) for key, value in owner.items() if _is_walked(value)]
+    if isinstance(owner, (list, tuple)):
+        return [(str(i), value) for i, value in enumerate(owner) if _is_walked(value)]
+    children: list[tuple[str, Any]] = []
+    if isinstance(owner, (keras.Sequential, Functional)):
+        children += [(layer.name, layer) for layer in owner.layers]
+    attributes = _attributes(owner)
+    single = [(n, v) for n, v in attributes if not isinstance(v, (Mapping, list, tuple))]
+    children += single + [(n, v) for n, v in attributes if isinstance(v, (Mapping, list, tuple))]
+    if isinstance(owner, keras.layers.Layer):
+        children += _unattached(owner, children)
+    return children
+
+
+def _attributes(owner: Any) -> list[tuple[str, Any]]:
+    values = dict(vars(owner))
+    values.update(values.get("_modules") or {})  # torch keeps sublayers apart from the other attributes
+    return [
+        (_public_name(owner, name, values), value)
+        for name, value in values.items()
+        if name not in _BOOKKEEPING and _is_walked(value)
+    ]
+
+
+def _public_name(owner: Any, name: str, values: Mapping[str, Any]) -> str:
+    public = name.lstrip("_")
+    if public == name or not public or public in values:
+        return name
+    return public if isinstance(getattr(type(owner), public, None), (property, type(None))) else name
+
+
+def _is_walked(value: Any) -> bool:
+    if isinstance(value, keras.Metric):
+        return False
+    if isinstance(value, (keras.Variable, keras.layers.Layer, keras.random.SeedGenerator)):
+        return True
+    if isinstance(value, Mapping):
+        return any(_is_walked(v) for v in value.values())
+    return isinstance(value, (list, tuple)) and any(_is_walked(v) for v in value)
+
+
+def _unattached(layer: Any, children: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """What a layer tracks and no attribute holds: it goes by its own name."""
+    held: set[int] = set()
+    for _, child in children:
+        _ids(child, held)
+    tracked = [
+        *getattr(layer, "_layers", ()),
+        *getattr(layer, "_trainable_variables", ()),
+        *getattr(layer, "_non_trainable_variables", ()),
+    ]
+    return [
+        (thing.name, thing) for thing in tracked if id(thing) not in held and not isinstance(thing, keras.Metric)
+    ]
+
+
+def _ids(child: Any, ids: set[int]) -> None:
+    ids.add(id(child))
+    if isinstance(child, keras.random.SeedGenerator):
+        ids.add(id(child.state))
+    elif isinstance(child, Mapping):
+        for value in child.values():
+            _ids(value, ids)
+    elif isinstance(child, (list, tuple)):
+        for value in child:
+            _ids(value, ids)

@@ -1,0 +1,324 @@
+"""One scope's work in Keras: watch variables and layers being born, then give each variable its value in its layout.
+
+    born      the constructor hooks report each layer and variable that is made while the scope is open
+    describe  walk the models that the layers form, and name every variable by its object path
+    settle    ask the scope for all layouts at once, then make what has no value and place what has one
+
+A scope is often left before the weights exist: Keras makes them at a model's first call, or in `fit`. So each layer
+born in a scope carries the scope with it: its `build` and its like open it again for as long as they run.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from layoutmap.active import entered
+from layoutmap.adapters.keras import hooks
+from layoutmap.adapters.keras.draws import draw_of, why_whole
+from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
+from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
+from layoutmap.adapters.keras.ports import Port
+from layoutmap.adapters.keras.wraps import wrap_layer
+from layoutmap.adapters.protocol import Home
+from layoutmap.errors import PlanError
+from layoutmap.variables import Assignment, Kind, VariableSpec
+
+__all__ = ["KerasSession"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A variable of this scope, as the core will see it."""
+
+    variable: Any
+    spec: VariableSpec
+
+
+class KerasSession:
+    """One scope's work in Keras.
+
+    Args:
+        home: The scope, which knows rules, meshes and arrays.
+        port: The Keras backend.
+    """
+
+    def __init__(self, home: Home, port: Port):
+        self.home = home
+        self.port = port
+        self._layers: list[weakref.ref[Any]] = []
+        self._variables: dict[int, weakref.ref[Any]] = {}
+        self._parents: dict[int, tuple[Any, weakref.ref[Any]]] = {}
+        self._tags: dict[int, tuple[Any, weakref.ref[Any]]] = {}
+        self._placed: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._described: tuple[tuple[int, int], list[_Entry]] = ((0, 0), [])
+        self._open = threading.local()
+        self._lock = threading.RLock()
+
+    # -- births
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """While open, variables are born without values; leaving the outermost one settles what is pending."""
+        depth = getattr(self._open, "depth", 0)
+        self._open.depth = depth + 1
+        try:
+            with hooks.installed(), entered(self):
+                yield
+        finally:
+            self._open.depth = depth
+        if not depth:
+            if hooks.in_stateless_scope():
+                hooks.settle_after_stateless_scope(self.settle)
+            else:
+                self.settle()
+
+    def layer_born(self, layer: Any) -> None:
+        """A layer was constructed."""
+        self._layers.append(weakref.ref(layer))
+        wrap_layer(layer, self)
+
+    def variable_born(
+        self, variable: Any, plain_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
+    ) -> None:
+        """A variable is being constructed: do so without a value, where the value is still to be drawn."""
+        reference = kwargs.get("layout")
+        if callable(initializer) or isinstance(initializer, str):
+            with hooks.without_value():
+                plain_init(variable, initializer, *args, **kwargs)
+            make_pending(variable, self)
+            variable._layout = variable  # while it waits, it is its own tag: see `_parent_of`
+            if hooks.in_stateless_scope():
+                hooks.settle_after_stateless_scope(self.settle)
+        else:
+            plain_init(variable, initializer, *args, **kwargs)
+        self._know(variable)
+        parent = self._tagged(reference)
+        if parent is not None:
+            self._parents[id(variable)] = (weakref.ref(variable), weakref.ref(parent))
+
+    def adopt(self, variables: Sequence[Any]) -> None:
+        """Lay out variables that were not born here, too."""
+        for variable in variables:
+            self._know(variable)
+
+    def _know(self, variable: Any) -> None:
+        self._variables[id(variable)] = weakref.ref(variable)
+
+    def _tagged(self, reference: Any) -> Any:
+        """The variable whose `_layout` this is: Keras hands it on from a weight to the slots of an optimizer."""
+        if isinstance(reference, keras.Variable):
+            return reference
+        tag, variable = self._tags.get(id(reference), (None, None))
+        return variable() if variable is not None and tag is reference else None
+
+    def knows(self, variable: Any) -> bool:
+        """Whether a variable was born here, or adopted."""
+        known = self._variables.get(id(variable))
+        return known is not None and known() is variable
+
+    # -- describing
+
+    def _alive(self) -> list[Any]:
+        layers = [layer for ref in self._layers if (layer := ref()) is not None]
+        # Keras makes a hollow object, without __init__, when a Functional model is subclassed.
+        return [layer for layer in layers if hasattr(layer, "_layers")]
+
+    def unbuilt(self) -> list[str]:
+        """The names of layers that will make weights when they are first called."""
+        return [
+            layer.name
+            for layer in self._alive()
+            if not getattr(layer, "built", True) and not hooks.is_default(layer.build)
+        ]
+
+    def _describe(self, *, fresh: bool = True) -> list[_Entry]:
+        """All variables of the scope: those of the models first, in the order of the models, then the rest.
+
+        Early reads ask for this once for each variable, so they make do with what was found when there were as many
+        layers and variables as now; settling walks anew.
+        """
+        counts = (len(self._layers), len(self._variables))
+        if fresh or self._described[0] != counts:
+            self._described = (counts, self._describe_now())
+        return self._described[1]
+
+    def _describe_now(self) -> list[_Entry]:
+        entries: list[_Entry] = []
+        seen: set[int] = set()
+        layers = self._alive()
+        below = {id(child) for layer in layers for child in sublayers(layer)}
+        for root in layers:
+            if id(root) in below:
+                continue
+            is_model = isinstance(root, keras.Model)
+            for found in find_variables(root):
+                if id(found.variable) in seen:
+                    continue
+                seen.add(id(found.variable))
+                prefix = "" if is_model else f"{root.name}."
+                kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
+                entries.append(
+                    _entry(
+                        found.variable,
+                        prefix + found.path,
+                        Kind.RNG if found.is_seed else kind,
+                        aliases=tuple(prefix + alias for alias in found.aliases),
+                        model=root.name,
+                    )
+                )
+        of = {id(entry.variable): entry for entry in entries}
+        for ref in list(self._variables.values()):
+            variable = ref()
+            if variable is not None and id(variable) not in seen and not hooks.is_global_seed(variable):
+                entries.append(self._describe_other(variable, of))
+        return entries
+
+    def _describe_other(self, variable: Any, of: dict[int, _Entry]) -> _Entry:
+        """An optimizer's slot, or something small that belongs to no layer."""
+        parent = self._parent_of(variable)
+        entry = of.get(id(parent))
+        if parent is None or entry is None:
+            return _entry(variable, variable.path.replace("/", "."), Kind.METRIC)
+        path = slot_path(variable, parent, entry.spec.path)
+        return _entry(variable, path, Kind.SLOT, parent=entry.spec.path, model=entry.spec.model)
+
+    def _parent_of(self, variable: Any) -> Any:
+        own, parent = self._parents.get(id(variable), (None, None))
+        return parent() if own is not None and parent is not None and own() is variable else None
+
+    def set_parent(self, variable: Any, parent: Any) -> None:
+        """Say whose slot a variable is, where it was not seen being made."""
+        self._parents[id(variable)] = (weakref.ref(variable), weakref.ref(parent))
+
+    # -- settling
+
+    def settle(self) -> None:
+        """Give every variable of the scope its layout, and every pending one its value.
+
+        Raises:
+            PlanError: Something does not fit. Nothing has been made or moved then.
+        """
+        with self._lock, self.port.outside():
+            waiting = [v for ref in list(self._variables.values()) if (v := ref()) is not None]
+            if not any(is_pending(v) or not self._is_placed(v) for v in waiting):
+                return
+            entries = self._describe()
+            complete = not self.unbuilt()
+            whole = {e.spec.path: why for e in entries if (why := _why_whole(e))}
+            assignments = self.home.assign([e.spec for e in entries], whole, complete)
+            if self.home.plan_only:
+                return
+            pairs = list(zip(entries, assignments, strict=True))
+            self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
+            for entry, assignment in pairs:
+                if self._layout_of(entry.variable) != assignment.layout:
+                    self._place(entry.variable, assignment, entry.variable._value)
+            for variable in waiting:
+                if is_pending(variable) and hooks.is_global_seed(variable):
+                    self._make_plain(variable)
+
+    def make_now(self, variable: Any) -> None:
+        """Give one pending variable its value, since somebody reads it before the scope settles."""
+        with self._lock, self.port.outside():
+            if not is_pending(variable):
+                return
+            if hooks.is_global_seed(variable):
+                self._make_plain(variable)
+                return
+            entry = self._entry_of(variable)
+            self._refuse_in_a_plan(entry.spec)
+            self._make([(entry, self.home.assign_one(entry.spec))])
+
+    def assign_now(self, variable: Any, value: Any) -> None:
+        """Give one pending variable an assigned value; its initializer never runs."""
+        with self._lock, self.port.outside():
+            entry = self._entry_of(variable)
+            self._refuse_in_a_plan(entry.spec)
+            settle(variable)
+            self._place(variable, self.home.assign_one(entry.spec), value)
+
+    def _refuse_in_a_plan(self, spec: VariableSpec) -> None:
+        if self.home.plan_only:
+            raise PlanError(
+                f"{spec.path}: this model is only a plan, it has no values",
+                why="plan() builds a model without allocating anything",
+                mend="build it for real: with layout_map.scope(): model = make_model()",
+            )
+
+    def _entry_of(self, variable: Any) -> _Entry:
+        for entry in self._describe(fresh=False):
+            if entry.variable is variable:
+                return entry
+        return _entry(variable, variable.path.replace("/", "."), Kind.METRIC)
+
+    def _make(self, todo: list[tuple[_Entry, Assignment]]) -> None:
+        """Make values, in the order in which the variables were born: seed generators advance in that order."""
+        birth = {key: number for number, key in enumerate(self._variables)}
+        todo = sorted(todo, key=lambda pair: birth.get(id(pair[0].variable), 0))
+        keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
+        draws = {
+            key: draw_of(v._initializer, tuple(v.shape), keras.backend.standardize_dtype(v._dtype))
+            for key, (v, _) in keyed.items()
+        }
+        arrays = self.home.create({key: a for key, (_, a) in keyed.items()}, draws)
+        for key, (variable, assignment) in keyed.items():
+            settle(variable)
+            variable._initializer = None
+            self._store(variable, assignment, arrays[key])
+
+    def _make_plain(self, variable: Any) -> None:
+        settle(variable)
+        variable._layout = None
+        variable._deferred_initialize()
+        self._variables.pop(id(variable), None)
+
+    def _place(self, variable: Any, assignment: Assignment, value: Any) -> None:
+        self._store(variable, assignment, self.home.place(value, assignment.layout))
+
+    def _store(self, variable: Any, assignment: Assignment, array: Any) -> None:
+        native = self.home.native(assignment.layout, len(variable.shape))
+        tag = self.port.store(variable, array, native)
+        self._tags[id(tag)] = (tag, weakref.ref(variable))
+        variable.layout = assignment.layout
+        self._placed[id(variable)] = (weakref.ref(variable), assignment.layout)
+
+    def _is_placed(self, variable: Any) -> bool:
+        return self._layout_of(variable) is not None
+
+    def _layout_of(self, variable: Any) -> Any:
+        own, layout = self._placed.get(id(variable), (None, None))
+        return layout if own is not None and own() is variable else None
+
+    # -- models that exist, and models to be
+
+    def take(self, model: Any) -> None:
+        """Lay out a model that exists, and look after it as if it had been built here."""
+        for layer in model._flatten_layers():
+            self.layer_born(layer)
+        self.adopt([found.variable for found in find_variables(model)])
+        self.settle()
+
+    def call(self, model: Any, inputs: Any) -> None:
+        """Call a model on symbols like these inputs, so that it makes its weights; computes nothing."""
+        symbols = keras.tree.map_structure(lambda a: keras.KerasTensor(a.shape, str(a.dtype)), inputs)
+        with self.defer():
+            model(symbols)
+
+
+def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> _Entry:
+    shape = tuple(int(n) for n in variable.shape)
+    dtype = keras.backend.standardize_dtype(variable._dtype)
+    return _Entry(variable, VariableSpec(path, shape, dtype, kind, **rest))
+
+
+def _why_whole(entry: _Entry) -> str:
+    if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
+        return ""
+    return why_whole(entry.variable._initializer)

@@ -1,0 +1,121 @@
+"""`fit`, `evaluate` and `predict` on a model in layouts.
+
+Three instance methods of Keras's public trainer interface are wrapped; Keras keeps its own loops, jit and callbacks.
+
+    make_train_function, ...    before: variables that nobody laid out yet (metrics, an optimizer made elsewhere) join
+                                the mesh, and no two variables share memory. After: each batch is placed on the mesh.
+    train_step, ...             the new values of variables leave the compiled step in their variables' layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["parent_by_name", "place_batch", "settle_for_training", "wrap_training"]
+
+
+def wrap_training(model: Any, session: KerasSession) -> None:
+    """Make a model train in its layouts."""
+    own = model.__dict__
+    own["make_train_function"] = _making(model, session, "train")
+    own["make_test_function"] = _making(model, session, "test")
+    own["make_predict_function"] = _making(model, session, "predict")
+    own["train_step"] = _pinned(model, session, model.train_step)
+    own["test_step"] = _pinned(model, session, model.test_step)
+    own["predict_step"] = _pinned(model, session, model.predict_step)
+
+
+def settle_for_training(model: Any, session: KerasSession) -> None:
+    """Bring every variable that a step touches onto the mesh, each with memory of its own."""
+    optimizer = getattr(model, "optimizer", None)
+    slots = list(optimizer.variables) if optimizer is not None else []
+    variables = [*model.variables, *slots, *model.metrics_variables]
+    strays = [v for v in variables if not session.knows(v)]
+    for slot in strays:
+        parent = parent_by_name(slot, model.trainable_variables) if slot in _Identity(slots) else None
+        if parent is not None:
+            session.set_parent(slot, parent)
+    session.adopt(strays)
+    session.settle()
+    held: set[int] = set()
+    for variable in variables:
+        if id(variable._value) in held:  # a step donates its buffers, and one buffer can be given away only once
+            variable._value = session.port.copy(variable._value)
+        held.add(id(variable._value))
+
+
+def place_batch(batch: Any, session: KerasSession) -> Any:
+    """A batch on the mesh: each array cut along its first axis, or whole where that does not divide."""
+
+    def place(array: Any) -> Any:
+        if array is None or not hasattr(array, "shape"):
+            return array
+        return session.home.place(array, session.home.batch_layout(tuple(array.shape)))
+
+    return keras.tree.map_structure(place, batch, none_is_leaf=True)
+
+
+def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    plain = getattr(model, f"make_{name}_function")
+    attribute = f"{name}_function"
+
+    @functools.wraps(plain)
+    def make(force: bool = False) -> Any:
+        settle_for_training(model, session)
+        if getattr(model, attribute) is None or force:
+            plain(force=force)
+            step = getattr(model, attribute)
+            setattr(
+                model, attribute, lambda state, data: step(state, (place_batch(b, session) for b in data))
+            )
+        return getattr(model, attribute)
+
+    return make
+
+
+def _pinned(model: Any, session: KerasSession, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A step whose new variable values stay in the layouts of their variables."""
+
+    @functools.wraps(plain)
+    def step(state: Any, data: Any) -> Any:
+        result, new = plain(state, data)
+        if plain.__name__ == "predict_step":
+            return result, _pin(session, new, model.non_trainable_variables)
+        groups = [model.trainable_variables, model.non_trainable_variables]
+        if plain.__name__ == "train_step":
+            groups.append(model.optimizer.variables)
+        groups.append(model.metrics_variables)
+        return result, tuple(_pin(session, values, group) for values, group in zip(new, groups, strict=True))
+
+    return step
+
+
+def _pin(session: KerasSession, values: Any, variables: Any) -> list[Any]:
+    return [session.port.pin(value, v) for value, v in zip(values, variables, strict=True)]
+
+
+def parent_by_name(slot: Any, weights: Any) -> Any:
+    """The weight whose slot this is, by the name that Keras gives slots."""
+    fitting = [
+        w
+        for w in weights
+        if slot.name.startswith(w.path.replace("/", "_") + "_") and tuple(w.shape) == tuple(slot.shape)
+    ]
+    return max(fitting, key=lambda w: len(w.path), default=None)
+
+
+class _Identity:
+    """Membership by identity: `==` of Keras variables compares their values."""
+
+    def __init__(self, things: list[Any]):
+        self._ids = {id(thing) for thing in things}
+
+    def __contains__(self, thing: object) -> bool:
+        return id(thing) in self._ids

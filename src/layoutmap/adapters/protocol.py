@@ -1,0 +1,126 @@
+"""What an adapter must do, and what it is given to do it with.
+
+An adapter knows one model library: how to build a model without its values, what its variables are called, how each
+gets its value, and how the library trains. It knows no rule, no mesh and no device: the scope's `Home` answers those.
+Its laws are in `layoutmap.testing.adapter_contract`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from layoutmap.draws import Draw
+from layoutmap.layout import Layout
+from layoutmap.variables import Assignment, VariableSpec
+
+__all__ = ["Adapter", "Home", "Session"]
+
+
+class Home(Protocol):
+    """What a scope offers to its adapter."""
+
+    plan_only: bool
+    """Whether this is a dry run: nothing may get a value."""
+
+    def assign(
+        self, variables: Sequence[VariableSpec], drawn_whole: Mapping[str, str], complete: bool
+    ) -> Sequence[Assignment]:
+        """A layout for each variable, in order; raises with all problems, before anything is made."""
+        ...
+
+    def assign_one(self, variable: VariableSpec) -> Assignment:
+        """A layout for one variable that is needed before all are known: its rule's where that fits, else replicated."""
+        ...
+
+    def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> Mapping[str, Any]:
+        """First values, each in its layout, by the keys given."""
+        ...
+
+    def place(self, array: Any, layout: Layout) -> Any:
+        """An array, of the framework or of numpy, in a layout."""
+        ...
+
+    def native(self, layout: Layout, rank: int) -> Any:
+        """The framework's own form of a layout."""
+        ...
+
+    def replicated(self, rank: int) -> Layout:
+        """The layout of a small thing that every device holds whole."""
+        ...
+
+    def batch_layout(self, shape: Sequence[int]) -> Layout:
+        """The layout of a batch: cut along its first axis where it divides, else whole."""
+        ...
+
+
+class Session(Protocol):
+    """One scope's work in one model library."""
+
+    def defer(self) -> AbstractContextManager[None]:
+        """While open, variables are born without values; leaving the outermost one settles what is pending."""
+        ...
+
+    def take(self, model: Any) -> None:
+        """Lay out a model that exists, and look after it as if it had been built here."""
+        ...
+
+    def unbuilt(self) -> Sequence[str]:
+        """The names of layers that will make weights when they are first called."""
+        ...
+
+    def call(self, model: Any, inputs: Any) -> None:
+        """Call a model on symbols, so that it makes its weights; computes nothing."""
+        ...
+
+
+class Adapter(Protocol):
+    """Knows one model library."""
+
+    name: str
+
+    @property
+    def engine_name(self) -> str:
+        """The engine whose arrays the library works with now."""
+        ...
+
+    def check(self) -> None:
+        """Refuse, by name, what this adapter cannot work with.
+
+        Raises:
+            ScopeError: The library's version, mode or backend is not supported, or a scope cannot be opened here.
+        """
+        ...
+
+    def owns(self, model: Any) -> bool:
+        """Whether a model is of this library."""
+        ...
+
+    def begin(self, home: Home) -> Session:
+        """A session for one scope."""
+        ...
+
+    def set_seed(self, seed: int) -> None:
+        """Seed everything the library draws from."""
+        ...
+
+    def variables(self, model: Any) -> dict[str, Any]:
+        """A model's variables by path, in a fixed order: weights, states, and slots of its optimizer."""
+        ...
+
+    def read(self, variable: Any) -> Any:
+        """The whole value of a variable, as a numpy array."""
+        ...
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        """What a model puts out for a batch, in inference; numpy arrays, nested as the model nests them."""
+        ...
+
+    def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
+        """The loss of a batch, and its gradient for each trainable variable by path, as numpy arrays."""
+        ...
+
+    def train_step(self, model: Any, batch: Any) -> float:
+        """One optimizer step of a compiled model on a batch; gives the loss before it."""
+        ...

@@ -1,0 +1,350 @@
+"""The main job: plan a model, or build it with every variable straight in its layout.
+
+`plan`, `scope`, `build` and `apply` are one path: variables are deferred, described, matched and checked, and then
+made. A plan stops before the last step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter
+from layoutmap.adapters.protocol import Session
+from layoutmap.draws import Draw
+from layoutmap.engines import Engine, get_engine
+from layoutmap.errors import LayoutMapWarning, ScopeError
+from layoutmap.layout import Layout
+from layoutmap.layout_map import LayoutMap
+from layoutmap.mesh import Mesh
+from layoutmap.plan import Plan, Problem, make_plan
+from layoutmap.progress import Progress
+from layoutmap.report.text import warning_text
+from layoutmap.variables import Assignment, VariableSpec
+
+__all__ = ["Scope", "apply", "build", "layout_map_scope", "plan", "scope"]
+
+
+class Scope:
+    """An open or finished scope: its plan, and what it offers its adapter.
+
+    Attributes:
+        layout_map: The rules.
+        plan: What has been planned so far; grows as models make their weights.
+    """
+
+    def __init__(
+        self,
+        layout_map: LayoutMap,
+        adapter: Adapter,
+        engine: Engine | None,
+        *,
+        strict: bool = False,
+        batch_dim: str | None = None,
+        progress: bool | None = None,
+    ):
+        self.layout_map = layout_map
+        self.strict = strict
+        self.batch_dim = batch_dim
+        self.plan = Plan(layout_map.mesh or Mesh(None, ()), ())
+        self._engine = engine
+        self._progress = progress
+        self._warned: set[str] = set()
+        self.session: Session = adapter.begin(self)
+
+    @property
+    def plan_only(self) -> bool:
+        """Whether this is a dry run: nothing may get a value."""
+        return self._engine is None
+
+    @property
+    def engine(self) -> Engine:
+        """What holds the arrays."""
+        assert self._engine is not None, "a plan makes no arrays"
+        return self._engine
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the layout map."""
+        mesh = self.layout_map.mesh
+        if mesh is None:
+            raise ScopeError(
+                "the layout map has no mesh",
+                why="it was made without one and has no rule",
+                mend='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
+            )
+        return mesh
+
+    def assign(
+        self, variables: Sequence[VariableSpec], drawn_whole: Mapping[str, str], complete: bool
+    ) -> Sequence[Assignment]:
+        """A layout for each variable, in order; raises with all problems, before anything is made."""
+        self.plan = make_plan(variables, self.layout_map, drawn_whole=drawn_whole, complete=complete)
+        if not self.plan_only:
+            self.plan.check(strict=self.strict)
+            if complete:
+                self._warn()
+        return self.plan.assignments
+
+    def assign_one(self, variable: VariableSpec) -> Assignment:
+        """A layout for one variable that is needed before all are known: its rule's where that fits."""
+        plan = make_plan([variable], self.layout_map, complete=False)
+        if plan.errors:
+            return Assignment(variable, self.replicated(len(variable.shape)))
+        return plan.assignments[0]
+
+    def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> Mapping[str, Any]:
+        """First values, each in its layout, by the keys given."""
+        with Progress(assignments, enabled=self._progress) as progress:
+            return self.engine.create(assignments, draws, progress=progress)
+
+    def place(self, array: Any, layout: Layout) -> Any:
+        """An array, of the framework or of numpy, in a layout."""
+        return self.engine.relayout(array, layout)
+
+    def native(self, layout: Layout, rank: int) -> Any:
+        """The framework's own form of a layout."""
+        return self.engine.native(layout, rank)
+
+    def replicated(self, rank: int) -> Layout:
+        """The layout of a small thing that every device holds whole."""
+        return Layout.replicated(self.mesh, rank)
+
+    def batch_layout(self, shape: Sequence[int]) -> Layout:
+        """The layout of a batch: cut along its first axis where it divides, else whole."""
+        dim = self.batch_dim
+        if dim is None or not shape or shape[0] % self.mesh.dim_size(dim):
+            return self.replicated(len(shape))
+        return Layout.batch_sharded(self.mesh, dim, len(shape))
+
+    def _warn(self) -> None:
+        text = warning_text(self.plan)
+        if text and text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, LayoutMapWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<Scope: {self.plan!r}>"
+
+
+@contextmanager
+def scope(
+    layout_map: LayoutMap,
+    *,
+    strict: bool = False,
+    batch_dim: str | None = None,
+    library: str | None = None,
+    progress: bool | None = None,
+) -> Iterator[Scope]:
+    """Build models whose variables are created straight in their layouts.
+
+    Inside the `with` block, and at the first call of what was built in it, every variable is born without a value,
+    matched by its object path, and then made in its layout. All rules are checked before anything is made.
+
+    Args:
+        layout_map: The rules.
+        strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
+        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
+        library: The model library, as in `"keras"`; `None` means the one that is imported.
+        progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
+
+    Yields:
+        The scope; `scope.plan` is what was planned.
+
+    Raises:
+        PlanError: Something does not fit; raised when the block ends, or by the call that makes the weights.
+        ScopeError: A scope cannot be opened here.
+        MeshError: The machine does not have the mesh's devices.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"))
+        >>> layout_map[r".*\\.kernel"] = (None, "model")
+        >>> with layout_map.scope(batch_dim="batch") as scope:
+        ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")])
+        >>> model.layers[0].kernel.layout.sharding_specs
+        ('unsharded', 'model')
+        >>> scope.plan["d1.kernel"].shard_shape
+        (8, 4)
+
+    References:
+        `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
+    """
+    opened = _open(layout_map, _adapter(library), strict=strict, batch_dim=batch_dim, progress=progress)
+    with opened.session.defer():
+        yield opened
+
+
+@contextmanager
+def layout_map_scope(layout_map: LayoutMap) -> Iterator[Scope]:
+    """The older spelling of `layout_map.scope()`; deprecated."""
+    warnings.warn(
+        "layout_map_scope(layout_map) is deprecated: write layout_map.scope()",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    with scope(layout_map) as opened:
+        yield opened
+
+
+def build(
+    make_model: Callable[[], Any],
+    layout_map: LayoutMap,
+    *,
+    inputs: Any = None,
+    strict: bool = False,
+    batch_dim: str | None = None,
+    library: str | None = None,
+    progress: bool | None = None,
+) -> Any:
+    """Build one model in a scope.
+
+    Args:
+        make_model: Makes the model and returns it.
+        layout_map: The rules.
+        inputs: An example of what the model is called with (arrays, or anything with `shape` and `dtype`), for models
+            that make their weights at their first call. Nothing is computed with it. `None`: they wait for that call.
+        strict: See `scope`.
+        batch_dim: See `scope`.
+        library: See `scope`.
+        progress: See `scope`.
+
+    Returns:
+        The model, its variables in their layouts.
+
+    Raises:
+        PlanError: Something does not fit. Nothing has been made then.
+        ScopeError: The function returned no model, or a scope cannot be opened here.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {r".*\\.kernel": (None, "model")})
+        >>> model = layout_map.build(lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d")]))
+        >>> model.layers[0].bias.layout.is_fully_replicated()
+        True
+    """
+    opened = _open(layout_map, _adapter(library), strict=strict, batch_dim=batch_dim, progress=progress)
+    return _make(opened, make_model, inputs)
+
+
+def plan(
+    make_model: Callable[[], Any],
+    layout_map: LayoutMap,
+    *,
+    inputs: Any = None,
+    strict: bool = False,
+    library: str | None = None,
+) -> Plan:
+    """Say where every variable of a model would go: the dry run of `build`, stopped before anything is made.
+
+    No array is allocated and no device is needed: the mesh may be any size. The model that the function makes has
+    shapes and no values, and is thrown away.
+
+    Args:
+        make_model: Makes the model and returns it.
+        layout_map: The rules.
+        inputs: See `build`. Without it, what a model would make at its first call is not known, and the plan says so.
+        strict: Whether to raise for what would be an error of a strict scope.
+        library: See `scope`.
+
+    Returns:
+        The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.
+
+    Raises:
+        PlanError: The layout map has no mesh; or `strict`, and there are problems.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("batch=512,model=8"), {r".*\\.kernel": (None, "model")})
+        >>> lm.plan(lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")]), layout_map)
+        <Plan: 2 variables on batch=512, model=8, 576 B, 128 B per device; 1 warning>
+    """
+    dry = Scope(layout_map, _adapter(library), None)
+    _ = dry.mesh
+    model = _make(dry, make_model, inputs)
+    unbuilt = dry.session.unbuilt()
+    found = dry.plan
+    final = make_plan(
+        [a.variable for a in found],
+        layout_map,
+        drawn_whole={a.variable.path: a.drawn_whole for a in found},
+    )
+    if unbuilt:
+        shown = ", ".join(unbuilt[:5]) + (f" and {len(unbuilt) - 5} more" if len(unbuilt) > 5 else "")
+        final = final.with_problem(
+            Problem(
+                "not built",
+                "warning",
+                type(model).__name__,
+                f"{type(model).__name__}: {len(unbuilt)} layers have no weights yet: {shown}",
+                why="they make them at their first call, which has not come",
+                mend="pass inputs=: an example batch, or keras.Input(...) of its shape",
+            )
+        )
+    return final.check(strict=True) if strict else final
+
+
+def apply(
+    model: Any,
+    layout_map: LayoutMap,
+    *,
+    strict: bool = False,
+    batch_dim: str | None = None,
+    progress: bool | None = None,
+) -> Any:
+    """Lay out a model that exists: the same plan, with the values that it has.
+
+    Args:
+        model: The model. It is changed in place.
+        layout_map: The rules.
+        strict: See `scope`.
+        batch_dim: See `scope`.
+        progress: See `scope`.
+
+    Returns:
+        The model.
+
+    Raises:
+        PlanError: Something does not fit. Nothing has been moved then.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")])
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {"d1.kernel": (None, "model")})
+        >>> layout_map.apply(model).layers[0].kernel.layout.sharding_specs
+        ('unsharded', 'model')
+    """
+    adapter = adapter_of_model(model)
+    opened = _open(layout_map, adapter, strict=strict, batch_dim=batch_dim, progress=progress)
+    opened.session.take(model)
+    return model
+
+
+def _adapter(library: str | None) -> Adapter:
+    return get_adapter(library) if library else imported_adapter()
+
+
+def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
+    adapter.check()
+    opened = Scope(layout_map, adapter, get_engine(adapter.engine_name), **options)
+    if layout_map.mesh is not None:
+        opened.engine.bind(layout_map.mesh)
+    if opened.batch_dim is not None and opened.batch_dim not in opened.mesh:
+        raise ScopeError(
+            f"batch_dim {opened.batch_dim!r} is no dim of the mesh",
+            facts={"mesh": str(opened.mesh)},
+            why="the batch is split over one of the mesh's dims",
+            mend=f"use one of {', '.join(map(repr, opened.mesh.dim_names))}, or leave it out",
+        )
+    return opened
+
+
+def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+    with opened.session.defer():
+        model = make_model()
+        adapter_of_model(model)
+        if inputs is not None:
+            opened.session.call(model, inputs)
+    return model
