@@ -1,0 +1,85 @@
+"""Sets up the test process: which files it runs, which framework it may load, and with how many devices.
+
+`make test` runs one process for each of `house.PROCESSES`, named by LAYOUTMAP_TEST_PROCESS. In such a process a file
+of another one is not collected, and a framework that is not its own cannot be imported: `core` shows on every run that
+the core needs none. Without the variable (`pytest tests/test_mesh.py`) everything that is asked for runs, on JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import house
+import pytest
+from hypothesis import settings
+
+RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
+NUM_DEVICES = 8
+
+if RUNNING and RUNNING not in house.PROCESSES:
+    raise pytest.UsageError(f"LAYOUTMAP_TEST_PROCESS={RUNNING}: there are only {', '.join(house.PROCESSES)}")
+
+
+class _Blocker(MetaPathFinder):
+    """Refuses frameworks of another test process, by name and with the mend."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        wanted = house.FRAMEWORKS.get(fullname)
+        if wanted and wanted != RUNNING:
+            raise ModuleNotFoundError(
+                f"{fullname} was imported in the {RUNNING} test process, which a file gets that names no other; "
+                f'import {fullname} at its top, or write PROCESS = "{wanted}" there',
+                name=fullname,
+            )
+        return None
+
+
+def _set_up_devices() -> None:
+    """Settings that a framework reads once, when it is first imported."""
+    flag = "--xla_force_host_platform_device_count"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={NUM_DEVICES}".strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["KERAS_BACKEND"] = "tensorflow" if RUNNING == "tensorflow" else "jax"
+
+
+_set_up_devices()
+if RUNNING:
+    sys.meta_path.insert(0, _Blocker())
+    if RUNNING != "core":
+        # The engine was asked for. If it does not load, that is a failure, and here, not a skip in each file.
+        importlib.import_module(RUNNING)
+
+settings.register_profile("layoutmap", deadline=None, print_blob=True)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "layoutmap")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of another process is none of ours."""
+    if not RUNNING or not house.is_collected(collection_path):
+        return None
+    return None if house.process_of(collection_path) == RUNNING else True
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"test process: {RUNNING or 'everything that is asked for'}"
+
+
+@pytest.fixture(autouse=True)
+def _doctest_namespace(doctest_namespace: dict[str, Any]) -> None:
+    """What every docstring's example may use without importing it."""
+    import layoutmap
+
+    doctest_namespace["lm"] = layoutmap
