@@ -1,0 +1,69 @@
+# Everything a working copy needs. Python >= 3.11 and make are enough; the rest is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
+PROTO := layoutmap/proto/layout
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format proto check-proto bench clean
+
+help: ## List these targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+setup: $(VENV)/.all ## Install everything for work on this repository into .venv (again only when pyproject.toml changed)
+
+demo: $(VENV)/.demo ## Train a small GPT on 8 simulated devices; installs only JAX and Keras
+	$(BIN)/python examples/train_gpt.py
+
+test: $(VENV)/.all ## Run all tests, one process for each framework; ARGS="core -- -k mesh" narrows it
+	@$(BIN)/python tools/run_tests.py $(ARGS)
+
+check: $(VENV)/.all check-proto ## Lint, format, types, changelog, decisions, links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python tools/check_files.py
+
+format: $(VENV)/.all ## Format, and mend what the linter can mend
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/.proto ## Regenerate layout_pb2.py and its types from layout.proto
+	cd src && $(PROTOC) --python_out=. --pyi_out=. $(PROTO).proto
+
+check-proto: $(VENV)/.proto ## Fail if layout_pb2.py is not what `make proto` makes
+	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && cd src \
+	&& $(PROTOC) --python_out="$$made" --pyi_out="$$made" $(PROTO).proto \
+	&& diff -u $(PROTO)_pb2.py "$$made"/$(PROTO)_pb2.py && diff -u $(PROTO)_pb2.pyi "$$made"/$(PROTO)_pb2.pyi \
+	&& echo "layout_pb2.py is what make proto makes"
+
+bench: $(VENV)/.all ## Run the benchmarks, side by side with what they are compared with
+	@for file in benchmarks/*.py; do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
+
+clean: ## Remove what was installed and made
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip older than 25.1 knows no --group.
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) here; mend: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "layoutmap needs Python >= 3.11, and $(PYTHON) is $$($(PYTHON) -V); mend: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade 'pip>=25.1'
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(PIP) -e '.[jax,keras]'
+	@touch $@
+
+$(VENV)/.all: pyproject.toml | $(BIN)/python
+	$(PIP) -e '.[jax,keras]' --group test --group tensorflow --group dev
+	$(PIP) --no-deps --group tf-keras
+	@touch $(VENV)/.demo $@
+
+$(VENV)/.proto: pyproject.toml | $(BIN)/python
+	rm -rf $(VENV)/proto
+	$(PIP) --target $(VENV)/proto --group proto
+	@touch $@
