@@ -167,7 +167,7 @@ class JaxEngine:
         made: dict[str, Any] = {}
         checksums: dict[str, int] = {}
         try:
-            with jax.ensure_compile_time_eval():
+            with jax.core.eval_context():
                 across = any(not sharding.is_fully_addressable for sharding in shardings.values())
                 used = {key: draws[key] for key in assignments}
                 seeds = _common_seeds(used, across=across)
@@ -212,7 +212,7 @@ class JaxEngine:
             EngineError: What was read has not the shape or element type of the shard.
         """
         sharding = self._checked(assignment)
-        with jax.ensure_compile_time_eval():
+        with jax.core.eval_context():
             return _from_blocks(assignment, sharding, read)
 
     def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
