@@ -21,10 +21,9 @@ test: $(VENV)/.all ## Run all tests, one process for each framework; ARGS="core 
 	@$(BIN)/python tools/run_tests.py $(ARGS)
 
 check: $(VENV)/.all check-proto ## Lint, format, types, changelog, decisions, links
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/python tools/check_files.py
+	@failed=; for check in "ruff check ." "ruff format --check ." pyright "python tools/check_files.py"; do \
+	  echo "== $$check" && $(BIN)/$$check || failed="$$failed [$$check]"; \
+	done; test -z "$$failed" || { echo "make check: failed:$$failed" >&2; exit 1; }
 
 format: $(VENV)/.all ## Format, and mend what the linter can mend
 	$(BIN)/ruff check --fix-only .
