@@ -1,8 +1,8 @@
 """Sets up the test process: which files it runs, which framework it may load, and with how many devices.
 
 `make test` runs one process for each of `house.PROCESSES`, named by LAYOUTMAP_TEST_PROCESS. In such a process a file
-of another one is not collected, and a framework that is not its own cannot be imported: `core` shows on every run that
-the core needs none. Without the variable (`pytest tests/test_mesh.py`) everything that is asked for runs, on JAX.
+of another one is not collected, and in `core` no framework can be imported, so every run shows that the core needs
+none. Without the variable (`pytest tests/test_mesh.py`) everything that is asked for runs, on JAX.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if RUNNING and RUNNING not in house.PROCESSES:
 
 
 class _Blocker(MetaPathFinder):
-    """Refuses frameworks of another test process, by name and with the mend."""
+    """Refuses every framework, by name and with the mend."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         wanted = house.FRAMEWORKS.get(fullname)
-        if wanted and wanted != RUNNING:
+        if wanted:
             raise ModuleNotFoundError(
-                f"{fullname} was imported in the {RUNNING} test process, which a file gets that names no other; "
+                f"{fullname} was imported in the core test process, which a file gets that names no other; "
                 f'import {fullname} at its top, or write PROCESS = "{wanted}" there',
                 name=fullname,
             )
@@ -55,11 +55,11 @@ def _set_up_devices() -> None:
 
 
 _set_up_devices()
-if RUNNING:
+if RUNNING == "core":
     sys.meta_path.insert(0, _Blocker())
-    if RUNNING != "core":
-        # The engine was asked for. If it does not load, that is a failure, and here, not a skip in each file.
-        importlib.import_module(RUNNING)
+elif RUNNING:
+    # The engine was asked for. If it does not load, that is a failure, and here, not a skip in each file.
+    importlib.import_module(RUNNING)
 
 settings.register_profile("layoutmap", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
