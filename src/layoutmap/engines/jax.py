@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import zlib
@@ -18,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +37,7 @@ from layoutmap.variables import Assignment
 __all__ = ["JaxEngine", "engine"]
 
 NumpyArray = npt.NDArray[Any]
+Device = Any
 
 _MAX_PROGRAMS = 512
 _MAX_NATIVES = 4096
@@ -289,21 +292,31 @@ class JaxEngine:
         return program
 
 
+def _outside_traces() -> contextlib.AbstractContextManager[Any]:
+    """Leave a trace, if one goes on, so that what is made are real arrays.
+
+    Only if one goes on: programs that are compiled in there have their constants folded, for seconds where the arrays
+    are large.
+    """
+    tracing = isinstance(jnp.add(0, 0), jax.core.Tracer)
+    return jax.ensure_compile_time_eval() if tracing else contextlib.nullcontext()
+
+
 @functools.cache
 def engine() -> JaxEngine:
     """The one JAX engine of this process."""
     return JaxEngine()
 
 
-def _name_of(device: jax.Device) -> str:
+def _name_of(device: Device) -> str:
     return f"{_type_of(device)}:{device.id}"
 
 
-def _type_of(device: jax.Device) -> str:
+def _type_of(device: Device) -> str:
     return device.platform.upper()
 
 
-def _jax_devices(device_type: str | None) -> Sequence[jax.Device]:
+def _jax_devices(device_type: str | None) -> Sequence[Device]:
     if device_type is None:
         return jax.devices()
     try:
@@ -316,7 +329,7 @@ def _jax_devices(device_type: str | None) -> Sequence[jax.Device]:
         ) from None
 
 
-def _bound_devices(mesh: Mesh) -> list[jax.Device]:
+def _bound_devices(mesh: Mesh) -> list[Device]:
     """The devices of a mesh, in its order."""
     mend = (
         "make the mesh smaller, or on virtual CPU devices first: jax.config.update('jax_num_cpu_devices', N)"
@@ -468,7 +481,7 @@ def _placed(
     sharding: NamedSharding,
     read: Callable[[Index], NumpyArray],
 ) -> jax.Array:
-    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    holders: dict[tuple[tuple[int, int], ...], list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         ends = with_ends(index or (), shape)
         holders.setdefault(tuple((part.start, part.stop) for part in ends), []).append(device)
@@ -500,7 +513,7 @@ def _common_seeds(draws: Mapping[str, Draw], *, across: bool) -> dict[str, Any]:
     received: Any = multihost_utils.broadcast_one_to_all(sent)
     data, start, common = np.asarray(received).tobytes(), 0, list[Any]()
     for leaf, own, is_key in zip(leaves, plain, keys, strict=True):
-        value = np.frombuffer(data[start : start + own.nbytes], own.dtype).reshape(own.shape)
+        value: Any = np.frombuffer(data[start : start + own.nbytes], own.dtype).reshape(own.shape)
         start += own.nbytes
         common.append(jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if is_key else value)
     return jax.tree.unflatten(tree, common)

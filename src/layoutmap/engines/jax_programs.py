@@ -12,7 +12,7 @@ is cut. A program with such an operation cannot be drawn in shards; `why_whole` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +25,23 @@ __all__ = ["ShardedProgram", "trace", "why_whole"]
 
 _MAX_CONSTANT_SIZE = 1024
 
-_MOVES = frozenset(
-    "broadcast broadcast_in_dim concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims gather iota pad "
-    "reshape rev select_n slice split squeeze transpose bitcast_convert_type stop_gradient sharding_constraint".split()
-)
+_MOVES = """
+    bitcast_convert_type broadcast broadcast_in_dim concatenate copy copy_p dynamic_slice dynamic_update_slice
+    expand_dims gather iota pad reshape rev select_n sharding_constraint slice split squeeze stop_gradient transpose
+"""
+_EXACT_MOVES = frozenset(_MOVES.split())
 """Operations that copy elements, and never round one."""
 
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp convert_element_type "
-    "cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p "
-    "logistic lt max min mul ne neg nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh "
-    "reduce_max reduce_min sort argmax argmin".split()
-)
-"""Operations that give the same element whatever the others are cut into."""
+_ELEMENTWISE = """
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp convert_element_type
+    cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p
+    logistic lt max min mul ne neg nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh
+"""
+_ORDERING = "argmax argmin reduce_max reduce_min sort"
+_SAME_WHEN_CUT = _EXACT_MOVES.union(_ELEMENTWISE.split(), _ORDERING.split())
+"""Operations that give the same bits however their operands are cut over devices."""
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 
 
 def trace(function: Callable[[Any], Any], seed: Any) -> ClosedJaxpr:
@@ -53,7 +57,7 @@ def why_whole(closed: ClosedJaxpr) -> str:
     return f"{found} gives other bits when its operand is cut" if found else ""
 
 
-def _mixing(jaxpr: Jaxpr) -> Iterable[str]:
+def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
     """The names of operations whose bits depend on how their operands are cut."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -69,13 +73,11 @@ def _mixing(jaxpr: Jaxpr) -> Iterable[str]:
         ):
             for nested in inner:
                 yield from _mixing(nested)
-        elif (
-            name not in _MOVES and name not in _ELEMENTWISE and any(map(_rounds, (*eqn.invars, *eqn.outvars)))
-        ):
+        elif name not in _SAME_WHEN_CUT and any(map(_rounds, (*eqn.invars, *eqn.outvars))):
             yield name
 
 
-def _inner_jaxprs(params: Iterable[Any]) -> Iterable[Jaxpr]:
+def _inner_jaxprs(params: Iterable[Any]) -> Iterator[Jaxpr]:
     for param in params:
         if isinstance(param, ClosedJaxpr):
             yield param.jaxpr
@@ -113,7 +115,7 @@ class ShardedProgram:
         groups: list[list[Any]] = [[]]
         for eqn in jaxpr.eqns:
             groups[-1].append(eqn)
-            if eqn.primitive.name not in _MOVES and any(map(_rounds, eqn.outvars)):
+            if eqn.primitive.name not in _EXACT_MOVES and any(map(_rounds, eqn.outvars)):
                 groups.append([])
         groups = [group for group in groups if group]
         needs = [_needs(group) for group in groups]

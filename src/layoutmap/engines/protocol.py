@@ -25,9 +25,9 @@ NumpyArray = npt.NDArray[np.generic]
 class Engine(Protocol):
     """Holds the arrays of one framework, in layouts.
 
-    Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` gives the same
-    values on every layout, those of the unsharded draw; each device holds exactly its shard; a layout that the engine
-    cannot hold is refused by name, never replaced; indices have both ends.
+    Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` gives the
+    same values on every layout, those of the unsharded draw; each device holds exactly its shard; a layout that the
+    engine cannot hold is refused by name, never replaced; indices have both ends.
     """
 
     name: str
