@@ -6,6 +6,7 @@ arrays; ports know the few places where Keras's backends treat them each in its 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -60,7 +61,8 @@ class JaxPort:
     def outside(self) -> AbstractContextManager[Any]:
         import jax
 
-        return jax.ensure_compile_time_eval()
+        # Only where a trace goes on: in there, programs are compiled with their constants folded, which takes seconds.
+        return jax.ensure_compile_time_eval() if self.is_tracing() else contextlib.nullcontext()
 
     def is_tracing(self) -> bool:
         import jax

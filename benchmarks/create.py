@@ -1,0 +1,168 @@
+"""How long it takes to create a model in its layouts, and how much memory that needs.
+
+    python benchmarks/create.py                       both models, 5 rounds: some minutes
+    python benchmarks/create.py --model wide --rounds 3
+
+Three ways, each in a fresh process, taken in turns: this library; Keras's own ModelParallel; and the naive way, which
+creates plainly and then moves. On 8 simulated devices in a 2x4 mesh. Time runs from the first line of the model to the
+last array being ready; imports are not counted. All three give the same weights, and that is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+METHODS = ("layoutmap", "ModelParallel", "naive")
+MESH = (("batch", 2), ("model", 4))
+
+
+def create(method: str, model_name: str):
+    """Build the model by one of the methods; gives it, all arrays ready."""
+    import jax
+    import keras
+    import numpy as np
+    from models import KERAS_RULES, RULES, make_model
+
+    import layoutmap as lm
+
+    example = np.zeros((2, 16), "int32")
+    symbol = keras.KerasTensor(example.shape, "int32")
+    if method == "layoutmap":
+        layout_map = lm.LayoutMap(lm.create_mesh(MESH), RULES)
+        model = layout_map.build(lambda: make_model(model_name), inputs=example)
+    elif method == "ModelParallel":
+        mesh = keras.distribution.DeviceMesh((2, 4), ("batch", "model"), keras.distribution.list_devices())
+        layout_map = keras.distribution.LayoutMap(mesh)
+        for pattern, axes in KERAS_RULES.items():
+            layout_map[pattern] = axes
+        keras.distribution.set_distribution(
+            keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+        )
+        model = make_model(model_name)
+        model(symbol)
+    else:
+        model = make_model(model_name)
+        model(symbol)
+        layout_map = lm.LayoutMap(lm.create_mesh(MESH), RULES)
+        layout_map.apply(model)
+    jax.block_until_ready([v.value for v in model.variables])
+    return model
+
+
+def child(method: str, model_name: str) -> None:
+    """One measurement, in this process; prints it as JSON."""
+    import jax
+    import keras
+    import numpy as np
+
+    import layoutmap.adapters.keras
+    import layoutmap.engines.jax
+
+    programs: list[float] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: programs.append(seconds) if event.endswith("backend_compile_duration") else None
+    )
+    jax.block_until_ready([jax.device_put(np.zeros(1), device) for device in jax.devices()])
+    keras.utils.set_random_seed(0)
+    before, count = memory("VmRSS"), len(programs)
+    start = time.perf_counter()
+    model = create(method, model_name)
+    seconds = time.perf_counter() - start
+    peak = memory("VmHWM") - before
+    held: dict[str, int] = {}
+    for variable in model.variables:
+        for shard in variable.value.addressable_shards:
+            held[str(shard.device)] = held.get(str(shard.device), 0) + shard.data.nbytes
+    largest = max(model.variables, key=lambda v: v.value.nbytes)
+    digest = [float(np.asarray(shard.data, np.float64).sum()) for shard in largest.value.addressable_shards]
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "peak_bytes": peak,
+                "programs": len(programs) - count,
+                "compile_seconds": sum(programs[count:]),
+                "weights_bytes": sum(v.value.nbytes for v in model.variables),
+                "device_bytes": max(held.values()),
+                "digest": sorted(digest),
+            }
+        )
+    )
+
+
+def memory(what: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
+
+
+def measure(method: str, model_name: str) -> dict:
+    """One measurement in a fresh process."""
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": "jax",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", method, "--model", model_name],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", help="decoder, wide, tiny or micro; may be given several times")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child, args.model[0])
+        return
+    for model_name in args.model or ["decoder", "wide"]:
+        runs: dict[str, list[dict]] = {method: [] for method in METHODS}
+        for number in range(args.rounds):
+            for method in METHODS:
+                print(f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr)
+                runs[method].append(measure(method, model_name))
+        print("\r\x1b[K", end="", file=sys.stderr)
+        report(model_name, runs)
+
+
+def report(model_name: str, runs: dict[str, list[dict]]) -> None:
+    """Medians and ratios of one model."""
+
+    def median(method: str, key: str) -> float:
+        return statistics.median(run[key] for run in runs[method])
+
+    first = runs["layoutmap"][0]
+    if any(run["digest"] != first["digest"] for results in runs.values() for run in results):
+        print("WARNING: the methods gave different weights")
+    print(
+        f"\n{model_name}: {first['weights_bytes'] / 2**20:.0f} MiB of weights on a 2x4 mesh; "
+        f"{len(runs['layoutmap'])} rounds, medians (smallest-largest)"
+    )
+    print(f"{'method':<14} {'seconds':>18} {'ratio':>6} {'programs':>9} {'compiling s':>12} {'peak MiB':>9} {'held per device MiB':>20}")
+    for method, results in runs.items():
+        times = [run["seconds"] for run in results]
+        print(
+            f"{method:<14} {statistics.median(times):>6.2f} ({min(times):.2f}-{max(times):.2f}) "
+            f"{median(method, 'seconds') / median('ModelParallel', 'seconds'):>6.2f} "
+            f"{median(method, 'programs'):>9.0f} {median(method, 'compile_seconds'):>12.2f} "
+            f"{median(method, 'peak_bytes') / 2**20:>9.0f} {median(method, 'device_bytes') / 2**20:>20.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The models that the benchmarks build: plain Keras, with layouts for this library and for Keras's ModelParallel."""
+
+from __future__ import annotations
+
+import keras
+
+
+class Block(keras.layers.Layer):
+    """A decoder block without its attention's arithmetic: what counts here is its weights and their products."""
+
+    def __init__(self, width: int, ffn: int, heads: int, name: str):
+        super().__init__(name=name)
+        self.heads = heads
+        self.norm1 = keras.layers.LayerNormalization(name="norm1")
+        self.query = keras.layers.Dense(width, use_bias=False, name="query")
+        self.key = keras.layers.Dense(width, use_bias=False, name="key")
+        self.value = keras.layers.Dense(width, use_bias=False, name="value")
+        self.out = keras.layers.Dense(width, use_bias=False, name="out")
+        self.norm2 = keras.layers.LayerNormalization(name="norm2")
+        self.up = keras.layers.Dense(ffn, use_bias=False, activation="gelu", name="up")
+        self.down = keras.layers.Dense(width, use_bias=False, name="down")
+
+    def call(self, x):
+        y = self.norm1(x)
+        shape = (-1, keras.ops.shape(x)[1], self.heads, x.shape[-1] // self.heads)
+        q, k, v = (keras.ops.reshape(part(y), shape) for part in (self.query, self.key, self.value))
+        y = keras.ops.dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(keras.ops.reshape(y, (-1, *x.shape[1:])))
+        return x + self.down(self.up(self.norm2(x)))
+
+
+class Decoder(keras.Model):
+    """A decoder over tokens."""
+
+    def __init__(self, vocabulary: int, width: int, ffn: int, heads: int, blocks: int):
+        super().__init__(name="decoder")
+        self.tokens = keras.layers.Embedding(vocabulary, width, name="tokens")
+        self.blocks = [Block(width, ffn, heads, name=f"block_{i}") for i in range(blocks)]
+        self.norm = keras.layers.LayerNormalization(name="norm")
+        self.head = keras.layers.Dense(vocabulary, use_bias=False, name="head")
+
+    def call(self, x):
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+MODELS = {
+    # 216 M parameters; of its kernels only the embedding and the head reach the size at which Keras creates sharded.
+    "decoder": dict(vocabulary=32_000, width=1024, ffn=4096, heads=16, blocks=12),
+    # 227 M parameters; all but the attention's kernels reach it: 4 bytes x elements x 8 devices >= 250 MiB.
+    "wide": dict(vocabulary=4_096, width=2048, ffn=8192, heads=16, blocks=4),
+    "micro": dict(vocabulary=256, width=64, ffn=256, heads=4, blocks=2),
+    "tiny": dict(vocabulary=1024, width=256, ffn=1024, heads=8, blocks=4),
+}
+
+# Path in this library's form -> sharding specs; Keras's own path has the same words joined by slashes.
+RULES = {
+    r"tokens\.embeddings": ("model", "batch"),
+    r"blocks\.\d+\.(query|key|value|up)\.kernel": ("batch", "model"),
+    r"blocks\.\d+\.(out|down)\.kernel": ("model", "batch"),
+    r"head\.kernel": ("batch", "model"),
+}
+KERAS_RULES = {
+    r".*tokens/embeddings": ("model", "batch"),
+    r".*(query|key|value|up)/kernel": ("batch", "model"),
+    r".*(out|down)/kernel": ("model", "batch"),
+    r".*head/kernel": ("batch", "model"),
+}
+
+
+def make_model(name: str) -> Decoder:
+    """One of the models, its weights waiting for the first call."""
+    return Decoder(**MODELS[name])

@@ -1,0 +1,175 @@
+"""Train a small GPT on the text of Python's own standard library, every weight laid out by name.
+
+    python examples/train_gpt.py                                      two meshes of 8 simulated devices, one after the other
+    python examples/train_gpt.py --mesh batch=8 --steps 100           another mesh
+    python examples/train_gpt.py --mesh batch=2,model=4 --plan-only   only the plan; nothing is allocated
+
+For each mesh it prints the plan, creates the model straight in its layouts, shows what each device holds, and trains.
+The losses are the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sysconfig
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keras looks for TensorFlow, which then talks
+
+import keras
+import numpy as np
+
+import layoutmap as lm
+
+VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS = 128, 64, 64, 4, 2
+BATCH = 16
+
+RULES = {
+    r"tokens\.embeddings": ("model", None),
+    r"places\.embeddings": (None, None),
+    r"blocks\.\d+\.attention\.(query|key|value)_dense\.kernel": (None, "model", None),
+    r"blocks\.\d+\.attention\.(query|key|value)_dense\.bias": ("model", None),
+    r"blocks\.\d+\.attention\.output_dense\.kernel": ("model", None, None),
+    r"blocks\.\d+\.up\.kernel": (None, "model"),
+    r"blocks\.\d+\.up\.bias": ("model",),
+    r"blocks\.\d+\.down\.kernel": ("model", None),
+    r"blocks\.\d+\.(attention\.output_dense|down)\.bias": (None,),
+    r"(.*\.)?norm\d?\.(gamma|beta)": (None,),
+    r"head\.kernel": (None, "model"),
+    r"head\.bias": ("model",),
+}
+
+
+class Block(keras.layers.Layer):
+    """Attention, then two dense layers, each with a normalization in front and a way around."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1 = keras.layers.LayerNormalization()
+        self.attention = keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS)
+        self.norm2 = keras.layers.LayerNormalization()
+        self.up = keras.layers.Dense(4 * WIDTH, activation="gelu")
+        self.down = keras.layers.Dense(WIDTH)
+
+    def call(self, x):
+        y = self.norm1(x)
+        x = x + self.attention(y, y, use_causal_mask=True)
+        return x + self.down(self.up(self.norm2(x)))
+
+
+class GPT(keras.Model):
+    """A decoder over characters."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = keras.layers.Embedding(VOCABULARY, WIDTH)
+        self.places = keras.layers.Embedding(LENGTH, WIDTH)
+        self.blocks = [Block() for _ in range(BLOCKS)]
+        self.norm = keras.layers.LayerNormalization()
+        self.head = keras.layers.Dense(VOCABULARY)
+
+    def call(self, text):
+        x = self.tokens(text) + self.places(keras.ops.arange(LENGTH))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make_gpt() -> GPT:
+    """The model, compiled; plain Keras, with no word of meshes in it."""
+    model = GPT()
+    model.compile(
+        optimizer=keras.optimizers.AdamW(3e-3),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def standard_library_text(num_batches: int) -> np.ndarray:
+    """Rows of characters from the sources of Python's standard library: shape (rows, LENGTH + 1)."""
+    wanted = num_batches * BATCH * (LENGTH + 1)
+    text = b""
+    for path in sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += bytes(c for c in path.read_bytes() if c < VOCABULARY)
+        if len(text) >= wanted:
+            break
+    rows = np.frombuffer(text[:wanted], np.uint8).reshape(-1, LENGTH + 1).astype("int32")
+    return np.random.default_rng(0).permutation(rows)
+
+
+def train(mesh: lm.Mesh, steps: int) -> list[float]:
+    """Plan, create and train on one mesh; gives the loss of every step."""
+    layout_map = lm.LayoutMap(mesh, {p: _on(mesh, specs) for p, specs in RULES.items()})
+    example = np.zeros((BATCH, LENGTH), "int32")
+
+    keras.utils.set_random_seed(0)
+    plan = lm.plan(make_gpt, layout_map, inputs=example, strict=True)
+    print(f"\n== mesh {mesh}: the plan, nothing allocated\n\n{plan}\n")
+
+    keras.utils.set_random_seed(0)
+    start = time.perf_counter()
+    batch_dim = "batch" if "batch" in mesh else None
+    model = layout_map.build(make_gpt, inputs=example, strict=True, batch_dim=batch_dim)
+    print(f"== created in {time.perf_counter() - start:.1f} s; what each device holds of the weights\n")
+    show_devices(model)
+
+    rows = standard_library_text(steps)
+    x, y = rows[:, :-1], rows[:, 1:]
+    losses: list[float] = []
+    log = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
+    start = time.perf_counter()
+    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[log])
+    seconds = time.perf_counter() - start
+    # Keras reports the mean loss since the epoch began; take that apart into the loss of each step.
+    totals = np.array(losses) * np.arange(1, len(losses) + 1)
+    each = np.diff(totals, prepend=0.0)
+    print(f"\n== trained {len(each)} steps in {seconds:.1f} s on {x.size:,} characters\n")
+    for step in sorted({0, 4, *range(9, len(each), 10), len(each) - 1}):
+        print(f"   step {step + 1:>4}   loss {each[step]:.4f}")
+    return list(each)
+
+
+def show_devices(model: keras.Model) -> None:
+    """One line for each device: how many bytes of weights it really holds."""
+    held: dict[str, int] = {}
+    for variable in model.variables:
+        for shard in variable.value.addressable_shards:
+            held[str(shard.device)] = held.get(str(shard.device), 0) + shard.data.nbytes
+    whole = sum(v.value.nbytes for v in model.variables)
+    for device, nbytes in held.items():
+        print(f"   {device:<10} {nbytes:>9,} bytes  {'#' * round(40 * nbytes / whole)}")
+    print(f"   {'whole':<10} {whole:>9,} bytes  {'#' * 40}")
+
+
+def _on(mesh: lm.Mesh, specs: tuple[str | None, ...]) -> lm.Layout:
+    """The specs of a rule on a mesh that may lack a dim: what it lacks is left whole."""
+    return lm.Layout([spec if spec in mesh.dim_names else None for spec in specs], mesh)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", action="append", help='as in "batch=2,model=4"; may be given several times')
+    parser.add_argument("--steps", type=int, default=60, help="training steps on each mesh (default: 60)")
+    parser.add_argument("--plan-only", action="store_true", help="print the plan and stop")
+    args = parser.parse_args()
+    meshes = [lm.create_mesh(text) for text in args.mesh or ["batch=2,model=4", "batch=4,model=2"]]
+    if args.plan_only:
+        for mesh in meshes:
+            layout_map = lm.LayoutMap(mesh, {p: _on(mesh, specs) for p, specs in RULES.items()})
+            print(lm.plan(make_gpt, layout_map, inputs=np.zeros((BATCH, LENGTH), "int32")))
+        return
+    runs = {str(mesh): train(mesh, args.steps) for mesh in meshes}
+    if len(runs) > 1:
+        print("\n== the same model, the same seed, the same text\n")
+        for mesh, losses in runs.items():
+            print(f"   mesh {mesh:<16} first loss {losses[0]:.4f}   last loss {losses[-1]:.4f}")
+        table = np.array(list(runs.values()))
+        print(f"\n   largest difference between two losses of one step: {np.ptp(table, axis=0).max():.1e}")
+
+
+if __name__ == "__main__":
+    main()
