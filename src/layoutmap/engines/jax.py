@@ -239,7 +239,7 @@ class JaxEngine:
             MeshError: The machine does not have the mesh's devices.
         """
         if not isinstance(array, jax.Array):
-            array = _canonical(np.asarray(array))
+            array = self.canonical(np.asarray(array))
         sharding = self._sharding(layout, array.shape)
         if isinstance(array, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(array, sharding)
@@ -248,6 +248,57 @@ class JaxEngine:
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return _settled(jax.device_put(array, sharding))
         return _cut(np.asarray(array), sharding)
+
+    def canonical(self, values: NumpyArray) -> NumpyArray:
+        """Numpy values in the element type that JAX holds them in: 32 bits for 64 unless `jax_enable_x64` is set.
+
+        Raises:
+            EngineError: It holds no such elements.
+        """
+        number = jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
+        if not number or values.dtype.kind in "mM":
+            raise EngineError(
+                f"JAX cannot hold an array of {values.dtype}",
+                why="arrays of JAX hold numbers and truth values",
+                mend="pass an array of numbers",
+            )
+        return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
+
+    def call(
+        self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a function gives, made in a layout; the whole of it is on no device.
+
+        Arrays among the arguments, nested too, are passed to the compiled function; anything else is part of it. The
+        bits are those of the plain call, unless the function adds elements up: then it is compiled as one program.
+
+        Raises:
+            EngineError: The function does not give one array.
+            LayoutError: The layout does not fit the shape of the result.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+
+        def of_arrays(arrays: Sequence[Any]) -> Any:
+            filled = list(leaves)
+            for place, array in zip(places, arrays, strict=True):
+                filled[place] = array
+            inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+            return function(*inner_args, **inner_kwargs)
+
+        arrays = [leaves[i] for i in places]
+        closed = trace(of_arrays, arrays)
+        if len(closed.out_avals) != 1:
+            raise EngineError(
+                f"{getattr(function, '__name__', function)} gives {len(closed.out_avals)} arrays",
+                why="one layout is for one array",
+                mend="call it once for each array, or give it a function that returns one of them",
+            )
+        sharding = self._sharding(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
+        if why_whole(closed):
+            return _settled(jax.jit(of_arrays, out_shardings=sharding)(arrays))
+        return _settled(ShardedProgram(closed, sharding)(arrays))
 
     # -- parts
 
@@ -395,18 +446,6 @@ def _dtype_of(name: str, path: str) -> np.dtype[Any]:
             mend="jax.config.update('jax_enable_x64', True), or make the variable of 32 bits",
         )
     return dtype
-
-
-def _canonical(values: NumpyArray) -> NumpyArray:
-    """Numpy values in the element type that JAX holds them in."""
-    try:
-        return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
-    except TypeError:
-        raise EngineError(
-            f"JAX cannot hold an array of {values.dtype}",
-            why="arrays of JAX hold numbers and truth values",
-            mend="pass an array of numbers",
-        ) from None
 
 
 def _settled(array: Any) -> Any:

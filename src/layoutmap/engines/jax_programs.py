@@ -33,13 +33,16 @@ _EXACT_MOVES = frozenset(_MOVES.split())
 """Operations that copy elements, and never round one."""
 
 _ELEMENTWISE = """
-    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp convert_element_type
-    cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p
-    logistic lt max min mul ne neg nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh
+    abs acosh add add_any asinh atanh bessel_i0e bessel_i1e cbrt ceil clamp convert_element_type cos cosh digamma div eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
+    nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh
 """
 _ORDERING = "argmax argmin reduce_max reduce_min sort"
 _SAME_WHEN_CUT = _EXACT_MOVES.union(_ELEMENTWISE.split(), _ORDERING.split())
-"""Operations that give the same bits however their operands are cut over devices."""
+"""Operations that give the same bits however their operands are cut over devices.
+
+On CPU devices `atan` does not (measured with JAX 0.10.2), and so nothing that is built on it is here.
+"""
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,4 +106,27 @@ class Engine(Protocol):
             EngineError: The engine cannot hold the layout.
             LayoutError: The layout does not fit the array's shape.
         """
+        ...
+
+    def canonical(self, values: NumpyArray) -> NumpyArray:
+        """Numpy values in the element type that the engine holds them in: 32 bits for 64 where it has no 64.
+
+        Raises:
+            EngineError: It holds no such elements.
+        """
+        ...
+
+    def call(
+        self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Array:
+        """What a function of the framework gives, made in a layout; the whole of it is on no device.
+
+        Raises:
+            EngineError: The function does not give one array, or the engine cannot hold the layout.
+            LayoutError: The layout does not fit the shape of the result.
+        """
+        ...
+
+    def why_whole(self, draw: Draw) -> str:
+        """Why `create` makes a draw whole on one device before it is cut; empty if it does not."""
         ...

@@ -414,6 +414,53 @@ class EngineContract:
         """Creating no variables gives no arrays."""
         assert {} == self.engine.create({}, {})
 
+    # -- calls
+
+    def test_a_call_gives_the_values_in_the_layout(self):
+        """A function that is called with a layout gives its plain result in that layout, on every mesh."""
+        values = random_values((16, 8), "uint32", seed=12)
+        array = self.make_array(values)
+        for mesh in self._all_meshes():
+            for specs in filter(self.held, _some_specs(mesh)):
+                layout = Layout(specs, mesh)
+                made = self.engine.call(lambda a, times: a * times, layout, [array], {"times": 3})
+
+                assert layout == self.engine.layout_of(made)
+                self._assert_each_device_has_its_shard(made, layout, values * np.uint32(3))
+
+    def test_a_call_that_does_not_fit_is_refused(self):
+        """A function whose result has another rank, does not divide, or is not one array is refused."""
+        layout = Layout(["x"], Mesh(None, "x=2"))
+        for shape in ((3,), (2, 2)):
+            array = self.make_array(np.zeros(shape, np.float32))
+            with pytest.raises(LayoutError):
+                self.engine.call(lambda a: a, layout, [array], {})
+        array = self.make_array(np.zeros(2, np.float32))
+        with pytest.raises(EngineError, match="2 arrays"):
+            self.engine.call(lambda a: (a, a), layout, [array], {})
+
+    @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
+    def test_canonical_says_what_becomes_of_numpy_values(self, dtype: str):
+        """An array made from numpy values has the element type of their canonical form, which is its own."""
+        values = np.ones(4, dtype)
+        held = self.engine.canonical(values)
+        array = self.engine.relayout(values, Layout(["x"], Mesh(None, "x=2")))
+
+        assert_same_bits(held, self.whole(array, (4,), str(held.dtype)))
+        assert_same_bits(held, self.engine.canonical(held))
+
+    def test_what_is_no_number_is_refused(self):
+        """Texts and objects are refused by their element type."""
+        for values in (np.array(["a", "b"]), np.array([None, None])):
+            with pytest.raises(EngineError, match=str(values.dtype)):
+                self.engine.canonical(values)
+            with pytest.raises(EngineError, match=str(values.dtype)):
+                self.engine.relayout(values, Layout(["x"], Mesh(None, "x=2")))
+
+    def test_a_draw_without_a_program_is_said_to_be_whole(self):
+        """A draw that can only give its whole value is said to be made whole, and a reason is given."""
+        assert self.engine.why_whole(Draw(whole=lambda: np.zeros(4, np.float32)))
+
     # -- parts
 
     def _plain(self, value: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:

@@ -1,0 +1,279 @@
+"""Tensors in layouts, by hand: take apart, put together, move. For the arrays of any engine.
+
+The names and meanings are those of `tf.experimental.dtensor`. What it answers with a crash or with wrong values
+(replicas that differ, components of several ranks) is an error here. Its `run_on` has no counterpart: there the place
+of a result follows from a scope, in the other frameworks from its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from layoutmap.blocks import Index, assemble
+from layoutmap.devices import default_engine_name
+from layoutmap.engines import Engine, engine_of_array, get_engine
+from layoutmap.errors import EngineError, LayoutError
+from layoutmap.layout import Layout
+from layoutmap.variables import Assignment, VariableSpec
+
+__all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "unpack"]
+
+NumpyArray = npt.NDArray[Any]
+Ends = tuple[tuple[int, int], ...]
+
+
+def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -> Any:
+    """One tensor from the components that the devices hold.
+
+    Args:
+        tensors: One component for each device of this process, in mesh order: arrays of the framework or of numpy,
+            or numbers; all of the same shape and element type. Devices that hold the same shard get equal components.
+        layout: The layout of the whole.
+        engine: The engine that is to hold it, if the components are not yet arrays of a framework; `None` means the
+            framework that is in use.
+
+    Returns:
+        The tensor; along an axis that is cut into `n` shards it is `n` times as long as a component.
+
+    Raises:
+        LayoutError: The number of components, or their shape, element type, or values do not fit the layout.
+        MeshError: The machine does not have the mesh's devices.
+
+    Example:
+        >>> from layoutmap import Mesh
+        >>> mesh = Mesh(None, [("x", 3), ("y", 2)])
+        >>> halves = [np.float32([2 * i, 2 * i + 1]) for i in (0, 0, 1, 1, 2, 2)]
+        >>> tensor = pack(halves, Layout(["x"], mesh), engine="jax")
+        >>> np.asarray(tensor)
+        array([0., 1., 2., 3., 4., 5.], dtype=float32)
+        >>> pack(halves[:5], Layout(["x"], mesh), engine="jax")
+        Traceback (most recent call last):
+        ...
+        layoutmap.errors.LayoutError: pack: 5 components for 6 devices
+          layout  (x,)
+          mesh    x=3, y=2
+          why     each device holds one component
+          mend    pass 6 components, in the order of the mesh's devices
+
+    References:
+        `tf.experimental.dtensor.pack`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/pack
+    """
+    held_by = _engine_for(tensors[0] if len(tensors) else None, engine)
+    mesh = held_by.bind(layout.mesh)
+    places = mesh.local_device_ids
+    if len(tensors) != len(places):
+        raise LayoutError(
+            f"pack: {len(tensors)} components for {len(places)} devices",
+            facts={"layout": str(layout), "mesh": str(mesh)},
+            why="each device holds one component",
+            mend=f"pass {len(places)} components, in the order of the mesh's devices",
+        )
+    components = [held_by.canonical(_values(tensor)) for tensor in tensors]
+    first = components[0]
+    for i, component in enumerate(components):
+        if component.shape != first.shape or component.dtype != first.dtype:
+            raise LayoutError(
+                f"pack: component {i} differs from component 0",
+                facts={
+                    "component 0": f"{first.dtype}{list(first.shape)}",
+                    f"component {i}": f"{component.dtype}{list(component.shape)}",
+                },
+                why="all components of a tensor have the same shape and element type",
+                mend=f"convert component {i}, or pad it",
+            )
+    layout.check_rank(first.shape, "pack")
+    shape = tuple(n * count for n, count in zip(first.shape, layout.shard_counts, strict=True))
+    parts: dict[Ends, tuple[int, NumpyArray]] = {}
+    for i, (place, component) in enumerate(zip(places, components, strict=True)):
+        number, same = parts.setdefault(_ends(layout.shard_slices(shape, place)), (i, component))
+        if same.tobytes() != component.tobytes() and first.size:
+            raise LayoutError(
+                f"pack: components {number} and {i} differ, and are the same shard",
+                facts={"layout": str(layout), "mesh": str(mesh), "shard": layout.shard_offset(place)},
+                why="devices that hold the same shard hold the same values",
+                mend=f"pass component {number} again as component {i}, or cut an axis over a further mesh dim",
+            )
+    variable = VariableSpec("pack", shape, str(first.dtype))
+    return held_by.from_shards(Assignment(variable, layout), lambda index: parts[_ends(index)][1])
+
+
+def unpack(tensor: Any) -> list[NumpyArray]:
+    """The components of a tensor: what each device of this process holds, in mesh order.
+
+    Args:
+        tensor: A tensor in a layout.
+
+    Returns:
+        One numpy array for each device; devices that hold the same shard give the same array.
+
+    Raises:
+        LayoutError: The tensor lies on no mesh.
+
+    Example:
+        >>> from layoutmap import Mesh
+        >>> layout = Layout(["x", "y"], Mesh(None, [("x", 3), ("y", 2)]))
+        >>> tensor = relayout(np.float32(np.arange(6)).reshape(3, 2), layout, engine="jax")
+        >>> [float(component[0, 0]) for component in unpack(tensor)]
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+    References:
+        `tf.experimental.dtensor.unpack`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/unpack
+    """
+    layout = fetch_layout(tensor)
+    held_by = engine_of_array(tensor)
+    shards = {_ends(index): values for index, values in held_by.to_shards(tensor)}
+    shape = tuple(tensor.shape)
+    return [
+        shards[_ends(layout.shard_slices(shape, place))]
+        for place in held_by.bind(layout.mesh).local_device_ids
+    ]
+
+
+def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
+    """The same values in another layout, on the same mesh or on another.
+
+    Args:
+        tensor: An array of a framework, in a layout or not, or of numpy.
+        layout: The layout it is to have.
+        engine: The engine that is to hold it, if it is an array of numpy; `None` means the framework that is in use.
+
+    Raises:
+        LayoutError: The layout does not fit the tensor's shape.
+        EngineError: The engine cannot hold the layout, or no engine knows the tensor.
+
+    Example:
+        >>> from layoutmap import Mesh
+        >>> layout = Layout(["x"], Mesh(None, [("x", 2)]))
+        >>> fetch_layout(relayout(np.float32([1, 2]), layout, engine="jax")) == layout
+        True
+
+    References:
+        `tf.experimental.dtensor.relayout`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/relayout
+    """
+    return _engine_for(tensor, engine).relayout(tensor, layout)
+
+
+def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
+    """A plain tensor on the devices of a layout's mesh.
+
+    It is `relayout` for a tensor that has no layout yet; one that has is refused, so that nothing is moved unseen.
+
+    Args:
+        tensor: An array of a framework in no layout, or of numpy.
+        layout: The layout it is to have.
+        engine: The engine that is to hold it, if it is an array of numpy; `None` means the framework that is in use.
+
+    Raises:
+        LayoutError: The tensor has a layout, or the layout does not fit its shape.
+        EngineError: The engine cannot hold the layout, or no engine knows the tensor.
+
+    References:
+        `tf.experimental.dtensor.copy_to_mesh`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/copy_to_mesh
+    """
+    held_by = _engine_for(tensor, engine)
+    present = held_by.layout_of(tensor) if held_by.holds(tensor) else None
+    if present is not None:
+        raise LayoutError(
+            "copy_to_mesh: the tensor is on a mesh already",
+            facts={"layout": str(present), "mesh": str(present.mesh)},
+            why="copy_to_mesh takes a plain tensor",
+            mend="use relayout(tensor, layout)",
+        )
+    return held_by.relayout(tensor, layout)
+
+
+def call_with_layout(
+    fn: Callable[..., Any], layout: Layout | None, *args: Any, engine: str | None = None, **kwargs: Any
+) -> Any:
+    """Call a function so that its result is made in a layout; the whole of it is on no device.
+
+    Args:
+        fn: A function of the framework, as `jax.numpy.zeros`, that gives one array.
+        layout: The layout of the result; `None` calls the function as it is.
+        *args: Passed to the function.
+        engine: The engine of the function; `None` means that of the arrays among the arguments, or else of the
+            framework that is in use.
+        **kwargs: Passed to the function.
+
+    Raises:
+        LayoutError: The layout does not fit the shape of the result.
+        EngineError: The function does not give one array, or the engine cannot hold the layout.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from layoutmap import Mesh
+        >>> layout = Layout(["x", None], Mesh(None, [("x", 2)]))
+        >>> tensor = call_with_layout(jnp.ones, layout, shape=(4, 3), engine="jax")
+        >>> [component.shape for component in unpack(tensor)]
+        [(2, 3), (2, 3)]
+
+    References:
+        `tf.experimental.dtensor.call_with_layout`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/call_with_layout
+    """
+    if layout is None:
+        return fn(*args, **kwargs)
+    array = next((each for each in (*args, *kwargs.values()) if _is_held(each)), None)
+    return _engine_for(array, engine).call(fn, layout, args, kwargs)
+
+
+def fetch_layout(tensor: Any) -> Layout:
+    """The layout of a tensor.
+
+    Raises:
+        LayoutError: The tensor lies on no mesh.
+
+    Example:
+        >>> fetch_layout(np.zeros(3))
+        Traceback (most recent call last):
+        ...
+        layoutmap.errors.LayoutError: the numpy.ndarray has no layout
+          why   it lies on no mesh
+          mend  give it one: relayout(tensor, layout)
+
+    References:
+        `tf.experimental.dtensor.fetch_layout`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/fetch_layout
+    """
+    layout = engine_of_array(tensor).layout_of(tensor) if _is_held(tensor) else None
+    if layout is None:
+        raise LayoutError(
+            f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
+            why="it lies on no mesh",
+            mend="give it one: relayout(tensor, layout)",
+        )
+    return layout
+
+
+def _is_held(value: Any) -> bool:
+    """Whether an engine holds it."""
+    try:
+        engine_of_array(value)
+    except EngineError:
+        return False
+    return True
+
+
+def _engine_for(tensor: Any, engine: str | None) -> Engine:
+    """The engine of an array, or the one that is to hold what is not yet an array of a framework."""
+    if engine is not None:
+        return get_engine(engine)
+    return engine_of_array(tensor) if _is_held(tensor) else get_engine(default_engine_name())
+
+
+def _values(tensor: Any) -> NumpyArray:
+    """A component as a numpy array."""
+    if not _is_held(tensor):
+        return np.asarray(tensor)
+    shards = list(engine_of_array(tensor).to_shards(tensor))
+    return assemble(shards, tuple(tensor.shape), shards[0][1].dtype)
+
+
+def _ends(index: Index) -> Ends:
+    return tuple((part.start, part.stop) for part in index)
