@@ -62,6 +62,7 @@ class JaxEngine:
         self._lock = threading.Lock()
         self._mesh_of_native: dict[jax.sharding.Mesh, Mesh] = {}
         self._programs: OrderedDict[Hashable, ShardedProgram | str] = OrderedDict()
+        self._reasons: OrderedDict[Hashable, str] = OrderedDict()
 
     # -- devices and layouts
 
@@ -197,11 +198,19 @@ class JaxEngine:
     def why_whole(self, draw: Draw) -> str:
         """Why a draw must be made whole on one device before it is cut; empty if it need not.
 
-        Nothing is computed; the draw's program is traced.
+        Nothing is computed; the draw's program is traced, once for all draws that are the same function.
         """
         if draw.program is None:
             return "its initializer gives no program"
-        return why_whole(trace(draw.program.function, draw.program.seed))
+        key = (draw.program.key, _signature(draw.program.seed))
+        with self._lock:
+            known = self._reasons.get(key)
+        if known is None:
+            known = why_whole(trace(draw.program.function, draw.program.seed))
+            with self._lock:
+                self._reasons[key] = known
+                _bound(self._reasons)
+        return known
 
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
         """An array whose shards are read one by one.
@@ -338,8 +347,7 @@ class JaxEngine:
         program = why_whole(closed) or ShardedProgram(closed, sharding)
         with self._lock:
             self._programs[key] = program
-            while len(self._programs) > _MAX_PROGRAMS:
-                self._programs.popitem(last=False)
+            _bound(self._programs)
         return program
 
 
@@ -455,6 +463,12 @@ def _settled(array: Any) -> Any:
     for ever, so each is waited for.
     """
     return jax.block_until_ready(array) if next(iter(array.sharding.device_set)).platform == "cpu" else array
+
+
+def _bound(cache: OrderedDict[Hashable, Any]) -> None:
+    """Forget what was used longest ago."""
+    while len(cache) > _MAX_PROGRAMS:
+        cache.popitem(last=False)
 
 
 def _signature(seed: Any) -> Hashable:
