@@ -6,6 +6,9 @@
 Three ways, each in a fresh process, taken in turns: this library; Keras's own ModelParallel; and the naive way, which
 creates plainly and then moves. On 8 simulated devices in a 2x4 mesh. Time runs from the first line of the model to the
 last array being ready; imports are not counted. All three give the same weights, and that is checked.
+
+"live per device" is the most that the arrays on one device ever came to, watched by a thread in one more run of each
+way that is not timed. "temporaries" is what XLA says that the largest program of this library needs beside its result.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
 METHODS = ("layoutmap", "ModelParallel", "naive")
 MESH = (("batch", 2), ("model", 4))
 
 
-def create(method: str, model_name: str):
+def create(method: str, model_name: str, batch_dim: str | None = None):
     """Build the model by one of the methods; gives it, all arrays ready."""
     import jax
     import keras
@@ -35,7 +39,7 @@ def create(method: str, model_name: str):
     symbol = keras.KerasTensor(example.shape, "int32")
     if method == "layoutmap":
         layout_map = lm.LayoutMap(lm.create_mesh(MESH), RULES)
-        model = layout_map.build(lambda: make_model(model_name), inputs=example)
+        model = layout_map.build(lambda: make_model(model_name), inputs=example, batch_dim=batch_dim)
     elif method == "ModelParallel":
         mesh = keras.distribution.DeviceMesh((2, 4), ("batch", "model"), keras.distribution.list_devices())
         layout_map = keras.distribution.LayoutMap(mesh)
@@ -53,6 +57,53 @@ def create(method: str, model_name: str):
         layout_map.apply(model)
     jax.block_until_ready([v.value for v in model.variables])
     return model
+
+
+class Watch(threading.Thread):
+    """Looks again and again at what the arrays on each device come to, and keeps the most."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.most = 0
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        import jax
+
+        while not self.stopped.wait(0.001):
+            held: dict[object, int] = {}
+            for array in jax.live_arrays():
+                try:
+                    for shard in array.addressable_shards:
+                        held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+                except RuntimeError:  # deleted while it was looked at
+                    continue
+            self.most = max(self.most, *held.values(), 0)
+
+
+def temporaries() -> int:
+    """The most that one program of this library's creation needs on a device beside its result, in bytes."""
+    from layoutmap.engines.jax import engine
+
+    most = 0
+    for program in engine().programs():
+        for lowered in program.lower(program.example_seed):
+            most = max(most, lowered.compile().memory_analysis().temp_size_in_bytes)
+    return most
+
+
+def watch(method: str, model_name: str) -> None:
+    """One run that is watched, not timed; prints what it found as JSON."""
+    import layoutmap.adapters.keras
+    import layoutmap.engines.jax
+
+    watcher = Watch()
+    watcher.start()
+    model = create(method, model_name)
+    watcher.stopped.set()
+    watcher.join()
+    found = {"live_bytes": watcher.most, "num_variables": len(model.variables)}
+    print(json.dumps(found | {"temporary_bytes": temporaries() if method == "layoutmap" else 0}))
 
 
 def child(method: str, model_name: str) -> None:
@@ -102,7 +153,7 @@ def memory(what: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
 
 
-def measure(method: str, model_name: str) -> dict:
+def measure(method: str, model_name: str, flag: str = "--child") -> dict:
     """One measurement in a fresh process."""
     environment = {
         **os.environ,
@@ -111,7 +162,7 @@ def measure(method: str, model_name: str) -> dict:
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     done = subprocess.run(
-        [sys.executable, __file__, "--child", method, "--model", model_name],
+        [sys.executable, __file__, flag, method, "--model", model_name],
         env=environment,
         capture_output=True,
         text=True,
@@ -126,7 +177,11 @@ def main() -> None:
     parser.add_argument("--model", action="append", help="decoder, wide, tiny or micro; may be given several times")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--watch", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.watch:
+        watch(args.watch, args.model[0])
+        return
     if args.child:
         child(args.child, args.model[0])
         return
@@ -136,11 +191,12 @@ def main() -> None:
             for method in METHODS:
                 print(f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr)
                 runs[method].append(measure(method, model_name))
+        watched = {method: measure(method, model_name, "--watch") for method in METHODS}
         print("\r\x1b[K", end="", file=sys.stderr)
-        report(model_name, runs)
+        report(model_name, runs, watched)
 
 
-def report(model_name: str, runs: dict[str, list[dict]]) -> None:
+def report(model_name: str, runs: dict[str, list[dict]], watched: dict[str, dict]) -> None:
     """Medians and ratios of one model."""
 
     def median(method: str, key: str) -> float:
@@ -150,18 +206,20 @@ def report(model_name: str, runs: dict[str, list[dict]]) -> None:
     if any(run["digest"] != first["digest"] for results in runs.values() for run in results):
         print("WARNING: the methods gave different weights")
     print(
-        f"\n{model_name}: {first['weights_bytes'] / 2**20:.0f} MiB of weights on a 2x4 mesh; "
+        f"\n{model_name}: {first['weights_bytes'] / 2**20:.0f} MiB of weights, "
+        f"{first['device_bytes'] / 2**20:.1f} MiB of them on each device of a 2x4 mesh; "
         f"{len(runs['layoutmap'])} rounds, medians (smallest-largest)"
     )
-    print(f"{'method':<14} {'seconds':>18} {'ratio':>6} {'programs':>9} {'compiling s':>12} {'peak MiB':>9} {'held per device MiB':>20}")
+    print("method          seconds              ratio  programs  compiling s  process peak MiB  live per device MiB")
     for method, results in runs.items():
         times = [run["seconds"] for run in results]
+        spread = f"{statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f})"
         print(
-            f"{method:<14} {statistics.median(times):>6.2f} ({min(times):.2f}-{max(times):.2f}) "
-            f"{median(method, 'seconds') / median('ModelParallel', 'seconds'):>6.2f} "
+            f"{method:<14}  {spread:<19}  {median(method, 'seconds') / median('ModelParallel', 'seconds'):.2f} "
             f"{median(method, 'programs'):>9.0f} {median(method, 'compile_seconds'):>12.2f} "
-            f"{median(method, 'peak_bytes') / 2**20:>9.0f} {median(method, 'device_bytes') / 2**20:>20.1f}"
+            f"{median(method, 'peak_bytes') / 2**20:>17.0f} {watched[method]['live_bytes'] / 2**20:>20.1f}"
         )
+    print(f"temporaries     {watched['layoutmap']['temporary_bytes'] / 2**20:.1f} MiB on each device at most (layoutmap)")
 
 
 if __name__ == "__main__":

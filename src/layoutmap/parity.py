@@ -146,19 +146,14 @@ def check_parity(
         <ParityReport: agrees>
     """
     adapter = get_adapter(library) if library else imported_adapter()
-    x = batch[0] if isinstance(batch, (tuple, list)) else batch
     adapter.set_seed(seed)
     plain = make_model()
-    adapter.forward(plain, batch)  # makes weights that wait for a first call, before any state is compared
+    adapter.complete(plain, batch)
     adapter.set_seed(seed)
-    sharded = build(
-        make_model, layout_map, inputs=x, batch_dim=batch_dim, library=adapter.name, progress=False
-    )
-    adapter.forward(sharded, batch)
-    rows: list[ParityRow] = []
+    sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
+    adapter.complete(sharded, batch)
     losses: list[tuple[float, float]] = []
-    for row in _compare(adapter, plain, sharded, batch, steps, tolerance, losses):
-        rows.append(row)
+    rows = list(_compare(adapter, plain, sharded, batch, steps, tolerance, losses))
     report = ParityReport(tuple(rows), tuple(losses))
     first = report.first_difference
     if raises and first is not None:

@@ -206,6 +206,7 @@ def build(
         layout_map: The rules.
         inputs: An example of what the model is called with (arrays, or anything with `shape` and `dtype`), for models
             that make their weights at their first call. Nothing is computed with it. `None`: they wait for that call.
+            A compiled model that has its weights gets its optimizer's slots here, too.
         strict: See `scope`.
         batch_dim: See `scope`.
         library: See `scope`.
@@ -345,6 +346,5 @@ def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
     with opened.session.defer():
         model = make_model()
         adapter_of_model(model)
-        if inputs is not None:
-            opened.session.call(model, inputs)
+        opened.session.complete(model, inputs)
     return model

@@ -70,8 +70,8 @@ class Session(Protocol):
         """The names of layers that will make weights when they are first called."""
         ...
 
-    def call(self, model: Any, inputs: Any) -> None:
-        """Call a model on symbols, so that it makes its weights; computes nothing."""
+    def complete(self, model: Any, inputs: Any) -> None:
+        """Have a model make what it would make at its first call and training step; computes nothing."""
         ...
 
 
@@ -103,6 +103,10 @@ class Adapter(Protocol):
 
     def set_seed(self, seed: int) -> None:
         """Seed everything the library draws from."""
+        ...
+
+    def complete(self, model: Any, batch: Any) -> None:
+        """Have a model make what it would make at its first call and training step; computes nothing."""
         ...
 
     def variables(self, model: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from layoutmap.plan import Plan, group_problems
-from layoutmap.report.rows import plan_rows, size
-from layoutmap.report.text import plan_line
+from layoutmap.report.rows import plan_rows
+from layoutmap.report.text import COLUMNS, plan_line, row_cells
 
 __all__ = ["plan_html", "table"]
 
@@ -28,18 +28,6 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
 
 def plan_html(plan: Plan) -> str:
     """A plan as a table, with its errors and warnings below."""
-    rows = [
-        (
-            row.path,
-            str(len(row.assignments)),
-            str(row.first.variable.shape),
-            row.first.variable.dtype,
-            str(row.first.layout),
-            size(row.nbytes),
-            row.rule,
-        )
-        for row in plan_rows(plan)
-    ]
-    head = ("variable", "times", "shape", "dtype", "layout", "bytes", "rule")
+    rows = [row_cells(row) for row in plan_rows(plan)]
     found = "".join(f"<pre>{p.severity}: {escape(str(p))}</pre>" for p in group_problems(plan.errors + plan.warnings))
-    return table(f"Plan: {plan_line(plan)}", head, rows) + found
+    return table(f"Plan: {plan_line(plan)}", COLUMNS, rows) + found

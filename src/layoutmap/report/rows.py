@@ -1,6 +1,7 @@
-"""The rows of a plan's table, with repeated blocks collapsed.
+"""The rows of a plan's table, with repeated blocks and optimizer slots collapsed.
 
-Thirty-two equal decoder blocks are one row each variable: `blocks.{0..31}.attn.query.kernel`, times 32.
+Thirty-two equal decoder blocks are one row for each variable of a block: `blocks.{0..31}.attn.query.kernel`. Slots that
+lie where their weights lie are one row for each kind of slot: `optimizer.*.momentum`.
 """
 
 from __future__ import annotations
@@ -9,22 +10,24 @@ from dataclasses import dataclass
 
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan
-from layoutmap.variables import Assignment
+from layoutmap.variables import Assignment, VariableSpec
 
 __all__ = ["Row", "plan_rows", "size"]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Variables that differ only in numbers in their paths.
+    """Variables that are shown as one.
 
     Args:
-        path: Their paths in one, as in `blocks.{0..31}.kernel`.
+        path: Their paths in one, as in `blocks.{0..31}.kernel` or `optimizer.*.momentum`.
         assignments: The variables.
+        follows: Whether they are slots, each with the shape and the layout of its weight.
     """
 
     path: str
     assignments: tuple[Assignment, ...]
+    follows: bool = False
 
     @property
     def first(self) -> Assignment:
@@ -47,17 +50,27 @@ class Row:
 
 def plan_rows(plan: Plan) -> list[Row]:
     """The rows of a plan, in the order of their first variables."""
-    groups: dict[object, list[Assignment]] = {}
+    layouts = {(a.variable.model, a.variable.path): (a.variable.shape, a.layout) for a in plan}
+    groups: dict[tuple[object, ...], list[Assignment]] = {}
     for a in plan:
         v = a.variable
         rule = a.match.rule.number if a.match and a.match.rule else None
-        key = (v.model, path_shape(v.path), v.shape, v.dtype, v.kind, a.layout, rule, a.drawn_whole)
+        follows = v.parent is not None and layouts.get((v.model, v.parent)) == (v.shape, a.layout)
+        if follows:
+            key = (v.model, follows, _slot_kind(v), v.dtype)
+        else:
+            key = (v.model, follows, path_shape(v.path), v.shape, v.dtype, v.kind, a.layout, rule, a.drawn_whole)
         groups.setdefault(key, []).append(a)
     several = len({a.variable.model for a in plan} - {""}) > 1
-    return [
-        Row((f"{g[0].variable.model}: " if several and g[0].variable.model else "") + merge_paths([a.variable.path for a in g]), tuple(g))
-        for g in groups.values()
-    ]
+    rows: list[Row] = []
+    for (model, follows, kind, *_), group in groups.items():
+        path = f"optimizer.*.{kind}" if follows else merge_paths([a.variable.path for a in group])
+        rows.append(Row(f"{model}: {path}" if several and model else path, tuple(group), bool(follows)))
+    return rows
+
+
+def _slot_kind(variable: VariableSpec) -> str:
+    return variable.path.rpartition(f"{variable.parent}.")[2]
 
 
 def size(nbytes: float) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from layoutmap.plan import Plan, group_problems
 from layoutmap.report.rows import Row, plan_rows, size
 
-__all__ = ["plan_line", "plan_text", "warning_text"]
+__all__ = ["COLUMNS", "plan_line", "plan_text", "row_cells", "warning_text"]
 
-_COLUMNS = ("variable", "times", "shape", "dtype", "layout", "per device", "bytes", "rule")
+COLUMNS = ("variable", "times", "shape", "dtype", "layout", "per device", "bytes", "rule")
 _RIGHT = {"times", "bytes"}
 
 
@@ -27,12 +27,12 @@ def plan_line(plan: Plan) -> str:
 
 def plan_text(plan: Plan) -> str:
     """A plan as a table, its totals, and its problems in full."""
-    table = [_COLUMNS, *(_cells(row) for row in plan_rows(plan))]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(_COLUMNS))]
+    table = [COLUMNS, *(row_cells(row) for row in plan_rows(plan))]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(COLUMNS))]
     lines = [
         "  ".join(
             cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for cell, width, name in zip(cells, widths, _COLUMNS, strict=True)
+            for cell, width, name in zip(cells, widths, COLUMNS, strict=True)
         ).rstrip()
         for cells in table
     ]
@@ -68,19 +68,18 @@ def warning_text(plan: Plan) -> str:
     return "\n".join(["layout map: not all is as the rules say; print(scope.plan) shows all", *lines])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def row_cells(row: Row) -> tuple[str, ...]:
+    """A row of a plan as text, a cell for each of `COLUMNS`."""
     a = row.first
-    fits = a.layout.rank == len(a.variable.shape) and not a.layout.uneven_axes(a.variable.shape)
-    return (
-        row.path,
-        str(len(row.assignments)) if len(row.assignments) > 1 else "",
-        _shape(a.variable.shape),
-        a.variable.dtype,
-        "replicated" if a.layout.is_fully_replicated() else str(a.layout),
-        _shape(a.shard_shape) if fits else "does not fit",
-        size(row.nbytes),
-        row.rule,
-    )
+    times = str(len(row.assignments)) if len(row.assignments) > 1 else ""
+    if row.follows:
+        cells = ("", "as its weight", "")
+    else:
+        fits = a.layout.rank == len(a.variable.shape) and not a.layout.uneven_axes(a.variable.shape)
+        layout = "replicated" if a.layout.is_fully_replicated() else str(a.layout)
+        cells = (_shape(a.variable.shape), layout, _shape(a.shard_shape) if fits else "does not fit")
+    shape, layout, shard = cells
+    return row.path, times, shape, a.variable.dtype, layout, shard, size(row.nbytes), row.rule
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ from layoutmap.adapters.keras.hooks import check_keras
 from layoutmap.adapters.keras.paths import find_variables, slot_path
 from layoutmap.adapters.keras.ports import backend_name, port_of
 from layoutmap.adapters.keras.session import KerasSession
-from layoutmap.adapters.keras.training import parent_by_name
+from layoutmap.adapters.keras.training import complete, parent_by_name
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import ScopeError
 
@@ -53,6 +53,10 @@ class KerasAdapter:
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and the backend."""
         keras.utils.set_random_seed(seed)
+
+    def complete(self, model: Any, batch: Any) -> None:
+        """Have a model make what it would make at its first call and training step; computes nothing."""
+        complete(model, _x_of(batch))
 
     def variables(self, model: Any) -> dict[str, Any]:
         """The variables of a model by path: its own, then those of its optimizer."""

@@ -6,7 +6,6 @@ arrays; ports know the few places where Keras's backends treat them each in its 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -59,13 +58,13 @@ class JaxPort:
     engine_name = "jax"
 
     def outside(self) -> AbstractContextManager[Any]:
-        import jax
+        import jax.core
 
-        # Only where a trace goes on: in there, programs are compiled with their constants folded, which takes seconds.
-        return jax.ensure_compile_time_eval() if self.is_tracing() else contextlib.nullcontext()
+        # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, whole arrays of them.
+        return jax.core.eval_context()
 
     def is_tracing(self) -> bool:
-        import jax
+        import jax.core
 
         return isinstance(jax.numpy.add(0, 0), jax.core.Tracer)
 

@@ -25,6 +25,7 @@ from layoutmap.adapters.keras.draws import draw_of, why_whole
 from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
+from layoutmap.adapters.keras.training import complete
 from layoutmap.adapters.keras.wraps import wrap_layer
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import PlanError
@@ -53,6 +54,7 @@ class KerasSession:
         self.home = home
         self.port = port
         self._layers: list[weakref.ref[Any]] = []
+        self._optimizers: list[weakref.ref[Any]] = []
         self._variables: dict[int, weakref.ref[Any]] = {}
         self._parents: dict[int, tuple[Any, weakref.ref[Any]]] = {}
         self._tags: dict[int, tuple[Any, weakref.ref[Any]]] = {}
@@ -83,6 +85,10 @@ class KerasSession:
         """A layer was constructed."""
         self._layers.append(weakref.ref(layer))
         wrap_layer(layer, self)
+
+    def optimizer_born(self, optimizer: Any) -> None:
+        """A model was given an optimizer."""
+        self._optimizers.append(weakref.ref(optimizer))
 
     def variable_born(
         self, variable: Any, plain_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
@@ -174,17 +180,21 @@ class KerasSession:
                     )
                 )
         of = {id(entry.variable): entry for entry in entries}
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
         for ref in list(self._variables.values()):
             variable = ref()
             if variable is not None and id(variable) not in seen and not hooks.is_global_seed(variable):
-                entries.append(self._describe_other(variable, of))
+                entries.append(self._describe_other(variable, of, id(variable) in slots))
         return entries
 
-    def _describe_other(self, variable: Any, of: dict[int, _Entry]) -> _Entry:
-        """An optimizer's slot, or something small that belongs to no layer."""
+    def _describe_other(self, variable: Any, of: dict[int, _Entry], is_slot: bool) -> _Entry:
+        """A slot of an optimizer, or something small that belongs to no layer."""
         parent = self._parent_of(variable)
         entry = of.get(id(parent))
         if parent is None or entry is None:
+            if is_slot:
+                return _entry(variable, f"optimizer.{variable.name}", Kind.SLOT)
             return _entry(variable, variable.path.replace("/", "."), Kind.METRIC)
         path = slot_path(variable, parent, entry.spec.path)
         return _entry(variable, path, Kind.SLOT, parent=entry.spec.path, model=entry.spec.model)
@@ -305,11 +315,9 @@ class KerasSession:
         self.adopt([found.variable for found in find_variables(model)])
         self.settle()
 
-    def call(self, model: Any, inputs: Any) -> None:
-        """Call a model on symbols like these inputs, so that it makes its weights; computes nothing."""
-        symbols = keras.tree.map_structure(lambda a: keras.KerasTensor(a.shape, str(a.dtype)), inputs)
-        with self.defer():
-            model(symbols)
+    def complete(self, model: Any, inputs: Any) -> None:
+        """Have a model make what it would make at its first call and training step; computes nothing."""
+        complete(model, inputs)
 
 
 def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> _Entry:

@@ -18,7 +18,7 @@ import keras
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
-__all__ = ["parent_by_name", "place_batch", "settle_for_training", "wrap_training"]
+__all__ = ["complete", "parent_by_name", "place_batch", "settle_for_training", "wrap_training"]
 
 
 def wrap_training(model: Any, session: KerasSession) -> None:
@@ -30,6 +30,20 @@ def wrap_training(model: Any, session: KerasSession) -> None:
     own["train_step"] = _pinned(model, session, model.train_step)
     own["test_step"] = _pinned(model, session, model.test_step)
     own["predict_step"] = _pinned(model, session, model.predict_step)
+
+
+def complete(model: Any, inputs: Any) -> None:
+    """Have a model make what it would make at its first call and training step; computes nothing.
+
+    Args:
+        model: The model.
+        inputs: What it is called with, or like; `None`: it is not called, and may stay without weights.
+    """
+    if inputs is not None:
+        model(keras.tree.map_structure(lambda a: keras.KerasTensor(a.shape, str(a.dtype)), inputs))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and all(layer.built for layer in model._flatten_layers()):
+        optimizer.build(model.trainable_variables)
 
 
 def settle_for_training(model: Any, session: KerasSession) -> None:

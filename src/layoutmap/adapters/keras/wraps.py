@@ -46,6 +46,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     if own.get(_MARK) is not session:
         own[_MARK] = session
         own["build"] = _reopening(session, optimizer.build)
+        session.optimizer_born(optimizer)
 
 
 def _reopening(session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:
