@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -73,21 +74,22 @@ class Watch(threading.Thread):
         while not self.stopped.wait(0.001):
             held: dict[object, int] = {}
             for array in jax.live_arrays():
-                try:
-                    for shard in array.addressable_shards:
-                        held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-                except RuntimeError:  # deleted while it was looked at
-                    continue
+                # Not through the array's shards: asking for them makes new arrays, which would be counted again.
+                nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+                for device in array.sharding.device_set:
+                    held[device] = held.get(device, 0) + nbytes
             self.most = max(self.most, *held.values(), 0)
 
 
 def temporaries() -> int:
     """The most that one program of this library's creation needs on a device beside its result, in bytes."""
+    import numpy as np
+
     from layoutmap.engines.jax import engine
 
     most = 0
     for program in engine().programs():
-        for lowered in program.lower(program.example_seed):
+        for lowered in program.lower([np.zeros(seed.shape, seed.dtype) for seed in program.seed_shapes]):
             most = max(most, lowered.compile().memory_analysis().temp_size_in_bytes)
     return most
 

@@ -10,7 +10,6 @@ References:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import zlib
@@ -23,24 +22,23 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.blocks import Index, block_shape, with_ends
 from layoutmap.draws import Draw
+from layoutmap.engines.jax_devices import Device, bound_devices, jax_devices, name_of, named_sharding
+from layoutmap.engines.jax_processes import check_equal_everywhere, common_seeds
 from layoutmap.engines.jax_programs import ShardedProgram, trace, why_whole
-from layoutmap.errors import EngineError, MeshError
-from layoutmap.layout import UNSHARDED, Layout
+from layoutmap.errors import EngineError
+from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
 from layoutmap.variables import Assignment
 
 __all__ = ["JaxEngine", "engine"]
 
 NumpyArray = npt.NDArray[Any]
-Device = Any
 
 _MAX_PROGRAMS = 512
-_MAX_NATIVES = 4096
 
 
 class JaxEngine:
@@ -75,7 +73,7 @@ class JaxEngine:
         Raises:
             EngineError: There are none of that type.
         """
-        return tuple(map(_name_of, _jax_devices(device_type)))
+        return tuple(map(name_of, jax_devices(device_type)))
 
     def bind(self, mesh: Mesh) -> Mesh:
         """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist.
@@ -83,11 +81,11 @@ class JaxEngine:
         Raises:
             MeshError: The machine has too few devices, or not the ones that are named.
         """
-        devices = _bound_devices(mesh)
+        devices = bound_devices(mesh)
         here = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
         if mesh.devices is not None and tuple(here) == mesh.local_device_ids:
             return mesh
-        return mesh.with_devices(map(_name_of, devices), local_device_ids=here)
+        return mesh.with_devices(map(name_of, devices), local_device_ids=here)
 
     def native(self, layout: Layout, rank: int) -> NamedSharding:
         """The `NamedSharding` of a layout, with one entry for each axis.
@@ -97,7 +95,7 @@ class JaxEngine:
             MeshError: The machine does not have the mesh's devices.
         """
         layout.check_rank((None,) * rank)
-        sharding = _named_sharding(layout)
+        sharding = named_sharding(layout)
         # Two meshes of ours, an abstract one and the same one bound, are one mesh of JAX's: the last that was used
         # is the one that `layout_of` gives back.
         self._mesh_of_native[sharding.mesh] = layout.mesh  # type: ignore[index]
@@ -118,7 +116,7 @@ class JaxEngine:
         devices: list[Any] = list(native_mesh.devices.flat)
         dims = list(zip(map(str, native_mesh.axis_names), native_mesh.devices.shape, strict=True))
         here = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
-        return Mesh(map(_name_of, devices), dims, local_device_ids=here)
+        return Mesh(map(name_of, devices), dims, local_device_ids=here)
 
     def layout_of(self, array: Any) -> Layout | None:
         """The layout of an array, or `None` if it lies on no mesh of named dims."""
@@ -174,7 +172,7 @@ class JaxEngine:
             with jax.core.eval_context():
                 across = any(not sharding.is_fully_addressable for sharding in shardings.values())
                 used = {key: draws[key] for key in assignments}
-                seeds = _common_seeds(used, across=across)
+                seeds = common_seeds(used, across=across)
                 for key, assignment in assignments.items():
                     sharding, draw = shardings[key], used[key]
                     program = self._program(assignment, draw, seeds.get(key), sharding)
@@ -189,11 +187,15 @@ class JaxEngine:
                     if progress is not None:
                         progress(key)
                 if across:
-                    _check_equal_everywhere(checksums)
+                    check_equal_everywhere(checksums)
         except BaseException:
             made.clear()
             raise
         return made
+
+    def programs(self) -> list[ShardedProgram]:
+        """The programs compiled so far, to look at what the compiler made of them."""
+        return [program for program in self._programs.values() if isinstance(program, ShardedProgram)]
 
     def why_whole(self, draw: Draw) -> str:
         """Why a draw must be made whole on one device before it is cut; empty if it need not.
@@ -351,88 +353,10 @@ class JaxEngine:
         return program
 
 
-def _outside_traces() -> contextlib.AbstractContextManager[Any]:
-    """Leave a trace, if one goes on, so that what is made are real arrays.
-
-    Only if one goes on: programs that are compiled in there have their constants folded, for seconds where the arrays
-    are large.
-    """
-    tracing = isinstance(jnp.add(0, 0), jax.core.Tracer)
-    return jax.ensure_compile_time_eval() if tracing else contextlib.nullcontext()
-
-
 @functools.cache
 def engine() -> JaxEngine:
     """The one JAX engine of this process."""
     return JaxEngine()
-
-
-def _name_of(device: Device) -> str:
-    return f"{_type_of(device)}:{device.id}"
-
-
-def _type_of(device: Device) -> str:
-    return device.platform.upper()
-
-
-def _jax_devices(device_type: str | None) -> Sequence[Device]:
-    if device_type is None:
-        return jax.devices()
-    try:
-        return jax.devices(device_type.lower())
-    except RuntimeError as error:
-        raise EngineError(
-            f"JAX has no {device_type.upper()} devices here",
-            why=str(error).partition("\n")[0],
-            mend=f"use device_type={_type_of(jax.devices()[0])!r}, or install JAX for {device_type.upper()}",
-        ) from None
-
-
-def _bound_devices(mesh: Mesh) -> list[Device]:
-    """The devices of a mesh, in its order."""
-    mend = (
-        "make the mesh smaller, or on virtual CPU devices first: jax.config.update('jax_num_cpu_devices', N)"
-    )
-    if mesh.devices is None:
-        devices = jax.devices()
-        if len(devices) < mesh.size:
-            raise MeshError(
-                f"mesh of {mesh.size} devices, and JAX has {len(devices)}",
-                facts={"mesh": str(mesh), "devices": _listed(list(map(_name_of, devices)))},
-                why="each place of the mesh needs a device",
-                mend=mend,
-            )
-        return list(devices[: mesh.size])
-    try:
-        there = {_name_of(device): device for device in _jax_devices(mesh.device_type)}
-    except EngineError as error:
-        raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, mend=error.mend) from None
-    unknown = [name for name in mesh.devices if name.upper() not in there]
-    if unknown:
-        raise MeshError(
-            f"device {unknown[0]!r} does not exist",
-            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(list(there))},
-            why=f"JAX has {len(there)} devices of that type here, named by their platform and number",
-            mend=mend if len(there) < mesh.size else "name devices that exist, or pass devices=None",
-        )
-    return [there[name.upper()] for name in mesh.devices]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
-
-
-@functools.lru_cache(_MAX_NATIVES)
-def _native_mesh(mesh: Mesh) -> jax.sharding.Mesh:
-    devices = np.empty(mesh.size, object)
-    devices[:] = _bound_devices(mesh)
-    return jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.dim_names)
-
-
-@functools.lru_cache(_MAX_NATIVES)
-def _named_sharding(layout: Layout) -> NamedSharding:
-    specs = [None if spec == UNSHARDED else spec for spec in layout.sharding_specs]
-    return NamedSharding(_native_mesh(layout.mesh), PartitionSpec(*specs))
 
 
 def _dtype_of(name: str, path: str) -> np.dtype[Any]:
@@ -544,49 +468,3 @@ def _placed(
         block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=True)
         pieces.extend(jax.device_put(block, device) for device in devices)
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
-
-
-# -- several processes
-
-
-def _common_seeds(draws: Mapping[str, Draw], *, across: bool) -> dict[str, Any]:
-    """The seeds of all programs; across processes those of process 0."""
-    seeds = {key: draw.program.seed for key, draw in draws.items() if draw.program is not None}
-    if not across or not seeds:
-        return seeds
-    leaves, tree = jax.tree.flatten(seeds)
-    keys = [_is_key(leaf) for leaf in leaves]
-    plain = [
-        np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        for leaf, is_key in zip(leaves, keys, strict=True)
-    ]
-    sent = np.concatenate(
-        [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in plain] or [np.empty(0, np.uint8)]
-    )
-    received: Any = multihost_utils.broadcast_one_to_all(sent)
-    data, start, common = np.asarray(received).tobytes(), 0, list[Any]()
-    for leaf, own, is_key in zip(leaves, plain, keys, strict=True):
-        value: Any = np.frombuffer(data[start : start + own.nbytes], own.dtype).reshape(own.shape)
-        start += own.nbytes
-        common.append(jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if is_key else value)
-    return jax.tree.unflatten(tree, common)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _check_equal_everywhere(checksums: Mapping[str, int]) -> None:
-    """Raise if a value that every process drew whole is not the same in all of them."""
-    if not checksums:
-        return
-    own = np.array(list(checksums.values()), np.uint32)
-    everyone = np.asarray(multihost_utils.process_allgather(own)).reshape(-1, len(own))
-    differ = [key for i, key in enumerate(checksums) if len(set(everyone[:, i])) > 1]
-    if differ:
-        raise EngineError(
-            f"{differ[0]}: the processes drew different values",
-            facts={"variables": ", ".join(differ[:10])},
-            why="a value that is drawn whole is drawn by each process, from its own random state",
-            mend="give all processes the same seed before the model is built",
-        )

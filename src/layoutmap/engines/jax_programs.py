@@ -151,6 +151,11 @@ class ShardedProgram:
         return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
 
     @property
+    def seed_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and types of the arrays of a seed."""
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._closed.in_avals]  # type: ignore[attr-defined]
+
+    @property
     def num_steps(self) -> int:
         """How many programs are compiled."""
         return len(self._steps)
