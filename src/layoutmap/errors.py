@@ -49,10 +49,10 @@ class LayoutMapError(ValueError):
         mend: What to type instead.
 
     Example:
-        >>> raise LayoutMapError("mesh 'm': no devices", facts={"dims": "x=2"}, why="2 are needed", mend="pass 2 devices")
+        >>> raise LayoutMapError("mesh: no devices", facts={"dims": "x=2"}, why="2 are needed", mend="pass 2 devices")
         Traceback (most recent call last):
         ...
-        layoutmap.errors.LayoutMapError: mesh 'm': no devices
+        layoutmap.errors.LayoutMapError: mesh: no devices
           dims  x=2
           why   2 are needed
           mend  pass 2 devices

@@ -7,7 +7,8 @@ arithmetic on values; no framework is needed and nothing is allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +56,12 @@ class Layout:
         if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(
                 f"a layout needs a mesh, not {mesh!r}",
-                why=f"{type(mesh).__name__} is not a layoutmap.Mesh",
-                mend='make one: layoutmap.create_mesh("batch=2,model=4")',
+                why=f"it is {_kind(mesh)}, not a layoutmap.Mesh",
+                mend="convert it: layoutmap.Mesh.from_proto(mesh.as_proto())"
+                if hasattr(mesh, "as_proto")
+                else 'make one: layoutmap.create_mesh("batch=2,model=4")',
             )
-        if isinstance(sharding_specs, str):
-            raise LayoutError(
-                f"sharding specs {sharding_specs!r} are one text",
-                facts={"mesh": str(mesh)},
-                why="a layout has one sharding spec for each axis",
-                mend=f"write a list: [{sharding_specs!r}]",
-            )
+        _check_specs(sharding_specs, mesh)
         specs = tuple(_normalize(spec, mesh) for spec in sharding_specs)
         used: set[str] = set()
         for axis, spec in enumerate(specs):
@@ -86,7 +83,7 @@ class Layout:
         Raises:
             LayoutError: The rank is negative.
         """
-        return cls([UNSHARDED] * _check_rank(rank), mesh)
+        return cls((UNSHARDED,) * _check_rank(rank), mesh)
 
     @classmethod
     def batch_sharded(cls, mesh: Mesh, batch_dim: str, rank: int, axis: int = 0) -> Layout:
@@ -105,7 +102,7 @@ class Layout:
             >>> Layout.batch_sharded(Mesh(None, "x=2"), "x", rank=3).sharding_specs
             ('x', 'unsharded', 'unsharded')
         """
-        _check_axis(axis, _check_rank(rank))
+        axis = _check_axis(axis, _check_rank(rank))
         return cls([batch_dim if i == axis else UNSHARDED for i in range(rank)], mesh)
 
     @classmethod
@@ -115,6 +112,12 @@ class Layout:
         Raises:
             LayoutError: The rank is 0, or there is no such mesh dim.
         """
+        if not _check_rank(rank):
+            raise LayoutError(
+                "a layout of rank 0 has no inner axis",
+                why="a scalar has no axes to cut",
+                mend="use Layout.replicated(mesh, 0)",
+            )
         return cls.batch_sharded(mesh, inner_dim, rank, axis=rank - 1)
 
     def delete(self, dims: int | Iterable[int]) -> Layout:
@@ -130,9 +133,8 @@ class Layout:
             >>> Layout(["x", "y"], Mesh(None, "x=2,y=2")).delete(0).sharding_specs
             ('y',)
         """
-        gone = {dims} if isinstance(dims, int) else set(dims)
-        for axis in gone:
-            _check_axis(axis, self.rank)
+        given: Iterable[Any] = dims if isinstance(dims, Iterable) and not isinstance(dims, str) else [dims]
+        gone = {_check_axis(axis, self.rank) for axis in given}
         return Layout([s for i, s in enumerate(self.sharding_specs) if i not in gone], self.mesh)
 
     # -- asking a layout
@@ -148,8 +150,7 @@ class Layout:
         Raises:
             LayoutError: There is no such axis.
         """
-        _check_axis(axis, self.rank)
-        return _dims_of(self.sharding_specs[axis])
+        return _dims_of(self.sharding_specs[_check_axis(axis, self.rank)])
 
     def num_shards(self, axis: int) -> int:
         """Into how many pieces an axis is cut.
@@ -211,14 +212,18 @@ class Layout:
             2
         """
         counts = self.shard_counts
-        if len(offset_tuple) != self.rank or any(
-            not 0 <= i < n for i, n in zip(offset_tuple, counts, strict=True)
-        ):
+        why = ""
+        if len(offset_tuple) != self.rank:
+            why = f"the layout has rank {self.rank}, not {len(offset_tuple)}"
+        for axis, (i, count) in enumerate(zip(offset_tuple, counts, strict=not why)):
+            if not why and not 0 <= i < count:
+                why = f"axis {axis} is cut into {count} pieces" if count > 1 else f"axis {axis} is not cut"
+        if why:
             raise LayoutError(
                 f"there is no shard {tuple(offset_tuple)}",
                 facts={"layout": str(self), "mesh": str(self.mesh)},
-                why=f"the axes are cut into {counts} pieces",
-                mend="give one number for each axis, from 0 to the number of its pieces - 1",
+                why=why,
+                mend=f"give one number for each axis; the last shard is {tuple(n - 1 for n in counts)}",
             )
         index = 0
         for i, count in zip(offset_tuple, counts, strict=True):
@@ -232,35 +237,43 @@ class Layout:
             global_shape: The shape of the whole tensor; `None` or -1 stands for an unknown size and stays.
 
         Raises:
-            LayoutError: The rank differs, or an axis cannot be cut evenly.
+            LayoutError: The rank differs, an axis cannot be cut evenly, or a size is below -1.
         """
-        self.check_rank(tuple(global_shape))
-        for axis in self.uneven_axes(global_shape):
-            raise self.uneven_error(tuple(global_shape), axis)
+        shape = _check_shape(global_shape)
+        self.check_rank(shape)
+        for axis in self.uneven_axes(shape):
+            raise self.uneven_error(shape, axis)
         return tuple(
-            n if n is None or n < 0 else n // count
-            for n, count in zip(global_shape, self.shard_counts, strict=True)
+            n if n is None or n < 0 else n // count for n, count in zip(shape, self.shard_counts, strict=True)
         )
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """The shape of the whole tensor, from that of a shard; unknown sizes stay.
 
         Raises:
-            LayoutError: The rank differs.
+            LayoutError: The rank differs, or a size is below -1.
         """
-        self.check_rank(tuple(local_shape))
+        shape = _check_shape(local_shape)
+        self.check_rank(shape)
         return tuple(
-            n if n is None or n < 0 else n * count
-            for n, count in zip(local_shape, self.shard_counts, strict=True)
+            n if n is None or n < 0 else n * count for n, count in zip(shape, self.shard_counts, strict=True)
         )
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a shard of a tensor whose shape is known.
 
         Raises:
-            LayoutError: The rank differs, or an axis cannot be cut evenly.
+            LayoutError: The rank differs, an axis cannot be cut evenly, or a size is unknown.
         """
-        return tuple(n for n in self.local_shape_from_global_shape(global_shape) if n is not None)
+        shape = self.local_shape_from_global_shape(global_shape)
+        if any(n is None or n < 0 for n in shape):
+            raise LayoutError(
+                f"the shape {tuple(global_shape)} is not fully known",
+                facts={"layout": str(self), "mesh": str(self.mesh)},
+                why="None and -1 stand for a size that is not known yet",
+                mend="give all sizes, or ask local_shape_from_global_shape, which leaves unknown ones as they are",
+            )
+        return tuple(n for n in shape if n is not None)
 
     def shard_slices(self, global_shape: Sequence[int], device_index: int) -> tuple[slice, ...]:
         """Which part of a tensor one device holds; each slice has both ends.
@@ -337,7 +350,8 @@ class Layout:
         """Read `to_string`'s form, and TensorFlow's.
 
         Raises:
-            LayoutError: The text is not of that form.
+            LayoutError: The text is not of that form, or holds no valid layout.
+            MeshError: The part of the text after `mesh:` holds no valid mesh.
         """
         return cls._from_fields(wire.layout_from_text(layout_str))
 
@@ -351,6 +365,7 @@ class Layout:
 
         Raises:
             LayoutError: The message holds no valid layout.
+            MeshError: Its `mesh_config` holds no valid mesh.
         """
         return cls._from_fields(wire.layout_from_proto(layout_proto))
 
@@ -368,6 +383,7 @@ class Layout:
 
         Raises:
             LayoutError: The bytes hold no valid layout.
+            MeshError: Their `mesh_config` holds no valid mesh.
         """
         return cls._from_fields(wire.layout_from_proto(proto_str))
 
@@ -398,13 +414,45 @@ def _dims_of(spec: ShardingSpec) -> tuple[str, ...]:
     return () if spec == UNSHARDED else (spec,)
 
 
+def _kind(value: Any) -> str:
+    """What a wrong argument is, with its module where that tells it from a class of this library."""
+    if value is None:
+        return "None"
+    module = type(value).__module__.partition(".")[0]
+    prefix = "" if module in ("builtins", "layoutmap") else f"{module}."
+    return f"of type {prefix}{type(value).__name__}"
+
+
+def _choices(mesh: Mesh) -> str:
+    return f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
+
+
+def _check_specs(specs: Any, mesh: Mesh) -> None:
+    """Refuse what can be iterated but has no order of axes, and what cannot be iterated."""
+    if isinstance(specs, str):
+        what, why = "are one text", "a layout has one sharding spec for each axis"
+        mend = f"write a list: [{specs!r}]"
+    elif isinstance(specs, (Set, Mapping)):
+        what, why = (
+            "have no order",
+            f"they are {_kind(specs)}, and which spec is for which axis goes by order",
+        )
+        mend = "write a list or a tuple"
+    elif not isinstance(specs, Iterable):
+        what, why = "are no list", f"they are {_kind(specs)}"
+        mend = "write one spec for each axis, as in [None, None], or use Layout.replicated(mesh, rank)"
+    else:
+        return
+    raise LayoutError(f"sharding specs {specs!r} {what}", facts={"mesh": str(mesh)}, why=why, mend=mend)
+
+
 def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
     if spec is None:
         return UNSHARDED
     if isinstance(spec, str):
         return spec
-    if isinstance(spec, (tuple, list)) and all(isinstance(dim, str) for dim in spec):
-        names: tuple[str, ...] = tuple(spec)
+    names: tuple[Any, ...] = tuple(spec) if isinstance(spec, (tuple, list)) else (None,)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if all(isinstance(dim, str) for dim in names):
         if len(names) == 1:
             return names[0]
         return names or UNSHARDED
@@ -412,17 +460,19 @@ def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
         f"sharding spec {spec!r} cannot be read",
         facts={"mesh": str(mesh)},
         why="a spec is a mesh dim, a tuple of mesh dims, or UNSHARDED",
-        mend=f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}",
+        mend=_choices(mesh),
     )
 
 
 def _check_dim(dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh) -> None:
-    why = mend = ""
+    why, mend = "", _choices(mesh)
     if dim == wire.MATCH:
-        why, mend = "'match' is for TensorFlow's own use and lays nothing out", "name a mesh dim, or UNSHARDED"
+        why = "'match' is for TensorFlow's own use and lays nothing out"
+    elif dim == UNSHARDED:  # beside other dims: alone it never comes here
+        why = "an axis that is cut over a mesh dim is not unsharded"
+        mend = f"name mesh dims only, or {UNSHARDED!r} alone"
     elif dim not in mesh:
         why = f"the mesh has no dim {dim!r}"
-        mend = f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
     elif dim in used:
         why = f"mesh dim {dim!r} is used twice, and one dim can cut only one axis"
         mend = f"leave axis {axis} unsharded, or cut it over another dim"
@@ -437,38 +487,65 @@ def _check_dim(dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: 
 
 
 def _check_rank(rank: int) -> int:
-    if rank < 0:
+    if isinstance(rank, bool) or not hasattr(rank, "__index__") or rank < 0:
         raise LayoutError(
-            f"a layout of rank {rank}",
-            why="a tensor has 0 or more axes",
+            f"a layout of rank {rank!r}",
+            why="the rank is the number of a tensor's axes, 0 or more",
             mend="pass the tensor's number of axes",
         )
-    return rank
+    return operator.index(rank)
 
 
-def _check_axis(axis: int, rank: int) -> None:
-    if not 0 <= axis < rank:
+def _check_axis(axis: int, rank: int) -> int:
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise LayoutError(
-            f"axis {axis} of a layout of rank {rank}",
-            why=f"its axes are 0 to {rank - 1}" if rank else "it has no axes",
-            mend="count axes from 0, forwards",
+            f"axis {axis!r} of a layout of rank {rank}",
+            why=f"it is {_kind(axis)}, and axes are numbered",
+            mend="pass the axis's number, from 0",
         )
+    if not 0 <= axis < rank:
+        why = (
+            f"its axes are 0 to {rank - 1}"
+            if rank > 1
+            else "its only axis is 0"
+            if rank
+            else "it has no axes"
+        )
+        raise LayoutError(
+            f"axis {operator.index(axis)} of a layout of rank {rank}",
+            why=why,
+            mend="count axes from 0, forwards" if rank else "a scalar's layout cannot be cut",
+        )
+    return operator.index(axis)
+
+
+def _check_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+    sizes = tuple(shape)
+    if any(n is not None and n < -1 for n in sizes):
+        raise LayoutError(
+            f"the shape {sizes} has a negative size",
+            why="an axis has 0 elements or more; None or -1 stands for a size that is not known",
+            mend="give the sizes of the tensor",
+        )
+    return sizes
 
 
 def as_layout(value: Any, mesh: Mesh | None) -> Layout:
     """A layout from a `Layout`, or from a tuple or list of specs and a mesh.
 
     Raises:
-        LayoutMapError: The value is neither, or there is no mesh to bind the specs to.
+        LayoutError: The value is neither, or the specs are no layout on the mesh.
+        LayoutMapError: There is no mesh to bind the specs to.
     """
     if isinstance(value, Layout):
         return value
     if not isinstance(value, (tuple, list)):
-        raise LayoutError(
-            f"{value!r} is no layout",
-            why=f"it is a {type(value).__name__}",
-            mend='use a Layout, or a tuple of sharding specs such as (None, "model")',
-        )
+        mend = 'use a Layout, or a tuple of sharding specs such as (None, "model")'
+        if isinstance(value, str):
+            mend = f"for a tensor of one axis write ({value!r},), of two (None, {value!r})"
+        elif hasattr(value, "as_proto"):
+            mend = "convert it: layoutmap.Layout.from_proto(layout.as_proto())"
+        raise LayoutError(f"{value!r} is no layout", why=f"it is {_kind(value)}", mend=mend)
     if mesh is None:
         raise LayoutMapError(
             f"sharding specs {value!r} have no mesh",

@@ -111,7 +111,9 @@ class LayoutMap(MutableMapping[str, Layout]):
         self._mesh = mesh
         self._rules: dict[str, Layout] = {}
         self._compiled: dict[str, re.Pattern[str]] = {}
-        self._index: RuleIndex | None = None
+        self._numbered: dict[str, Rule] = {}
+        self._in_order: tuple[Rule, ...] = ()
+        self._index: RuleIndex | None = None  # made when a path is looked up, dropped when a rule changes
         for pattern, layout in (rules or {}).items():
             self[pattern] = layout
 
@@ -130,7 +132,8 @@ class LayoutMap(MutableMapping[str, Layout]):
         """What the map says of a path, and why: the rule that won, those that lost, near misses if none matches.
 
         Example:
-            >>> layout_map = LayoutMap(Mesh(None, "model=4"), {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)})
+            >>> rules = {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)}
+            >>> layout_map = LayoutMap(Mesh(None, "model=4"), rules)
             >>> print(layout_map.match("d1.kernel"))
             d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
               also matches  rule 2  d1.*
@@ -154,9 +157,7 @@ class LayoutMap(MutableMapping[str, Layout]):
     def rules(self) -> tuple[Rule, ...]:
         """The rules, in order, numbered from 1."""
         if self._index is None:
-            self._numbered = {
-                p: Rule(i, p, layout) for i, (p, layout) in enumerate(self._rules.items(), 1)
-            }
+            self._numbered = {p: Rule(i, p, layout) for i, (p, layout) in enumerate(self._rules.items(), 1)}
             self._in_order = tuple(self._numbered.values())
             self._index = RuleIndex(list(self._compiled.values()))
         return self._in_order
@@ -201,11 +202,9 @@ class LayoutMap(MutableMapping[str, Layout]):
             )
         try:
             compiled = re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise RuleError(
-                f"rule {pattern!r} is not a regex",
-                why=f"{error.msg}{'' if error.pos is None else f' at character {error.pos}'}",
-                mend=f"mend the regex, or escape it: {re.escape(pattern)!r}",
+                f"rule {pattern!r} is not a regex", why=_why(error), mend=_mend(pattern)
             ) from error
         try:
             value = as_layout(layout, self._mesh)
@@ -216,7 +215,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         if self._mesh is not None and value.mesh != self._mesh:
             raise RuleError(
                 f"rule {pattern!r}: its layout is on another mesh",
-                facts={"map's": repr(self._mesh), "layout's": repr(value.mesh)},
+                facts=_difference(self._mesh, value.mesh),
                 why="one program runs all variables of a model on one mesh",
                 mend="use the map's mesh, or make another map",
             )
@@ -230,11 +229,28 @@ class LayoutMap(MutableMapping[str, Layout]):
         del self._compiled[pattern]
         self._index = None
 
+    def update(self, rules: Any = (), /, **more: Any) -> None:
+        """Add rules, in order: all of them, or none if one cannot be added.
+
+        Raises:
+            RuleError: See `__setitem__`.
+        """
+        before = self._mesh, dict(self._rules), dict(self._compiled)
+        try:
+            super().update(rules, **more)
+        except BaseException:
+            self._mesh, self._rules, self._compiled = before
+            self._index = None
+            raise
+
     def __contains__(self, pattern: object) -> bool:
         return pattern in self._rules
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rules)
+
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(self._rules)
 
     def __len__(self) -> int:
         return len(self._rules)
@@ -277,7 +293,11 @@ class LayoutMap(MutableMapping[str, Layout]):
         return pattern, self.pop(pattern)
 
     def setdefault(self, pattern: str, default: Any = None) -> Layout:
-        """The layout of the rule with this very pattern; adds it if there is none."""
+        """The layout of the rule with this very pattern; adds it if there is none.
+
+        Raises:
+            RuleError: It has to be added and cannot; see `__setitem__`.
+        """
         if pattern not in self._rules:
             self[pattern] = default
         return self._rules[pattern]
@@ -289,12 +309,17 @@ class LayoutMap(MutableMapping[str, Layout]):
         self._index = None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mapping):
-            return NotImplemented
-        theirs = other._rules if isinstance(other, LayoutMap) else other  # type: ignore[reportUnknownVariableType]
-        return self._rules == theirs
+        """Whether two maps have the same rules in the same order, on the same mesh; any other mapping has no order."""
+        if isinstance(other, LayoutMap):
+            return self._mesh == other._mesh and list(self._rules.items()) == list(other._rules.items())
+        return self._rules == other if isinstance(other, Mapping) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: its own dicts, and no index."""
+        own = {"_rules": dict(self._rules), "_compiled": dict(self._compiled)}
+        return {**self.__dict__, **own, "_numbered": {}, "_in_order": (), "_index": None}
 
     # -- using it
 
@@ -341,6 +366,42 @@ class LayoutMap(MutableMapping[str, Layout]):
         return table(f"LayoutMap on {self._mesh or 'no mesh yet'}", ("rule", "pattern", "layout"), rows)
 
 
+def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
+    """In what two meshes differ, however many devices they have."""
+    said: tuple[str, str]
+    if ours.mesh_dims != theirs.mesh_dims:
+        said = str(ours), str(theirs)
+    elif ours.name != theirs.name:
+        said = f"named {ours.name!r}", f"named {theirs.name!r}"
+    elif ours.devices is None or theirs.devices is None:
+        said = tuple("abstract" if m.is_abstract else f"on {m.device_type} devices" for m in (ours, theirs))  # type: ignore[assignment]
+    else:
+        pairs = enumerate(zip(ours.devices, theirs.devices, strict=True))
+        said = next((f"{a!r} at place {i}", f"{b!r} at place {i}") for i, (a, b) in pairs if a != b)
+    return {"map's": said[0], "layout's": said[1]}
+
+
+def _why(error: Exception) -> str:
+    if not isinstance(error, re.error):
+        return str(error)
+    return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
+
+
+def _mend(pattern: str) -> str:
+    if re.search(r"(^|[(|])\*", pattern):  # the most common slip: a glob
+        meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
+        if _is_regex(meant):
+            return f"a regex says .* for anything: {meant!r}"
+    return f"mend the regex, or escape all its signs: {re.escape(pattern)!r}"
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern))
+    except (re.error, OverflowError, RecursionError):
+        return False
+
+
 def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """The candidates most like a path or a pattern, best first; digits and regex signs do not count.
 
@@ -356,7 +417,8 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     scored: list[tuple[float, str]] = []
     for skeleton, candidate in by_skeleton.items():
         parts = skeleton.split(".")
-        shared = min(len(parts), len(wanted))  # a pattern that starts with .* says nothing of the path's first parts
+        # A pattern that starts with .* says nothing of the path's first parts.
+        shared = min(len(parts), len(wanted))
         matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
         score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted))
         if score >= _CLOSE:

@@ -9,7 +9,9 @@ names is *abstract*; it is bound to real devices when something is materialized 
 from __future__ import annotations
 
 import math
+import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +26,10 @@ UNSHARDED = "unsharded"
 
 _DEVICE_TYPE = re.compile(r"(?:^|device:)([A-Za-z]+):\d+$", re.IGNORECASE)
 _FORBIDDEN = re.compile(r"[,|=:\s]")
+_FORBIDDEN_IN_DEVICE = re.compile(r"[,|\s]")
+_FORBIDDEN_IN_NAME = re.compile(r"[|\s]")
+_MEND_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
+_MOST_DEVICES = 1 << 20  # more is a slip of the pen, and each place of a mesh takes memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,42 +62,61 @@ def parse_mesh_dims(
             may be -1 here; only `create_mesh` accepts that.
 
     Raises:
-        MeshError: The text is not of the form `name=size,...`, or an entry is no pair of a name and an integer.
+        MeshError: The text is not of the form `name=size,...`, or an entry is no pair of a name and a whole number.
 
     Example:
         >>> parse_mesh_dims("batch=2,model=4")
         (MeshDimension(name='batch', size=2), MeshDimension(name='model', size=4))
     """
-    mend = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
     entries: list[Any]
     if isinstance(mesh_dims, str):
-        entries = [tuple(part.split("=")) for part in mesh_dims.split(",")] if mesh_dims else []
+        entries = [_read_dim(part, mesh_dims) for part in mesh_dims.split(",")] if mesh_dims.strip() else []
+    elif isinstance(mesh_dims, Mapping):
+        entries = [*mesh_dims.items()]
+    else:
         try:
-            entries = [(name.strip(), int(size)) for name, size in entries]
-        except ValueError:
+            entries = list(mesh_dims)
+        except TypeError:
             raise MeshError(
                 f"mesh dims {mesh_dims!r} cannot be read",
-                why="each dim is name=size, with an integer size",
-                mend=mend,
+                why=f"they are {_kind(mesh_dims)}",
+                mend=_MEND_DIMS,
             ) from None
-    elif isinstance(mesh_dims, Mapping):
-        entries = list(mesh_dims.items())
-    else:
-        entries = list(mesh_dims)
-    dims: list[MeshDimension] = []
-    for entry in entries:
-        if isinstance(entry, MeshDimension):
-            dims.append(entry)
-            continue
-        pair = tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else ()
-        if len(pair) != 2 or not isinstance(pair[0], str) or not hasattr(pair[1], "__index__"):
-            raise MeshError(
-                f"mesh dim {entry!r} cannot be read",
-                why="a mesh dim is a pair of a name and an integer size",
-                mend=mend,
-            )
-        dims.append(MeshDimension(pair[0], int(pair[1])))
-    return tuple(dims)
+    return tuple(_to_dim(entry) for entry in entries)
+
+
+def _read_dim(part: str, text: str) -> tuple[str, int]:
+    name, _, size = part.partition("=")
+    try:
+        return name.strip(), int(size)
+    except ValueError:
+        raise MeshError(
+            f"mesh dims {text!r} cannot be read",
+            why=f"{part.strip()!r} is not name=size, with a whole number as the size",
+            mend=_MEND_DIMS,
+        ) from None
+
+
+def _to_dim(entry: Any) -> MeshDimension:
+    pair: Any = ()
+    if isinstance(entry, MeshDimension):
+        pair = (entry.name, entry.size)
+    elif isinstance(entry, Sequence) and not isinstance(entry, str):
+        pair = entry  # pyright: ignore[reportUnknownVariableType]
+    why = ""
+    if len(pair) != 2:
+        why = "a mesh dim is a pair of a name and a size"
+    elif not isinstance(pair[0], str):
+        why = f"its name is {_kind(pair[0])}, not text"
+    elif isinstance(pair[1], bool) or not hasattr(pair[1], "__index__"):
+        why = f"its size is {_kind(pair[1])}, not a whole number"
+    if why:
+        raise MeshError(f"mesh dim {entry!r} cannot be read", why=why, mend=_MEND_DIMS)
+    return MeshDimension(pair[0], operator.index(pair[1]))
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
 
 
 def device_type_of(device: str) -> str:
@@ -116,12 +141,13 @@ class Mesh:
             of another process whose name is not known here.
         mesh_dims: Pairs of name and size, a dict, or text such as `"batch=2,model=4"`.
         mesh_name: A name of your choice, kept in the text and protobuf forms.
-        local_device_ids: The places in the mesh of this process's devices; `None` means all. Not compared: the
-            processes of one program hold equal meshes.
+        local_device_ids: The places in the mesh of this process's devices; `None` means all whose names are known.
+            Not compared: the processes of one program hold equal meshes.
 
     Raises:
         MeshError: A dim name is empty, repeated, `"unsharded"`, or holds a blank or one of `,|=:`; a size is below 1;
-            the number of devices is not the product of the sizes; a device appears twice; device types are mixed.
+            the number of devices is not the product of the sizes, or that is above a million; a device appears twice;
+            device types are mixed.
 
     Example:
         >>> mesh = Mesh(["TPU:0", "TPU:1", "TPU:2", "TPU:3", "TPU:4", "TPU:5"], [("x", 3), ("y", 2)])
@@ -151,23 +177,11 @@ class Mesh:
     ):
         dims = parse_mesh_dims(mesh_dims)
         _check_dims(dims)
-        names = None if devices is None else tuple(devices)
+        names = None if devices is None else _device_names(devices, dims)
         size = math.prod(dim.size for dim in dims)
         _check_devices(names, dims, size)
-        if "|" in mesh_name or " " in mesh_name:
-            raise MeshError(
-                f"mesh name {mesh_name!r} has a bar or a blank",
-                why="the text form of a mesh is cut at them",
-                mend=f"name it {re.sub('[| ]', '_', mesh_name)!r}",
-            )
-        local = tuple(range(size)) if local_device_ids is None else tuple(local_device_ids)
-        if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):
-            raise MeshError(
-                f"local device ids {list(local)} do not fit the mesh",
-                facts={"mesh": ", ".join(map(str, dims))},
-                why=f"they are places in the mesh, 0 to {size - 1}, each once and ascending",
-                mend="list the places of this process's devices in ascending order, or leave it out",
-            )
+        _check_name(mesh_name)
+        local = _local_ids(local_device_ids, names, dims, size)
         object.__setattr__(self, "devices", names)
         object.__setattr__(self, "mesh_dims", dims)
         object.__setattr__(self, "name", mesh_name)
@@ -211,7 +225,9 @@ class Mesh:
             f"mesh dim {dim_name!r} does not exist",
             facts={"mesh": str(self)},
             why="the mesh has no dim of that name",
-            mend=f"use one of {', '.join(map(repr, self.dim_names)) or 'no dims: the mesh has none'}",
+            mend=f"use one of {', '.join(map(repr, self.dim_names))}"
+            if self.mesh_dims
+            else f"make the mesh with it, as in Mesh(None, [({dim_name!r}, 1)])",
         )
 
     def __contains__(self, dim_name: object) -> bool:
@@ -245,8 +261,8 @@ class Mesh:
             raise MeshError(
                 f"device index {device_index} is outside the mesh",
                 facts={"mesh": str(self)},
-                why=f"the mesh has {self.size} devices",
-                mend=f"use an index from 0 to {self.size - 1}",
+                why=f"the mesh has {self.size} devices" if self.size > 1 else "the mesh has one device",
+                mend=f"use an index from 0 to {self.size - 1}" if self.size > 1 else "use index 0",
             )
         return tuple(
             device_index // stride % size for stride, size in zip(self.strides, self.shape, strict=True)
@@ -312,7 +328,8 @@ class Mesh:
     @classmethod
     def from_fields(cls, fields: wire.MeshFields) -> Mesh:
         """The mesh of plain fields; checks them all."""
-        return cls(fields.devices, fields.dims, fields.name, local_device_ids=fields.local_device_ids)
+        local_ids = None if fields.devices is None else fields.local_device_ids
+        return cls(fields.devices, fields.dims, fields.name, local_device_ids=local_ids)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.mesh_dims)) or "no dims"
@@ -320,10 +337,9 @@ class Mesh:
     def __repr__(self) -> str:
         devices = self.devices if self.devices is None else list(self.devices)
         name = f", {self.name!r}" if self.name else ""
+        usual = _known_ids(self.devices, self.size)
         local = (
-            ""
-            if self.local_device_ids == tuple(range(self.size))
-            else f", local_device_ids={list(self.local_device_ids)!r}"
+            "" if self.local_device_ids == usual else f", local_device_ids={list(self.local_device_ids)!r}"
         )
         return f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local})"
 
@@ -335,7 +351,8 @@ def _check_dims(dims: tuple[MeshDimension, ...]) -> None:
         if not dim.name:
             why, mend = "a dim is referred to by its name", 'name it, as in ("model", 4)'
         elif dim.name in seen:
-            why, mend = "a layout could not tell the two apart", f"rename one of them: {dim.name}_2"
+            why = "a layout could not tell the two dims of that name apart"
+            mend = f"rename one of them, to {dim.name + '_2'!r} for instance"
         elif dim.name in (UNSHARDED, wire.MATCH):
             why, mend = f"{dim.name!r} is a word of layouts, not a dim", "use another name"
         elif _FORBIDDEN.search(dim.name):
@@ -343,6 +360,8 @@ def _check_dims(dims: tuple[MeshDimension, ...]) -> None:
             mend = f"name it {_FORBIDDEN.sub('_', dim.name)!r}"
         elif dim.size < 1:
             why, mend = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that cuts nothing"
+            if dim.size == -1:
+                mend = "only create_mesh works a size of -1 out, from the devices there are"
         if why:
             raise MeshError(
                 f"mesh dim {dim.name!r} of size {dim.size} is not allowed",
@@ -351,6 +370,78 @@ def _check_dims(dims: tuple[MeshDimension, ...]) -> None:
                 mend=mend,
             )
         seen.add(dim.name)
+    size = math.prod(dim.size for dim in dims)
+    if size > _MOST_DEVICES:
+        raise MeshError(
+            f"mesh of {size} devices is not allowed",
+            facts={"mesh": ", ".join(map(str, dims))},
+            why=f"a mesh has at most {_MOST_DEVICES} devices",
+            mend="look at the sizes: is one of them a slip?",
+        )
+
+
+def _device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
+    mend = 'pass names, as in ["CPU:0", "CPU:1"], or None for an abstract mesh'
+    why = ""
+    names: tuple[Any, ...] = ()
+    if isinstance(devices, str):
+        why, mend = "a mesh has one name for each device", f"write a list: [{devices!r}]"
+    elif not isinstance(devices, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        why = f"they are {_kind(devices)}"
+    else:
+        names = tuple(devices)
+    if why:
+        raise MeshError(f"mesh devices {devices!r} cannot be read", why=why, mend=mend)
+    for name in names:
+        if not isinstance(name, str):
+            raise MeshError(
+                f"device {name!r} is not a name",
+                facts={"mesh": ", ".join(map(str, dims))},
+                why=f"it is {_kind(name)}; a mesh is a value, and holds the names of devices",
+                mend=mend,
+            )
+    return names
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MeshError(
+            f"mesh name {name!r} is not text", why=f"it is {_kind(name)}", mend='leave it out, or pass ""'
+        )
+    if _FORBIDDEN_IN_NAME.search(name):
+        raise MeshError(
+            f"mesh name {name!r} has a bar or a blank",
+            why="the text form of a mesh is cut at them",
+            mend=f"name it {_FORBIDDEN_IN_NAME.sub('_', name)!r}",
+        )
+
+
+def _known_ids(devices: tuple[str, ...] | None, size: int) -> tuple[int, ...]:
+    """The places whose device has a name; all of them on an abstract mesh."""
+    return tuple(range(size)) if devices is None else tuple(i for i, name in enumerate(devices) if name)
+
+
+def _local_ids(
+    given: Iterable[int] | None, devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int
+) -> tuple[int, ...]:
+    if given is None:
+        return _known_ids(devices, size)
+    local = tuple(operator.index(i) for i in given)
+    if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):
+        raise MeshError(
+            f"local device ids {_shorten(tuple(map(str, local)))} do not fit the mesh",
+            facts={"mesh": ", ".join(map(str, dims))},
+            why=f"they are places in the mesh, 0 to {size - 1}, each once and ascending",
+            mend="list the places of this process's devices in ascending order, or leave them out",
+        )
+    if devices is not None and not all(devices[i] for i in local):
+        raise MeshError(
+            f"local device {next(i for i in local if not devices[i])} has no name",
+            facts={"mesh": ", ".join(map(str, dims))},
+            why="only the devices of other processes may be unknown",
+            mend="name it, or take its place out of local_device_ids",
+        )
+    return local
 
 
 def _check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:
@@ -359,16 +450,27 @@ def _check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, .
     facts = {"mesh": ", ".join(map(str, dims)), "devices": _shorten(devices)}
     if len(devices) != size:
         raise MeshError(
-            f"mesh of {size} devices was given {len(devices)}",
+            f"mesh of {_count(size)} was given {len(devices)}",
             facts=facts,
-            why=f"{' x '.join(str(dim.size) for dim in dims) or 1} is {size}, not {len(devices)}",
-            mend=f"pass {size} devices, or sizes whose product is {len(devices)}",
+            why=f"{' x '.join(str(dim.size) for dim in dims)} is {size}, not {len(devices)}"
+            if len(dims) > 1
+            else "",
+            mend=f"pass {_count(size)}"
+            + (f", or sizes whose product is {len(devices)}" if devices else ", or None"),
         )
     known = [name for name in devices if name]
-    repeated = sorted({name for name in known if known.count(name) > 1}) if len(set(known)) < len(known) else []
-    if repeated:
+    split = next((name for name in known if _FORBIDDEN_IN_DEVICE.search(name)), None)
+    if split is not None:
         raise MeshError(
-            f"device {repeated[0]!r} appears twice in a mesh",
+            f"device {split!r} has a comma, a bar or a blank",
+            facts=facts,
+            why="the text form of a mesh is cut at them",
+            mend=f"name it {_FORBIDDEN_IN_DEVICE.sub('_', split)!r}",
+        )
+    repeated = next((name for name, count in Counter(known).items() if count > 1), None)
+    if repeated is not None:
+        raise MeshError(
+            f"device {repeated!r} appears twice in a mesh",
             facts=facts,
             why="each place of a mesh is another device",
             mend="list each device once",
@@ -381,6 +483,10 @@ def _check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, .
             why="one program runs on all devices of a mesh, so they are of one type",
             mend="make one mesh for each type",
         )
+
+
+def _count(size: int) -> str:
+    return f"{size} device{'s' if size > 1 else ''}"
 
 
 def _shorten(devices: tuple[str, ...]) -> str:

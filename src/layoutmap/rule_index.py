@@ -2,8 +2,9 @@
 
 A layout map tries its rules in order, and most of them fail on most paths. Nearly every rule holds some literal text
 that a path must contain for the regex to match: `.*\\.layer_17\\.(query|key)\\.kernel` needs `.layer_17.`. The index
-files each rule under one run of three characters of such a literal, so that a path is only tried against the rules
-filed under the runs it holds. It is a filter and never a decision: the regexes themselves decide, in their order.
+files each rule under the rarest piece of its literals, three characters or fewer, and tries a path only against the
+rules filed under the pieces that it holds. It is a filter and never a decision: the regexes themselves decide, in
+their order.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["RuleIndex", "required_literals"]
 
-_GRAM = 3
+_PIECE = 3
 _QUANTIFIED = re.compile(r"[*?]|\{\d*,?\d*\}")
 _ESCAPED_LITERAL = re.compile(r"[^0-9A-Za-z]")
+# A comment may hold any bracket, and `a(?#note)*` repeats the a; so may the comments of a (?x: group.
+_COMMENT = re.compile(r"\(\?(?:#|[A-Za-z]*x)")
 
 
 class RuleIndex:
@@ -27,36 +30,42 @@ class RuleIndex:
     """
 
     def __init__(self, patterns: Sequence[re.Pattern[str]]):
-        literals = [
-            max(required_literals(p.pattern) if p.flags == re.UNICODE else [], key=len, default="")
-            for p in patterns
-        ]
-        frequency = Counter(gram for literal in literals for gram in set(_grams(literal)))
+        # Flags are written in a pattern, and most change what its characters mean: such a rule is always tried.
+        literals = [required_literals(p.pattern) if p.flags == re.UNICODE else [] for p in patterns]
+        pieces = [{piece for text in texts for piece in _pieces(text)} for texts in literals]
+        frequency = Counter(piece for each in pieces for piece in each)
         self._matchers = [p.match for p in patterns]
-        self._literals = literals
+        self._longest = [max(texts, key=len, default="") for texts in literals]
         self._always: list[int] = []
         self._filed: dict[str, list[int]] = {}
-        for number, literal in enumerate(literals):
-            rarest = min(_grams(literal), key=frequency.__getitem__, default=None)
-            if rarest is None:
-                self._always.append(number)
-            else:
+        for number, each in enumerate(pieces):
+            if each:
+                rarest = min(each, key=lambda piece: (frequency[piece], -len(piece), piece))
                 self._filed.setdefault(rarest, []).append(number)
+            else:
+                self._always.append(number)
+        self._widths = sorted({len(piece) for piece in self._filed})
 
     def matches(self, path: str) -> Iterator[int]:
         """The numbers of the rules that match, first to last."""
         filed = self._filed
         candidates = list(self._always)
-        for gram in set(_grams(path)) & filed.keys():
-            candidates += filed[gram]
+        for width in self._widths:
+            for piece in set(_cut(path, width)) & filed.keys():
+                candidates += filed[piece]
         candidates.sort()
         for number in candidates:
-            if self._literals[number] in path and self._matchers[number](path):
+            if self._longest[number] in path and self._matchers[number](path):
                 yield number
 
 
-def _grams(text: str) -> Iterable[str]:
-    return [text[i : i + _GRAM] for i in range(len(text) - _GRAM + 1)]
+def _pieces(literal: str) -> Iterable[str]:
+    """What a rule may be filed under: every run of three characters of a literal, or a shorter literal itself."""
+    return _cut(literal, min(_PIECE, len(literal)))
+
+
+def _cut(text: str, width: int) -> list[str]:
+    return [text[i : i + width] for i in range(len(text) - width + 1)]
 
 
 def required_literals(pattern: str) -> list[str]:
@@ -69,6 +78,8 @@ def required_literals(pattern: str) -> list[str]:
         >>> required_literals(r".*\\.layer_17\\.(query|key)\\.kernels?$")
         ['.layer_17.', '.kernel']
     """
+    if _COMMENT.search(pattern):
+        return []
     found: list[str] = []
     run = ""
     at = 0
@@ -87,7 +98,9 @@ def required_literals(pattern: str) -> list[str]:
             escaped = pattern[at + 1 : end]
             if _ESCAPED_LITERAL.match(escaped):
                 literal = escaped
-            elif escaped.isdigit() or escaped in "xuUN":  # a back reference or a code point: may span more characters
+            elif (
+                escaped.isdigit() or escaped in "xuUN"
+            ):  # a back reference or a code point: how long is not plain
                 return []
         elif char not in ".^$*+?{}":
             literal = char

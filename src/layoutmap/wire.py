@@ -31,7 +31,10 @@ _MEND_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_stri
 
 @dataclass(frozen=True, slots=True)
 class MeshFields:
-    """What a mesh is made of, unchecked. An unknown device of another process has the name `""`."""
+    """What a mesh is made of, unchecked.
+
+    An unknown device of another process has the name `""`. Without devices `local_device_ids` says nothing.
+    """
 
     name: str
     dims: tuple[tuple[str, int], ...]
@@ -61,26 +64,35 @@ def _devices(
     """The devices in mesh order, with `""` for each that the form does not name."""
     if len(local_ids) != len(local):
         raise MeshError(
-            f"{len(local)} local devices for {len(local_ids)} local device ids",
+            f"local device ids and local devices differ in number: {len(local_ids)} and {len(local)}",
             why="each local id has one device",
             mend=_MEND_MESH,
         )
-    if everything:
-        return everything
     at = dict(zip(local_ids, local, strict=True))
     if any(not 0 <= i < size for i in at):
         raise MeshError(
-            f"local device ids {list(local_ids)} lie outside the mesh of {size}",
-            why="they are places in the mesh",
+            f"local device ids {list(local_ids)} lie outside the mesh",
+            why=f"they are places in the mesh, and it has {size}",
             mend=f"use ids from 0 to {size - 1}",
         )
+    if everything:
+        for i, name in at.items():
+            if everything[i : i + 1] != (name,):
+                there = everything[i] if i < len(everything) else "not there"
+                raise MeshError(
+                    f"local device {i} is {name!r} and also {there!r}",
+                    why="a device has one name, among this process's devices and among all",
+                    mend=_MEND_MESH,
+                )
+        return everything
     return tuple(at.get(i, "") for i in range(size))
 
 
 def _check_global_ids(ids: tuple[int, ...], size: int) -> None:
-    if ids != tuple(range(size)):
+    if len(ids) != size or any(id_ != i for i, id_ in enumerate(ids)):
+        shown = ", ".join(map(str, ids[:9])) + (", ..." if len(ids) > 9 else "")
         raise MeshError(
-            f"global device ids {list(ids[:9])} are not 0 to {size - 1}",
+            f"global device ids [{shown}] do not number the {size} places of the mesh",
             why="device i of a mesh has the id i",
             mend="number the devices from 0 in mesh order",
         )
@@ -105,15 +117,17 @@ def mesh_from_text(text: str) -> MeshFields:
     Raises:
         MeshError: The text is not of that form.
     """
-    parts = text.split("|")
     try:
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"it is of type {type(text).__name__}")
+        parts = text.split("|")
         if len(parts) not in (2, 5, 6):
-            raise ValueError(f"it has {len(parts)} fields between bars, not 2, 5 or 6")
+            raise ValueError(f"bars cut it into {len(parts)} fields, and a mesh has 2, 5 or 6")
         dims = tuple(_split_dim(part) for part in _split(parts[1]))
         size = math.prod(size for _, size in dims)
         if len(parts) == 2:
-            return MeshFields(parts[0], dims, None, tuple(range(size)))
-        ids, local_ids = (tuple(int(i) for i in _split(part)) for part in parts[2:4])
+            return MeshFields(parts[0], dims, None, ())
+        ids, local_ids = (tuple(_whole_number(i) for i in _split(part)) for part in parts[2:4])
     except ValueError as error:
         raise MeshError(f"mesh text {text!r} cannot be read", why=str(error), mend=_MEND_MESH) from None
     _check_global_ids(ids, size)
@@ -157,7 +171,7 @@ def mesh_from_proto(message: Any) -> MeshFields:
     size = math.prod(size for _, size in dims)
     ids = tuple(proto.global_device_ids)
     if not ids:
-        return MeshFields(proto.name, dims, None, tuple(range(size)))
+        return MeshFields(proto.name, dims, None, ())
     _check_global_ids(ids, size)
     local_ids = tuple(proto.local_device_ids)
     devices = _devices(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
@@ -177,9 +191,12 @@ def layout_from_text(text: str) -> LayoutFields:
         LayoutError: The text is not of that form. A spec list without its closing comma is refused too, where
             TensorFlow drops the last spec without a word.
     """
-    specs, found, mesh = text.removeprefix(_LAYOUT_PREFIX).partition(_MESH_PREFIX)
-    why = ""
-    if not text.startswith(_LAYOUT_PREFIX):
+    specs = found = mesh = why = ""
+    if isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        specs, found, mesh = text.removeprefix(_LAYOUT_PREFIX).partition(_MESH_PREFIX)
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        why = f"it is of type {type(text).__name__}"
+    elif not text.startswith(_LAYOUT_PREFIX):
         why = f"it does not start with {_LAYOUT_PREFIX!r}"
     elif not found:
         why = f"it has no {_MESH_PREFIX!r}"
@@ -211,10 +228,17 @@ def layout_from_proto(message: Any) -> LayoutFields:
 
     proto = _parse(message, pb.LayoutProto, LayoutError)
     if proto.type not in (pb.LayoutProto.UNKNOWN, pb.LayoutProto.STATIC):
+        known = {value.number: value.name for value in pb.LayoutProto.LayoutType.DESCRIPTOR.values}
         raise LayoutError(
-            f"layout message is of type {pb.LayoutProto.LayoutType.Name(proto.type)}",
+            f"layout message is of type {known.get(proto.type, proto.type)}",
             why="only static layouts are supported: each axis cut over named mesh dims or whole",
             mend="use Layout(sharding_specs, mesh)",
+        )
+    if not proto.HasField("mesh_config"):
+        raise LayoutError(
+            "layout message has no mesh",
+            why="its mesh_config is not set" if proto.sharding_specs else "it is empty",
+            mend="pass the message of as_proto(), or its bytes",
         )
     specs = tuple(tuple(spec.sharding_spec.split(":")) for spec in proto.sharding_specs)
     return LayoutFields(specs, mesh_from_proto(proto.mesh_config))
@@ -226,16 +250,18 @@ def to_bytes(message: Any) -> bytes:
 
 
 def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) -> Any:
-    data = message if isinstance(message, bytes) else None
-    if data is None and hasattr(message, "SerializeToString"):
-        data = message.SerializeToString()
+    wanted = kind.DESCRIPTOR.name
     try:
-        if data is None:
-            raise TypeError(f"it is a {type(message).__name__}")
-        return kind.FromString(data)
+        if isinstance(message, bytes):
+            return kind.FromString(message)
+        if not hasattr(message, "SerializeToString"):
+            raise TypeError(f"it is of type {type(message).__name__}")
+        if message.DESCRIPTOR.name != wanted:  # its bytes might parse, into nonsense
+            raise TypeError(f"it is a {message.DESCRIPTOR.name} message")
+        return kind.FromString(message.SerializeToString())
     except Exception as cause:  # the protobuf runtimes raise DecodeError types of their own
         raise error(
-            f"not a {kind.DESCRIPTOR.name} message",
+            f"{' '.join(repr(message).split()):.80} is not a {wanted}",
             why=str(cause),
             mend="pass the message of as_proto(), or its bytes",
         ) from cause
@@ -248,5 +274,11 @@ def _split(text: str) -> tuple[str, ...]:
 def _split_dim(text: str) -> tuple[str, int]:
     name, equals, size = text.partition("=")
     if not equals:
-        raise ValueError(f"dim {text!r} is not name=size")
-    return name, int(size)
+        raise ValueError(f"{text!r} is not name=size")
+    return name, _whole_number(size)
+
+
+def _whole_number(text: str) -> int:
+    if not text.removeprefix("-").isdecimal():  # int() would take blanks and underscores too
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(text)

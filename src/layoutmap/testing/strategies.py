@@ -1,0 +1,188 @@
+"""Hypothesis strategies for the values of this library: meshes, layouts, shapes, paths, patterns and maps.
+
+>>> from hypothesis import given
+>>> from layoutmap.testing import strategies
+>>> @given(strategies.layouts())
+... def test_text_round_trips(layout):
+...     assert layout == type(layout).from_string(layout.to_string())
+>>> test_text_round_trips()
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+
+from hypothesis import strategies as st
+
+from layoutmap.layout import UNSHARDED, Layout
+from layoutmap.layout_map import LayoutMap
+from layoutmap.mesh import Mesh
+
+__all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "shapes"]
+
+_DIM_NAMES = ("batch", "model", "x", "y", "stage", "expert")
+_PARTS = ("encoder", "decoder", "blocks", "attn", "mlp", "up", "query", "kernel", "bias", "embeddings")
+_MOST_DEVICES = 64  # enough for every kind of layout, and quick to go through
+
+
+@st.composite
+def meshes(
+    draw: st.DrawFn,
+    *,
+    min_dims: int = 1,
+    max_dims: int = 4,
+    max_size: int = 8,
+    devices: str | None = "any",
+) -> Mesh:
+    """Meshes of at most 64 devices.
+
+    Args:
+        draw: Given by hypothesis.
+        min_dims: The least number of mesh dims.
+        max_dims: The most, up to 6.
+        max_size: The largest size of a dim.
+        devices: `"any"`: some meshes name their devices and some are abstract; `"tensorflow"`: full names as TensorFlow
+            writes them, all local; `None`: abstract only.
+    """
+    names = draw(st.lists(st.sampled_from(_DIM_NAMES), min_size=min_dims, max_size=max_dims, unique=True))
+    dims: list[tuple[str, int]] = []
+    for name in names:
+        room = _MOST_DEVICES // math.prod(size for _, size in dims)
+        dims.append((name, draw(st.integers(1, min(max_size, room)))))
+    mesh_name = draw(st.sampled_from(["", "m", "train_mesh"]))
+    size = math.prod(size for _, size in dims)
+    device_names: list[str] | None = None
+    if devices == "tensorflow" or (devices == "any" and draw(st.booleans())):
+        prefix = "/job:localhost/replica:0/task:0/device:"
+        if devices == "any":
+            prefix = draw(st.sampled_from(["", "/job:worker/replica:0/task:1/device:"]))
+        kind = draw(st.sampled_from(["CPU", "GPU", "TPU"]))
+        device_names = [f"{prefix}{kind}:{i}" for i in range(size)]
+    return Mesh(device_names, dims, mesh_name)
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn,
+    mesh: Mesh | None = None,
+    *,
+    min_rank: int = 0,
+    max_rank: int = 5,
+    tuples: bool = True,
+) -> Layout:
+    """Layouts, each mesh dim used at most once.
+
+    Args:
+        draw: Given by hypothesis.
+        mesh: The mesh; `None` draws one as well.
+        min_rank: The least number of axes.
+        max_rank: The most.
+        tuples: Whether one axis may be cut over several mesh dims, which TensorFlow cannot express.
+    """
+    mesh = draw(meshes()) if mesh is None else mesh
+    rank = draw(st.integers(min_rank, max_rank))
+    cutting: list[list[str]] = [[] for _ in range(rank)]
+    for dim in draw(st.permutations(mesh.dim_names)):
+        free = [axis for axis in range(rank) if tuples or not cutting[axis]]
+        axis = draw(st.sampled_from([None, *free]))
+        if axis is not None:
+            cutting[axis].append(dim)
+    return Layout([tuple(dims) or UNSHARDED for dims in cutting], mesh)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, layout: Layout, *, min_side: int = 1, max_side: int = 3) -> tuple[int, ...]:
+    """Shapes of tensors that a layout cuts evenly.
+
+    Args:
+        draw: Given by hypothesis.
+        layout: The layout.
+        min_side: The least size of one shard along an axis; 0 gives tensors without elements too.
+        max_side: The largest size of one shard along an axis.
+    """
+    return tuple(count * draw(st.integers(min_side, max_side)) for count in layout.shard_counts)
+
+
+def paths() -> st.SearchStrategy[str]:
+    """Paths of variables, such as `blocks.0.attn.query.kernel`; few enough words that rules often match."""
+    part = st.sampled_from(_PARTS) | st.integers(0, 12).map(str)
+    return st.lists(part, min_size=1, max_size=5).map(".".join)
+
+
+def patterns() -> st.SearchStrategy[str]:
+    r"""Regexes as a layout map may hold: all that Python's `re` knows, over the words of `paths`.
+
+    Exact paths, `.*\.kernel`, classes, groups, alternatives, every quantifier (greedy, lazy, possessive), escapes,
+    anchors, look-arounds, back references, comments and flags. All of them compile.
+    """
+    return st.one_of(paths(), paths().map(re.escape), _like_rules(), _regexes()).filter(_compiles)
+
+
+@st.composite
+def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8) -> LayoutMap:
+    """Layout maps with some rules.
+
+    Args:
+        draw: Given by hypothesis.
+        mesh: The mesh; `None` draws one as well.
+        max_rules: The most rules.
+    """
+    mesh = draw(meshes()) if mesh is None else mesh
+    return LayoutMap(mesh, draw(st.dictionaries(patterns(), layouts(mesh), max_size=max_rules)))
+
+
+@st.composite
+def _like_rules(draw: st.DrawFn) -> str:
+    """What people write."""
+    wild = st.sampled_from([r"\d+", ".*", "[^.]+", "(query|key|value)", "(up|gate)", r"[a-z]+\d?", "."])
+    parts = draw(
+        st.lists(st.sampled_from(_PARTS) | wild | st.integers(0, 12).map(str), min_size=1, max_size=4)
+    )
+    dot = draw(st.sampled_from([r"\.", ".", "[.]"]))
+    return (
+        draw(st.sampled_from(["", ".*", r".*\.", "^"]))
+        + dot.join(parts)
+        + draw(st.sampled_from(["", "$", r"\Z"]))
+    )
+
+
+_TEXTS = st.sampled_from(_PARTS) | st.text("kern.el0 #", min_size=1, max_size=4)
+# Split at blanks: a list of quoted texts would be harder to read than the regexes are.
+_SIGNS = r". ^ $ | ] } { \. \d \w \W \s \b \B \A \Z \n \\ \( \[ \| \- \é \x6b \u006b \153 \0 \1 \2".split()  # noqa: SIM905
+_CLASSES = r"[kern] [^.] []k] [^]k] [\]k(] [a-z] [\d.] [)(] [k*|?] []-a]".split()  # noqa: SIM905
+_GROUPS = r"(?#note) (?#() (?#[) (?#\)) (?P=name) (?(1)k|e) (?i) (?x) (?a) (?s)".split()  # noqa: SIM905
+_OPENINGS = [*"( (?: (?= (?! (?<= (?<! (?> (?P<name> (?i: (?x: (?-i: (?s-m:".split(), "(?x:# )\n"]  # noqa: SIM905
+_QUANTIFIERS = "* + ? {2} {0} {1,2} {,2} {1,} {,} {} {a}".split()  # noqa: SIM905
+
+
+@st.composite
+def _regexes(draw: st.DrawFn, depth: int = 3) -> str:
+    """Everything else, made by the grammar of regexes. Not all of it compiles."""
+    form = draw(
+        st.sampled_from(
+            ["text", "sign"] if not depth else ["text", "sign", "row", "row", "many", "group", "or"]
+        )
+    )
+    inner = _regexes(depth - 1)
+    if form == "text":
+        return draw(_TEXTS)
+    if form == "sign":
+        return draw(st.sampled_from(_SIGNS) | st.sampled_from(_CLASSES) | st.sampled_from(_GROUPS))
+    if form == "row":
+        return "".join(draw(st.lists(inner, min_size=2, max_size=4)))
+    if form == "many":
+        return draw(inner) + draw(st.sampled_from(_QUANTIFIERS)) + draw(st.sampled_from(["", "", "?", "+"]))
+    if form == "group":
+        return draw(st.sampled_from(_OPENINGS)) + draw(inner) + ")"
+    return f"{draw(inner)}|{draw(inner)}"
+
+
+def _compiles(pattern: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "possible nested set": a pattern whose meaning is about to change
+        try:
+            return bool(re.compile(pattern))
+        except (re.error, OverflowError, RecursionError, Warning):
+            return False
