@@ -24,6 +24,9 @@ from hypothesis import settings
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
 NUM_DEVICES = 8
 
+# The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
+pytest.register_assert_rewrite("layoutmap.testing")
+
 if RUNNING and RUNNING not in house.PROCESSES:
     raise pytest.UsageError(f"LAYOUTMAP_TEST_PROCESS={RUNNING}: there are only {', '.join(house.PROCESSES)}")
 

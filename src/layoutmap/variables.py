@@ -80,6 +80,12 @@ class Assignment:
     drawn_whole: str = ""
 
     @property
+    def fits(self) -> bool:
+        """Whether the variable can have this layout: its rank is right, and every axis is cut evenly."""
+        shape = self.variable.shape
+        return self.layout.rank == len(shape) and not self.layout.uneven_axes(shape)
+
+    @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of the piece that one device holds."""
         return self.layout.shard_shape(self.variable.shape)

@@ -75,9 +75,8 @@ def row_cells(row: Row) -> tuple[str, ...]:
     if row.follows:
         cells = ("", "as its weight", "")
     else:
-        fits = a.layout.rank == len(a.variable.shape) and not a.layout.uneven_axes(a.variable.shape)
         layout = "replicated" if a.layout.is_fully_replicated() else str(a.layout)
-        cells = (_shape(a.variable.shape), layout, _shape(a.shard_shape) if fits else "does not fit")
+        cells = (_shape(a.variable.shape), layout, _shape(a.shard_shape) if a.fits else "does not fit")
     shape, layout, shard = cells
     return row.path, times, shape, a.variable.dtype, layout, shard, size(row.nbytes), row.rule
 

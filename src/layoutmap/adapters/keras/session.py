@@ -25,8 +25,8 @@ from layoutmap.adapters.keras.draws import draw_of, why_whole
 from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
-from layoutmap.adapters.keras.training import complete
-from layoutmap.adapters.keras.wraps import wrap_layer
+from layoutmap.adapters.keras.training import complete, settle_for_training
+from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import PlanError
 from layoutmap.variables import Assignment, Kind, VariableSpec
@@ -77,7 +77,7 @@ class KerasSession:
             self._open.depth = depth
         if not depth:
             if hooks.in_stateless_scope():
-                hooks.settle_after_stateless_scope(self.settle)
+                hooks.settle_after_stateless_scope(self._settle_if_closed)
             else:
                 self.settle()
 
@@ -88,7 +88,8 @@ class KerasSession:
 
     def optimizer_born(self, optimizer: Any) -> None:
         """A model was given an optimizer."""
-        self._optimizers.append(weakref.ref(optimizer))
+        if not any(ref() is optimizer for ref in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
 
     def variable_born(
         self, variable: Any, plain_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
@@ -100,8 +101,6 @@ class KerasSession:
                 plain_init(variable, initializer, *args, **kwargs)
             make_pending(variable, self)
             variable._layout = variable  # while it waits, it is its own tag: see `_parent_of`
-            if hooks.in_stateless_scope():
-                hooks.settle_after_stateless_scope(self.settle)
         else:
             plain_init(variable, initializer, *args, **kwargs)
         self._know(variable)
@@ -234,6 +233,15 @@ class KerasSession:
                 if is_pending(variable) and hooks.is_global_seed(variable):
                     self._make_plain(variable)
 
+    def _settle_if_closed(self) -> None:
+        """Settle, unless whoever opened the scope is still to do so.
+
+        Keras calls this when it leaves its symbolic code, and may do so where it catches every exception, to try
+        something else: a plan's errors would be lost there.
+        """
+        if not getattr(self._open, "depth", 0):
+            self.settle()
+
     def make_now(self, variable: Any) -> None:
         """Give one pending variable its value, since somebody reads it before the scope settles."""
         with self._lock, self.port.outside():
@@ -313,7 +321,12 @@ class KerasSession:
         for layer in model._flatten_layers():
             self.layer_born(layer)
         self.adopt([found.variable for found in find_variables(model)])
-        self.settle()
+        if isinstance(model, keras.Model):
+            if getattr(model, "optimizer", None) is not None:
+                wrap_optimizer(model.optimizer, self)
+            settle_for_training(model, self)
+        else:
+            self.settle()
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""

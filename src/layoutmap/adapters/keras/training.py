@@ -49,7 +49,10 @@ def complete(model: Any, inputs: Any) -> None:
 def settle_for_training(model: Any, session: KerasSession) -> None:
     """Bring every variable that a step touches onto the mesh, each with memory of its own."""
     optimizer = getattr(model, "optimizer", None)
-    slots = list(optimizer.variables) if optimizer is not None else []
+    slots: list[Any] = []
+    if optimizer is not None:
+        session.optimizer_born(optimizer)
+        slots = list(optimizer.variables)
     variables = [*model.variables, *slots, *model.metrics_variables]
     strays = [v for v in variables if not session.knows(v)]
     for slot in strays:

@@ -1,0 +1,250 @@
+"""What every adapter must do, as tests: inherit them to test yours.
+
+    class TestMyAdapter(AdapterContract):
+        library = "mine"
+
+        def models(self): return {"mlp": make_mlp, ...}
+        def rules(self, name): return {r".*\\.kernel": (None, "model"), ...}
+        def array_of(self, variable): return variable.value
+
+The laws use `scope`, `build`, `plan`, `apply`, the adapter protocol, numpy and pytest, and no model library. They want
+8 devices.
+"""
+
+# ruff: noqa: SIM300
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import layoutmap as lm
+from layoutmap.adapters import get_adapter
+from layoutmap.adapters.protocol import Adapter
+from layoutmap.engines import get_engine
+
+__all__ = ["AdapterContract"]
+
+
+class AdapterContract:
+    """The laws of adapters. Inherit it and say what is below.
+
+    Attributes:
+        library: The model library's name.
+        meshes: The grids to try, 8 devices each; all have a dim `model`, and rules that name other dims are cut down.
+    """
+
+    library: ClassVar[str]
+    meshes: ClassVar[Sequence[str]] = (
+        "model=8",
+        "batch=2,model=4",
+        "batch=4,model=2",
+        "batch=2,model=2,more=2",
+        "batch=1,model=8",
+    )
+
+    # -- what a subclass says
+
+    def models(self) -> Mapping[str, Callable[[], Any]]:
+        """Functions that each make a small model, with its weights, by name."""
+        raise NotImplementedError
+
+    def rules(self, name: str) -> Mapping[str, tuple[str | None, ...]]:
+        """Rules that fit a model on every mesh; sizes divide by 8."""
+        raise NotImplementedError
+
+    def batch(self, name: str) -> tuple[Any, Any]:
+        """Inputs and targets for one training step of a model."""
+        raise NotImplementedError
+
+    def array_of(self, variable: Any) -> Any:
+        """The engine's array in a variable."""
+        raise NotImplementedError
+
+    def hooked(self) -> Mapping[str, Any]:
+        """Everything that a scope may replace in the library, as it is now."""
+        raise NotImplementedError
+
+    # -- words of the laws
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter under test."""
+        return get_adapter(self.library)
+
+    def layout_map(self, name: str, mesh: str = "batch=2,model=4") -> lm.LayoutMap:
+        """The rules of a model on a mesh."""
+        on = lm.create_mesh(mesh)
+        rules = {
+            p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in self.rules(name).items()
+        }
+        return lm.LayoutMap(on, rules)
+
+    def plain(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """The values of a model that is built plainly, by path."""
+        return self.values(self.made(name))
+
+    def made(self, name: str) -> Any:
+        """A model that is built plainly, with all that training makes."""
+        self.adapter.set_seed(7)
+        model = self.models()[name]()
+        self.adapter.complete(model, self.batch(name))
+        return model
+
+    def built(self, name: str, mesh: str = "batch=2,model=4") -> Any:
+        """A model that is built in layouts, from the same seed."""
+        self.adapter.set_seed(7)
+        return self.layout_map(name, mesh).build(self.models()[name], library=self.library)
+
+    def values(self, model: Any) -> dict[str, npt.NDArray[Any]]:
+        """The values of a model's variables, by path."""
+        return {path: self.adapter.read(v) for path, v in self.adapter.variables(model).items()}
+
+    # -- the laws
+
+    def test_values_do_not_depend_on_the_mesh(self):
+        """Same seed, same first values, bit for bit, on every mesh: those of the plain model."""
+        for name in self.models():
+            expected = self.plain(name)
+            for mesh in self.meshes:
+                actual = self.values(self.built(name, mesh))
+
+                assert list(expected) == list(actual)
+                for path, value in expected.items():
+                    assert value.dtype == actual[path].dtype, (name, mesh, path)
+                    assert np.array_equal(value, actual[path]), (name, mesh, path)
+
+    def test_each_variable_lies_in_the_layout_of_its_rule(self):
+        """A variable's array is in the layout of the rule that matches its path, and each device holds just its shard."""
+        engine = get_engine(self.adapter.engine_name)
+        for name in self.models():
+            for mesh in self.meshes:
+                layout_map = self.layout_map(name, mesh)
+                model = self.built(name, mesh)
+                for path, variable in self.adapter.variables(model).items():
+                    array = self.array_of(variable)
+                    expected = layout_map[path] or lm.Layout.replicated(layout_map.mesh, array.ndim)
+
+                    if not path.startswith("optimizer."):
+                        assert expected == variable.layout, (name, mesh, path)
+                    shard = variable.layout.shard_shape(array.shape)
+                    held = {
+                        tuple(part.stop - part.start for part in index) for index, _ in engine.to_shards(array)
+                    }
+                    assert {shard} == held, (name, mesh, path)
+
+    def test_the_plan_is_what_is_done(self):
+        """A dry run assigns what the real run then assigns."""
+        for name, make_model in self.models().items():
+            planned = lm.plan(make_model, self.layout_map(name), library=self.library)
+            layout_map = self.layout_map(name)
+            with layout_map.scope(library=self.library) as scope:
+                make_model()
+
+            expected = {a.variable.path: a.layout for a in scope.plan if a.variable.kind in ("weight", "state", "rng")}
+            actual = {a.variable.path: a.layout for a in planned if a.variable.path in expected}
+            assert expected == actual
+
+    def test_paths_are_stable(self):
+        """Building the same model three times in one process, after other models, gives the same paths."""
+        first = {name: list(self.adapter.variables(self.made(name))) for name in self.models()}
+        for name in (*self.models(), *self.models()):
+            assert first[name] == list(self.adapter.variables(self.built(name)))
+
+    def test_an_existing_model_is_laid_out(self):
+        """`apply` keeps every value and gives every variable its layout."""
+        for name in self.models():
+            model = self.made(name)
+            expected = self.values(model)
+            layout_map = self.layout_map(name)
+            layout_map.apply(model)
+
+            for path, variable in self.adapter.variables(model).items():
+                assert np.array_equal(expected[path], self.adapter.read(variable)), (name, path)
+                if layout_map[path] is not None:
+                    assert layout_map[path] == variable.layout
+
+    def test_it_trains_like_one_device(self):
+        """Forward pass, gradients and optimizer steps agree with the plain model."""
+        for name, make_model in self.models().items():
+            report = lm.check_parity(
+                make_model,
+                self.layout_map(name),
+                self.batch(name),
+                steps=2,
+                batch_dim="batch",
+                library=self.library,
+            )
+
+            assert report.agrees
+            assert 0.0 == report.worst("weights")
+
+    def test_nothing_stays_hooked(self):
+        """The library is as before after a scope, after one left by an exception, and after nested ones."""
+        name, make_model = next(iter(self.models().items()))
+        before = self.hooked()
+        with self.layout_map(name).scope(library=self.library), self.layout_map(name).scope(library=self.library):
+            assert before != self.hooked()
+            make_model()
+
+        assert before == self.hooked()
+        with pytest.raises(ZeroDivisionError), self.layout_map(name).scope(library=self.library):
+            make_model()
+            raise ZeroDivisionError
+
+        assert before == self.hooked()
+
+    def test_another_thread_is_left_alone(self):
+        """While a scope is open here, a model that another thread builds is a plain one."""
+        name, make_model = next(iter(self.models().items()))
+        made: list[Any] = []
+        with self.layout_map(name).scope(library=self.library):
+            thread = threading.Thread(target=lambda: made.append(make_model()))
+            thread.start()
+            thread.join()
+
+        assert not any(hasattr(v, "layout") for v in self.adapter.variables(made[0]).values())
+
+    def test_the_inner_of_two_scopes_counts(self):
+        """A model that is built in two scopes lies in the layouts of the inner one."""
+        name, make_model = next(iter(self.models().items()))
+        outer = lm.LayoutMap(lm.create_mesh("batch=2,model=4"))
+        with outer.scope(library=self.library) as empty, self.layout_map(name).scope(library=self.library) as full:
+            make_model()
+
+        assert 0 == len(empty.plan)
+        assert len(full.plan) > 0
+
+    def test_all_problems_are_told_and_nothing_is_made(self):
+        """A rule that does not fit raises once with every variable concerned, before any value is drawn."""
+        for name, make_model in self.models().items():
+            mesh = lm.create_mesh("batch=2,model=4")
+            layout_map = lm.LayoutMap(mesh, {".*": ("model", None, None, None, None, None)})
+            planned = lm.plan(make_model, layout_map, library=self.library)
+            gc.collect()
+            with pytest.raises(lm.PlanError) as caught:
+                layout_map.build(make_model, library=self.library)
+
+            matched = {a.variable.path for a in planned if a.match is not None}
+            assert matched == {problem.subject for problem in caught.value.problems}
+
+    def test_a_plan_has_no_values(self):
+        """A model that was only planned refuses to be read, by the variable's path."""
+        name, make_model = next(iter(self.models().items()))
+        kept: list[Any] = []
+
+        def make_and_keep() -> Any:
+            kept.append(make_model())
+            return kept[0]
+
+        lm.plan(make_and_keep, self.layout_map(name), library=self.library)
+        path, variable = next(iter(self.adapter.variables(kept[0]).items()))
+        with pytest.raises(lm.PlanError, match="only a plan, it has no values") as caught:
+            self.adapter.read(variable)
+
+        assert caught.value.what.startswith(path)

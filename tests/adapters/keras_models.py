@@ -1,0 +1,96 @@
+"""Small Keras models of every style, for the tests of the adapter."""
+
+import keras
+import numpy as np
+
+L = keras.layers
+
+
+class Block(L.Layer):
+    """What real models have: attention, normalization with state, dropout, a regularized dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = L.LayerNormalization()
+        self.attention = L.MultiHeadAttention(8, 2)
+        self.up = L.Dense(32, activation="gelu", kernel_regularizer="l2")
+        self.state = L.BatchNormalization()
+        self.drop = L.Dropout(0.1, seed=5)
+        self.down = L.Dense(16)
+
+    def call(self, x, training=None):
+        y = self.norm(x)
+        x = x + self.attention(y, y)
+        return x + self.down(self.drop(self.state(self.up(x), training=training), training=training))
+
+
+class Subclassed(keras.Model):
+    """Layers in attributes, a list and a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = L.Embedding(64, 16)
+        self.blocks = [Block(), Block()]
+        self.heads = {"main": L.Dense(64)}
+
+    def call(self, x, training=None):
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x, training=training)
+        return self.heads["main"](x)
+
+
+def compiled(model):
+    """The model, ready to train."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.AdamW(1e-3), loss=loss)
+    return model
+
+
+def subclassed():
+    model = compiled(Subclassed())
+    model(keras.Input((8,), dtype="int32"))
+    return model
+
+
+def functional():
+    x = keras.Input((16,), name="x")
+    shared = L.Dense(16, name="shared", activation="relu")
+    inner = keras.Sequential([L.Dense(32, name="in1", activation="relu"), L.Dense(16, name="in2")], name="inner")
+    y = shared(shared(x))
+    y = L.Add(name="add")([y, inner(y)])
+    return compiled(keras.Model(x, L.Dense(64, name="out")(y), name="functional"))
+
+
+def sequential():
+    layers = [keras.Input((16,)), L.Dense(32, name="d1"), L.BatchNormalization(name="bn"), L.Dense(64, name="d2")]
+    return compiled(keras.Sequential(layers))
+
+
+MODELS = {"subclassed": subclassed, "functional": functional, "sequential": sequential}
+
+RULES = {
+    "subclassed": {
+        r"tokens\.embeddings": ("model", None),
+        r".*\.attention\.(query|key|value)_dense\.kernel": (None, "model", None),
+        r".*\.attention\.output_dense\.kernel": ("model", None, None),
+        r".*\.up\.(kernel)$": (None, "model"),
+        r".*\.down\.kernel$": ("model", "batch"),
+        r".*\.state\.(gamma|beta|moving_mean|moving_variance)": ("model",),
+        r"heads\.main\.kernel": ("batch", "model"),
+    },
+    "functional": {
+        r"(shared|out|inner\.in1)\.kernel": (None, "model"),
+        r"inner\.in2\.kernel": ("model", None),
+        r"out\.bias": ("model",),
+    },
+    "sequential": {r"d\d\.kernel": ("batch", "model"), r"bn\..*": ("model",), r"d1\.bias": ("model",)},
+}
+
+
+def batch(name, rows=8):
+    """Inputs and targets."""
+    random = np.random.default_rng(0)
+    if name == "subclassed":
+        return random.integers(0, 64, (rows, 8), "int32"), random.integers(0, 64, (rows, 8), "int32")
+    return random.normal(size=(rows, 16)).astype("float32"), random.integers(0, 64, (rows,), "int32")
