@@ -1,0 +1,314 @@
+"""Training a Keras model in layouts: the numbers of one device, and layouts that stay."""
+
+import gc
+import weakref
+
+import jax
+import keras
+import keras_models
+import numpy as np
+import pytest
+from keras_models import RULES, batch, compiled
+
+import layoutmap as lm
+
+L = keras.layers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
+    # Keras 3.15's own variables know only the older form of __array__.
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
+]
+MESH = "batch=2,model=4"
+
+
+def layout_map(name="sequential", mesh=MESH):
+    return lm.LayoutMap(lm.create_mesh(mesh), RULES[name])
+
+
+def mlp(optimizer="adam", **options):
+    layers = [keras.Input((16,)), L.Dense(32, name="d1", activation="relu"), L.Dense(64, name="d2")]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **options)
+    return model
+
+
+MLP_RULES = {r"d1\.kernel": (None, "model"), r"d2\.kernel": ("model", "batch")}
+
+
+def mlp_map():
+    return lm.LayoutMap(lm.create_mesh(MESH), MLP_RULES)
+
+
+def both(make_model, train, the_map=None):
+    """What training gives plainly and in layouts, from one seed; and the second model."""
+    keras.utils.set_random_seed(1)
+    expected = train(make_model())
+    keras.utils.set_random_seed(1)
+    with (the_map or mlp_map()).scope(batch_dim="batch"):
+        model = make_model()
+    return expected, train(model), model
+
+
+def fit(model, rows=22, **options):
+    x, y = batch("sequential", rows)
+    options = {"batch_size": 4, "epochs": 2, "verbose": 0, "shuffle": False} | options
+    history = model.fit(x, y, **options).history
+    return history | {"evaluate": model.evaluate(x, y, batch_size=4, verbose=0), "predict": model.predict(x, verbose=0)}
+
+
+def assert_close(expected, actual, tolerance=1e-5):
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def assert_in_layouts(model, the_map):
+    """Every weight is still in the layout of its rule, and every slot of its shape where its weight is."""
+    for variable in model.variables:
+        assert variable.value.sharding.is_equivalent_to(variable._layout, variable.ndim), variable.path
+    for number, name in ((0, "d1"), (1, "d2")):
+        kernel = model.layers[number].kernel
+        assert the_map[f"{name}.kernel"] == kernel.layout
+        for slot in model.optimizer.variables:
+            if slot.name.startswith(kernel.path.replace("/", "_")) and slot.shape == kernel.shape:
+                assert kernel.layout == slot.layout, slot.name
+                assert slot.value.sharding.is_equivalent_to(kernel.value.sharding, 2), slot.name
+
+
+def test_fit_evaluate_and_predict_give_the_numbers_of_one_device():
+    """Losses, metrics and predictions are those of plain Keras, with a last batch that does not divide."""
+    expected, actual, model = both(mlp, fit)
+
+    assert_close(expected, actual)
+    assert_in_layouts(model, mlp_map())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+        lambda: keras.optimizers.AdamW(1e-3, clipnorm=1.0),
+        lambda: keras.optimizers.RMSprop(1e-3),
+        lambda: keras.optimizers.Adafactor(1e-3),
+        lambda: keras.optimizers.Lion(1e-4),
+        lambda: keras.optimizers.Adam(1e-3, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.Muon(1e-3),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)),
+    ],
+    ids=["SGD", "AdamW", "RMSprop", "Adafactor", "Lion", "accumulation", "Muon", "LossScale"],
+)
+def test_every_optimizer_trains_like_one_device_and_its_slots_follow(optimizer):
+    """Slots lie where their weights lie, before and after training, and the losses are the plain ones."""
+    expected, actual, model = both(lambda: mlp(optimizer()), lambda m: fit(m, epochs=1))
+
+    assert_close({"loss": expected["loss"]}, {"loss": actual["loss"]})
+    assert_in_layouts(model, mlp_map())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"jit_compile": False}, {"run_eagerly": True}, {"steps_per_execution": 2}],
+    ids=["no jit", "eager", "several steps in one"],
+)
+def test_every_way_of_running_a_step_gives_the_same(options):
+    """However Keras runs its steps, numbers and layouts are right."""
+    expected, actual, model = both(lambda: mlp("sgd", **options), lambda m: fit(m, rows=12, epochs=1))
+
+    assert_close(expected, actual)
+    assert_in_layouts(model, mlp_map())
+
+
+def test_averaged_weights_survive_a_second_fit():
+    """With `use_ema` a second `fit` works; plain Keras gives one buffer away twice and stops."""
+    _, actual, model = both(lambda: mlp(keras.optimizers.SGD(0.05, use_ema=True)), lambda m: None)
+    first = fit(model, epochs=1)
+    second = fit(model, epochs=1)
+
+    assert second["loss"][0] < first["loss"][0]
+    assert_in_layouts(model, mlp_map())
+
+
+def test_mixed_precision_trains_like_one_device():
+    """Under a mixed policy, weights stay float32 in their layouts and the losses are the plain ones."""
+
+    def make_model():
+        layers = [keras.Input((16,)), *(L.Dense(n, name=f"d{i}", dtype="mixed_bfloat16") for i, n in ((1, 32), (2, 64)))]
+        model = keras.Sequential(layers)
+        model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    expected, actual, model = both(make_model, lambda m: fit(m, epochs=1))
+
+    assert {"float32"} == {str(v.value.dtype) for v in model.trainable_variables}
+    assert_close({"loss": expected["loss"]}, {"loss": actual["loss"]}, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("first", ["fit", "predict", "evaluate", "train_on_batch"])
+def test_weights_that_training_makes_find_their_layouts(first):
+    """A model without weights that first meets data outside of the scope is as one that was built in it."""
+
+    def make_model():
+        return compiled(keras.Sequential([L.Dense(32, name="d1"), L.Dense(64, name="d2")]))
+
+    x, y = batch("sequential")
+    calls = {
+        "fit": lambda m: m.fit(x, y, verbose=0).history["loss"],
+        "predict": lambda m: m.predict(x, verbose=0),
+        "evaluate": lambda m: m.evaluate(x, y, verbose=0),
+        "train_on_batch": lambda m: m.train_on_batch(x, y),
+    }
+    expected, actual, model = both(make_model, calls[first])
+
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert mlp_map()["d1.kernel"] == model.layers[0].kernel.layout
+
+
+def test_data_may_come_from_a_generator_or_a_dataset():
+    """Batches of any size from Python are placed as they come."""
+    x, y = batch("sequential", 14)
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            part = slice(5 * index, 5 * index + 5)
+            return x[part], y[part]
+
+    def train(model):
+        return {"loss": model.fit(Batches(), epochs=1, verbose=0, shuffle=False).history["loss"]}
+
+    expected, actual, _ = both(lambda: mlp("sgd"), train)
+
+    assert_close(expected, actual)
+
+
+def test_callbacks_see_a_whole_model():
+    """Callbacks that read, keep and restore weights, or change the rate, work in the middle of training."""
+
+    def train(model):
+        callbacks = [
+            keras.callbacks.EarlyStopping(monitor="loss", patience=5, restore_best_weights=True),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+        ]
+        return {"loss": fit(model, epochs=3, callbacks=callbacks)["loss"]}
+
+    expected, actual, model = both(mlp, train)
+
+    assert_close(expected, actual)
+    assert_in_layouts(model, mlp_map())
+
+
+def test_dropout_masks_are_those_of_one_device():
+    """Random masks in training do not depend on the mesh: a model with dropout has the plain losses."""
+    expected, actual, model = both(
+        keras_models.subclassed,
+        lambda m: {"loss": m.fit(*batch("subclassed", 12), batch_size=4, verbose=0, shuffle=False).history["loss"]},
+        layout_map("subclassed"),
+    )
+
+    assert_close(expected, actual)
+    assert ("model",) == model.blocks[0].state.moving_mean.layout.sharding_specs
+
+
+def test_a_loop_by_hand_works():
+    """`stateless_call` under `jax.jit` and `stateless_apply` keep values right, and `assign` keeps layouts."""
+    x, y = batch("sequential")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def train(model):
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+        @jax.jit
+        def step(trainable, other, slots):
+            def loss_of(trainable):
+                out, new = model.stateless_call(trainable, other, x)
+                return loss(y, out), new
+
+            (value, new), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+            return value, *optimizer.stateless_apply(slots, gradients, trainable), new
+
+        losses = []
+        for _ in range(3):
+            groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+            value, trainable, slots, other = step(*([v.value for v in group] for group in groups))
+            for group, new in zip(groups, (trainable, other, slots), strict=True):
+                for variable, array in zip(group, new, strict=True):
+                    variable.assign(array)
+            losses.append(float(value))
+        return {"loss": losses}
+
+    expected, actual, model = both(mlp, train)
+
+    assert_close(expected, actual)
+    kernel = model.layers[0].kernel
+    assert kernel.value.sharding.is_equivalent_to(kernel._layout, 2)
+
+
+def test_an_optimizer_made_elsewhere_follows_when_training_begins():
+    """An optimizer that was built for the plain model is brought along by `apply`, and training goes on."""
+    x, y = batch("sequential")
+    keras.utils.set_random_seed(1)
+    expected = mlp()
+    model = mlp()
+    for weight, value in zip(model.variables, expected.get_weights(), strict=True):
+        weight.assign(value)
+    for m in (expected, model):
+        m.train_on_batch(x, y)
+    mlp_map().apply(model, batch_dim="batch")
+
+    assert_in_layouts(model, mlp_map())
+    for _ in range(2):
+        np.testing.assert_allclose(model.train_on_batch(x, y), expected.train_on_batch(x, y), rtol=1e-5)
+
+
+def test_saving_and_loading_keep_values_and_layouts(tmp_path):
+    """`.keras` and `.weights.h5` hold whole values; loading in a scope lays them out and draws nothing."""
+    _, _, model = both(mlp, lambda m: fit(m, epochs=1))
+    model.save(tmp_path / "m.keras")
+    model.save_weights(tmp_path / "m.weights.h5")
+    with mlp_map().scope():
+        loaded = keras.models.load_model(tmp_path / "m.keras")
+        again = keras.Sequential([keras.Input((16,)), L.Dense(32, name="d1"), L.Dense(64, name="d2")])
+        drawn = count_draws(again, lambda: again.load_weights(tmp_path / "m.weights.h5"))
+
+    assert 0 == drawn
+    for other in (loaded, again):
+        for expected, actual in zip(model.trainable_variables, other.trainable_variables, strict=True):
+            assert np.array_equal(expected.numpy(), actual.numpy())
+            assert expected.layout == actual.layout
+    assert_in_layouts(loaded, mlp_map())
+    fit(loaded, epochs=1)
+
+
+def count_draws(model, action):
+    """How often an initializer of the model runs while something is done."""
+    count = 0
+
+    def counted(plain):
+        def initializer(*args, **kwargs):
+            nonlocal count
+            count += 1
+            return plain(*args, **kwargs)
+
+        return initializer
+
+    for variable in model.variables:
+        variable._initializer = counted(variable._initializer)
+    action()
+    return count
+
+
+def test_a_model_and_its_scope_are_freed():
+    """Nothing keeps a model alive after its last reference is gone."""
+    with mlp_map().scope() as scope:
+        model = mlp()
+    fit(model, epochs=1)
+    gone = weakref.ref(model.layers[0].kernel), weakref.ref(scope)
+    del model, scope
+    keras.utils.clear_session()
+    gc.collect()
+
+    assert [None, None] == [ref() for ref in gone]
