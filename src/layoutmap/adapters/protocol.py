@@ -31,7 +31,7 @@ class Home(Protocol):
         ...
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
-        """A layout for one variable that is needed before all are known: its rule's where that fits, else replicated."""
+        """A layout for a variable that is needed before all are known: its rule's where that fits, else replicated."""
         ...
 
     def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> Mapping[str, Any]:

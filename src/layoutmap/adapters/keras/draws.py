@@ -56,9 +56,9 @@ def draw_of(initializer: Any, shape: tuple[int, ...], dtype: str) -> Draw:
 
 
 def _is_kerass_own(initializer: Any) -> bool:
-    return isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
-        "keras.src.initializers."
-    )
+    return isinstance(initializer, keras.initializers.Initializer) and type(
+        initializer
+    ).__module__.startswith("keras.src.initializers.")
 
 
 def _name(initializer: Any) -> str:

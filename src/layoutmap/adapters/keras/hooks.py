@@ -165,7 +165,9 @@ class _Settler:
             self.settle()
         except BaseException:
             # Keras clears the list only after all went well; leave no trace of ours for the next scope.
-            left = [v for v in global_state.get_global_attribute(_PENDING_LIST) if not isinstance(v, _Settler)]
+            left = [
+                v for v in global_state.get_global_attribute(_PENDING_LIST) if not isinstance(v, _Settler)
+            ]
             global_state.set_global_attribute(_PENDING_LIST, left)
             raise
 

@@ -185,7 +185,9 @@ def _unattached(layer: Any, children: list[tuple[str, Any]]) -> list[tuple[str, 
         *getattr(layer, "_non_trainable_variables", ()),
     ]
     return [
-        (thing.name, thing) for thing in tracked if id(thing) not in held and not isinstance(thing, keras.Metric)
+        (thing.name, thing)
+        for thing in tracked
+        if id(thing) not in held and not isinstance(thing, keras.Metric)
     ]
 
 

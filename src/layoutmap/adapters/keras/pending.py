@@ -1,9 +1,9 @@
 """A variable that has a shape, a type and an initializer, and no value yet.
 
 A pending variable is an ordinary Keras variable whose class was swapped for a subclass with two methods of its own.
-Inside Keras's symbolic and stateless code it acts as Keras's own valueless variables do. Anywhere else, a read makes the
-one variable, straight in its layout, and an assignment places the assigned value without running the initializer. Once
-it has its value the class is swapped back, so nothing is paid later.
+Inside Keras's symbolic and stateless code it acts as Keras's own valueless variables do. Anywhere else, a read makes
+the one variable, straight in its layout, and an assignment places the assigned value without running the initializer.
+Once it has its value the class is swapped back, so nothing is paid later.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class _Pending:
 
     @property
     def value(self) -> Any:
-        if not in_stateless_scope():
-            getattr(self, _SESSION).make_now(self)
-        return super().value  # type: ignore[misc]
+        if in_stateless_scope():
+            return super().value  # type: ignore[misc]
+        getattr(self, _SESSION).make_now(self)
+        return self.value  # that of its own class now
 
     def _direct_assign(self, value: Any) -> None:
         getattr(self, _SESSION).assign_now(self, value)

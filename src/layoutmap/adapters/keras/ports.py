@@ -106,7 +106,11 @@ class JaxPort:
 
         values = [
             [v.value for v in variables]
-            for variables in (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
+            for variables in (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.metrics_variables,
+            )
         ]
         loss, gradients = jax.jit(jax.value_and_grad(loss_of))(*values)
         return np.asarray(loss), gradients

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,11 @@ from layoutmap.adapters.keras.draws import draw_of, why_whole
 from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
-from layoutmap.adapters.keras.training import complete, settle_for_training
+from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import PlanError
+from layoutmap.layout import Layout
 from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["KerasSession"]
@@ -40,6 +41,16 @@ class _Entry:
 
     variable: Any
     spec: VariableSpec
+
+
+@dataclass(slots=True)
+class _Record:
+    """What a session knows of one variable; forgotten when the variable dies."""
+
+    variable: weakref.ref[Any]
+    parent: weakref.ref[Any] | None = None
+    tag: Any = None
+    layout: Layout | None = None
 
 
 class KerasSession:
@@ -55,13 +66,14 @@ class KerasSession:
         self.port = port
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[Any]] = []
-        self._variables: dict[int, weakref.ref[Any]] = {}
-        self._parents: dict[int, tuple[Any, weakref.ref[Any]]] = {}
-        self._tags: dict[int, tuple[Any, weakref.ref[Any]]] = {}
-        self._placed: dict[int, tuple[weakref.ref[Any], Any]] = {}
-        self._described: tuple[tuple[int, int], list[_Entry]] = ((0, 0), [])
+        self._records: dict[int, _Record] = {}  # by id, in the order of birth
+        self._tagged: dict[int, _Record] = {}  # by the id of the tag
+        self._num_births = self._num_planned = 0
+        self._described: tuple[int, list[_Entry]] = (0, [])
         self._open = threading.local()
-        self._lock = threading.RLock()
+        self._settling = False
+        self._failed = False
+        self.lock = threading.RLock()
 
     # -- births
 
@@ -76,13 +88,14 @@ class KerasSession:
         finally:
             self._open.depth = depth
         if not depth:
-            if hooks.in_stateless_scope():
+            if hooks.in_stateless_scope() and self.port.is_tracing():
                 hooks.settle_after_stateless_scope(self._settle_if_closed)
             else:
                 self.settle()
 
     def layer_born(self, layer: Any) -> None:
         """A layer was constructed."""
+        self._num_births += 1
         self._layers.append(weakref.ref(layer))
         wrap_layer(layer, self)
 
@@ -103,37 +116,54 @@ class KerasSession:
             variable._layout = variable  # while it waits, it is its own tag: see `_parent_of`
         else:
             plain_init(variable, initializer, *args, **kwargs)
-        self._know(variable)
-        parent = self._tagged(reference)
+        record = self._know(variable)
+        parent = self._weight_of(reference)
         if parent is not None:
-            self._parents[id(variable)] = (weakref.ref(variable), weakref.ref(parent))
+            record.parent = weakref.ref(parent)
 
-    def adopt(self, variables: Sequence[Any]) -> None:
+    def adopt(self, variables: Iterable[Any]) -> None:
         """Lay out variables that were not born here, too."""
         for variable in variables:
             self._know(variable)
 
-    def _know(self, variable: Any) -> None:
-        self._variables[id(variable)] = weakref.ref(variable)
+    def _know(self, variable: Any) -> _Record:
+        key = id(variable)
+        if key not in self._records:
+            self._num_births += 1
+            self._records[key] = _Record(weakref.ref(variable, lambda _: self._forget(key)))
+        return self._records[key]
 
-    def _tagged(self, reference: Any) -> Any:
+    def _forget(self, key: int) -> None:
+        record = self._records.pop(key, None)
+        if record is not None:
+            self._tagged.pop(id(record.tag), None)
+
+    def _weight_of(self, reference: Any) -> Any:
         """The variable whose `_layout` this is: Keras hands it on from a weight to the slots of an optimizer."""
         if isinstance(reference, keras.Variable):
             return reference
-        tag, variable = self._tags.get(id(reference), (None, None))
-        return variable() if variable is not None and tag is reference else None
+        record = self._tagged.get(id(reference))
+        return record.variable() if record is not None and record.tag is reference else None
 
     def knows(self, variable: Any) -> bool:
         """Whether a variable was born here, or adopted."""
-        known = self._variables.get(id(variable))
-        return known is not None and known() is variable
+        return id(variable) in self._records
+
+    def set_parent(self, variable: Any, parent: Any) -> None:
+        """Say whose slot a variable is, where it was not seen being made."""
+        self._know(variable).parent = weakref.ref(parent)
+
+    def _known(self) -> list[Any]:
+        """The variables that are alive, in the order of birth."""
+        return [v for record in list(self._records.values()) if (v := record.variable()) is not None]
 
     # -- describing
 
     def _alive(self) -> list[Any]:
+        self._layers = [ref for ref in self._layers if ref() is not None]
         layers = [layer for ref in self._layers if (layer := ref()) is not None]
         # Keras makes a hollow object, without __init__, when a Functional model is subclassed.
-        return [layer for layer in layers if hasattr(layer, "_layers")]
+        return [layer for layer in layers if hasattr(layer, "built")]
 
     def unbuilt(self) -> list[str]:
         """The names of layers that will make weights when they are first called."""
@@ -149,9 +179,8 @@ class KerasSession:
         Early reads ask for this once for each variable, so they make do with what was found when there were as many
         layers and variables as now; settling walks anew.
         """
-        counts = (len(self._layers), len(self._variables))
-        if fresh or self._described[0] != counts:
-            self._described = (counts, self._describe_now())
+        if fresh or self._described[0] != self._num_births:
+            self._described = (self._num_births, self._describe_now())
         return self._described[1]
 
     def _describe_now(self) -> list[_Entry]:
@@ -181,10 +210,9 @@ class KerasSession:
         of = {id(entry.variable): entry for entry in entries}
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
-        for ref in list(self._variables.values()):
-            variable = ref()
-            if variable is not None and id(variable) not in seen and not hooks.is_global_seed(variable):
-                entries.append(self._describe_other(variable, of, id(variable) in slots))
+        for variable in self._known():
+            if id(variable) not in seen and not hooks.is_global_seed(variable):
+                entries.append(self._describe_other(variable, of, id(variable) in slots))  # noqa: PERF401
         return entries
 
     def _describe_other(self, variable: Any, of: dict[int, _Entry], is_slot: bool) -> _Entry:
@@ -199,12 +227,8 @@ class KerasSession:
         return _entry(variable, path, Kind.SLOT, parent=entry.spec.path, model=entry.spec.model)
 
     def _parent_of(self, variable: Any) -> Any:
-        own, parent = self._parents.get(id(variable), (None, None))
-        return parent() if own is not None and parent is not None and own() is variable else None
-
-    def set_parent(self, variable: Any, parent: Any) -> None:
-        """Say whose slot a variable is, where it was not seen being made."""
-        self._parents[id(variable)] = (weakref.ref(variable), weakref.ref(parent))
+        record = self._records.get(id(variable))
+        return record.parent() if record is not None and record.parent is not None else None
 
     # -- settling
 
@@ -214,24 +238,35 @@ class KerasSession:
         Raises:
             PlanError: Something does not fit. Nothing has been made or moved then.
         """
-        with self._lock, self.port.outside():
-            waiting = [v for ref in list(self._variables.values()) if (v := ref()) is not None]
-            if not any(is_pending(v) or not self._is_placed(v) for v in waiting):
+        with self.lock, self.port.outside():
+            waiting = self._known()
+            news = self._num_births != self._num_planned  # also of what an early read has made by itself
+            if not news and not any(is_pending(v) or self._layout_of(v) is None for v in waiting):
                 return
-            entries = self._describe()
-            complete = not self.unbuilt()
-            whole = {e.spec.path: why for e in entries if (why := _why_whole(e))}
-            assignments = self.home.assign([e.spec for e in entries], whole, complete)
-            if self.home.plan_only:
-                return
-            pairs = list(zip(entries, assignments, strict=True))
-            self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
-            for entry, assignment in pairs:
-                if self._layout_of(entry.variable) != assignment.layout:
-                    self._place(entry.variable, assignment, entry.variable._value)
-            for variable in waiting:
-                if is_pending(variable) and hooks.is_global_seed(variable):
-                    self._make_plain(variable)
+            self._settling = self._failed = True
+            try:
+                self._settle(waiting)
+                self._failed = False
+            finally:
+                self._settling = False
+                self._described = (0, [])  # it would keep the variables of dead models alive
+
+    def _settle(self, waiting: list[Any]) -> None:
+        entries = self._describe()
+        complete = not self.unbuilt()
+        whole = {e.spec.path: why for e in entries if (why := _why_whole(e))}
+        assignments = self.home.assign([e.spec for e in entries], whole, complete)
+        self._num_planned = self._num_births
+        if self.home.plan_only:
+            return
+        pairs = list(zip(entries, assignments, strict=True))
+        self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
+        for entry, assignment in pairs:
+            if self._layout_of(entry.variable) != assignment.layout:
+                self._place(entry.variable, assignment, entry.variable._value)
+        for variable in waiting:
+            if is_pending(variable) and hooks.is_global_seed(variable):
+                self._make_plain(variable)
 
     def _settle_if_closed(self) -> None:
         """Settle, unless whoever opened the scope is still to do so.
@@ -239,16 +274,25 @@ class KerasSession:
         Keras calls this when it leaves its symbolic code, and may do so where it catches every exception, to try
         something else: a plan's errors would be lost there.
         """
-        if not getattr(self._open, "depth", 0):
+        if not self._is_open:
             self.settle()
 
+    @property
+    def _is_open(self) -> bool:
+        return getattr(self._open, "depth", 0) > 0
+
     def make_now(self, variable: Any) -> None:
-        """Give one pending variable its value, since somebody reads it before the scope settles."""
-        with self._lock, self.port.outside():
-            if not is_pending(variable):
-                return
-            if hooks.is_global_seed(variable):
+        """Give a pending variable its value, since somebody reads it.
+
+        Inside the scope that is an early read, and only this variable is made. After it, an exception or a plan that
+        does not fit has left the scope unsettled: that is done now, or raises again.
+        """
+        with self.lock, self.port.outside():
+            if is_pending(variable) and hooks.is_global_seed(variable):
                 self._make_plain(variable)
+            elif not self._is_open and not self._settling:
+                self.settle()
+            if not is_pending(variable):
                 return
             entry = self._entry_of(variable)
             self._refuse_in_a_plan(entry.spec)
@@ -256,7 +300,9 @@ class KerasSession:
 
     def assign_now(self, variable: Any, value: Any) -> None:
         """Give one pending variable an assigned value; its initializer never runs."""
-        with self._lock, self.port.outside():
+        with self.lock, self.port.outside():
+            if self._failed and not self._is_open and not self._settling:
+                self.settle()
             entry = self._entry_of(variable)
             self._refuse_in_a_plan(entry.spec)
             settle(variable)
@@ -278,7 +324,7 @@ class KerasSession:
 
     def _make(self, todo: list[tuple[_Entry, Assignment]]) -> None:
         """Make values, in the order in which the variables were born: seed generators advance in that order."""
-        birth = {key: number for number, key in enumerate(self._variables)}
+        birth = {id(v): number for number, v in enumerate(self._known())}
         todo = sorted(todo, key=lambda pair: birth.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
         draws = {
@@ -295,24 +341,22 @@ class KerasSession:
         settle(variable)
         variable._layout = None
         variable._deferred_initialize()
-        self._variables.pop(id(variable), None)
+        self._forget(id(variable))
 
     def _place(self, variable: Any, assignment: Assignment, value: Any) -> None:
         self._store(variable, assignment, self.home.place(value, assignment.layout))
 
     def _store(self, variable: Any, assignment: Assignment, array: Any) -> None:
         native = self.home.native(assignment.layout, len(variable.shape))
-        tag = self.port.store(variable, array, native)
-        self._tags[id(tag)] = (tag, weakref.ref(variable))
-        variable.layout = assignment.layout
-        self._placed[id(variable)] = (weakref.ref(variable), assignment.layout)
+        record = self._know(variable)
+        self._tagged.pop(id(record.tag), None)
+        record.tag = self.port.store(variable, array, native)
+        record.layout = variable.layout = assignment.layout
+        self._tagged[id(record.tag)] = record
 
-    def _is_placed(self, variable: Any) -> bool:
-        return self._layout_of(variable) is not None
-
-    def _layout_of(self, variable: Any) -> Any:
-        own, layout = self._placed.get(id(variable), (None, None))
-        return layout if own is not None and own() is variable else None
+    def _layout_of(self, variable: Any) -> Layout | None:
+        record = self._records.get(id(variable))
+        return record.layout if record is not None else None
 
     # -- models that exist, and models to be
 
@@ -320,13 +364,13 @@ class KerasSession:
         """Lay out a model that exists, and look after it as if it had been built here."""
         for layer in model._flatten_layers():
             self.layer_born(layer)
-        self.adopt([found.variable for found in find_variables(model)])
+        self.adopt(found.variable for found in find_variables(model))
         if isinstance(model, keras.Model):
             if getattr(model, "optimizer", None) is not None:
                 wrap_optimizer(model.optimizer, self)
-            settle_for_training(model, self)
-        else:
-            self.settle()
+            adopt_for_training(model, self)
+            model.train_function = model.test_function = model.predict_function = None
+        self.settle()
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""

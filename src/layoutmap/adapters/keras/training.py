@@ -18,7 +18,14 @@ import keras
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
-__all__ = ["complete", "parent_by_name", "place_batch", "settle_for_training", "wrap_training"]
+__all__ = [
+    "adopt_for_training",
+    "complete",
+    "parent_by_name",
+    "place_batch",
+    "settle_for_training",
+    "wrap_training",
+]
 
 
 def wrap_training(model: Any, session: KerasSession) -> None:
@@ -42,28 +49,37 @@ def complete(model: Any, inputs: Any) -> None:
     if inputs is not None:
         model(keras.tree.map_structure(lambda a: keras.KerasTensor(a.shape, str(a.dtype)), inputs))
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and all(layer.built for layer in model._flatten_layers()):
+    if (
+        optimizer is not None
+        and not optimizer.built
+        and all(layer.built for layer in model._flatten_layers())
+    ):
         optimizer.build(model.trainable_variables)
+
+
+def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
+    """Have the scope know every variable that a step touches; gives them."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        session.optimizer_born(optimizer)
+    slots = list(optimizer.variables) if optimizer is not None else []
+    weights = list(model.trainable_variables)
+    variables = [*model.variables, *slots, *model.metrics_variables]
+    for slot in slots:
+        parent = None if session.knows(slot) else parent_by_name(slot, weights)
+        if parent is not None:
+            session.set_parent(slot, parent)
+    session.adopt(variables)
+    return variables
 
 
 def settle_for_training(model: Any, session: KerasSession) -> None:
     """Bring every variable that a step touches onto the mesh, each with memory of its own."""
-    optimizer = getattr(model, "optimizer", None)
-    slots: list[Any] = []
-    if optimizer is not None:
-        session.optimizer_born(optimizer)
-        slots = list(optimizer.variables)
-    variables = [*model.variables, *slots, *model.metrics_variables]
-    strays = [v for v in variables if not session.knows(v)]
-    for slot in strays:
-        parent = parent_by_name(slot, model.trainable_variables) if slot in _Identity(slots) else None
-        if parent is not None:
-            session.set_parent(slot, parent)
-    session.adopt(strays)
+    variables = adopt_for_training(model, session)
     session.settle()
     held: set[int] = set()
     for variable in variables:
-        if id(variable._value) in held:  # a step donates its buffers, and one buffer can be given away only once
+        if id(variable._value) in held:  # a step gives its buffers away, and each can be given away only once
             variable._value = session.port.copy(variable._value)
         held.add(id(variable._value))
 
@@ -126,13 +142,3 @@ def parent_by_name(slot: Any, weights: Any) -> Any:
         if slot.name.startswith(w.path.replace("/", "_") + "_") and tuple(w.shape) == tuple(slot.shape)
     ]
     return max(fitting, key=lambda w: len(w.path), default=None)
-
-
-class _Identity:
-    """Membership by identity: `==` of Keras variables compares their values."""
-
-    def __init__(self, things: list[Any]):
-        self._ids = {id(thing) for thing in things}
-
-    def __contains__(self, thing: object) -> bool:
-        return id(thing) in self._ids
