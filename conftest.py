@@ -70,7 +70,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "layoutmap")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file of another process is none of ours."""
+    """A file of another process is none of ours, nor is one that tests share: it has no doctests to collect."""
+    if collection_path.suffix == ".py" and not house.is_collected(collection_path):
+        return True
     if not RUNNING or not house.is_collected(collection_path):
         return None
     return None if house.process_of(collection_path) == RUNNING else True

@@ -22,6 +22,7 @@ VALUES = (
     "mesh",
     "layout",
     "rule_index",
+    "yaml_form",
     "layout_map",
     "variables",
     "draws",
@@ -35,6 +36,8 @@ CONTRACTS = ("engines.protocol", "engines", "adapters.protocol", "adapters")
 # Each edge and the frameworks that it may import. An edge is a file, files with its name in front, or a folder.
 EDGES = {
     "engines.jax": {"jax"},
+    "engines.jax_devices": {"jax"},
+    "engines.jax_processes": {"jax"},
     "engines.jax_programs": {"jax"},
     "engines.tensorflow": {"tensorflow"},
     "engines.torch": {"torch"},
@@ -56,7 +59,7 @@ FRONT = (
 )  # "" is layoutmap/__init__.py
 SHIPPED_TESTS = {"testing": {"pytest", "hypothesis"}}
 
-THIRD_PARTY = {"numpy", "google"}  # google: the package of protobuf
+THIRD_PARTY = {"numpy", "google", "yaml"}  # google: the package of protobuf
 
 # Imports upwards, each one inside a function, so that it is made only when that function is called.
 UPWARD_DOORS = {

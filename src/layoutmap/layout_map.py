@@ -332,6 +332,53 @@ class LayoutMap(MutableMapping[str, Layout]):
         """The mesh of the map; `None` while it has neither a mesh nor a rule."""
         return self._mesh
 
+    def to_yaml(self) -> str:
+        """The map as a rules file, to be kept beside the model; see `layoutmap.yaml_form`.
+
+        Example:
+            >>> print(LayoutMap(Mesh(None, "model=4"), {r"d1\\.kernel": (None, "model")}).to_yaml())
+            version: 1
+            mesh:
+              dims:
+                model: 4
+            rules:
+              d1\\.kernel: [null, model]
+        """
+        from layoutmap import yaml_form
+
+        mesh = self._mesh
+        return yaml_form.to_yaml(
+            yaml_form.RulesFields(
+                dims=None if mesh is None else {dim.name: dim.size for dim in mesh.mesh_dims},
+                mesh_name="" if mesh is None else mesh.name,
+                devices=None if mesh is None else mesh.devices,
+                rules={pattern: layout.sharding_specs for pattern, layout in self._rules.items()},
+            )
+        )
+
+    @classmethod
+    def from_yaml(cls, text: str, mesh: Mesh | None = None) -> LayoutMap:
+        """Read a rules file.
+
+        Args:
+            text: The text of the file.
+            mesh: The mesh to use instead of the file's.
+
+        Raises:
+            RuleError: The text is no rules file, or a rule of it is not allowed.
+            MeshError: Its mesh is not allowed.
+
+        Example:
+            >>> LayoutMap.from_yaml("{version: 1, rules: {d1: [model]}}", Mesh(None, "model=4"))["d1"].sharding_specs
+            ('model',)
+        """
+        from layoutmap import yaml_form
+
+        fields = yaml_form.from_yaml(text)
+        if mesh is None and fields.dims is not None:
+            mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
+        return cls(mesh, fields.rules)
+
     def scope(self, **options: Any) -> AbstractContextManager[Scope]:
         """Build models whose variables are created straight in their layouts; see `layoutmap.scope`."""
         from layoutmap.scope import scope
@@ -420,7 +467,8 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         # A pattern that starts with .* says nothing of the path's first parts.
         shared = min(len(parts), len(wanted))
         matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
-        score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted))
+        # The last word says what a variable is; to be another kind of variable is the least likely slip.
+        score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
         if score >= _CLOSE:
             scored.append((-score, candidate))
     return [candidate for _, candidate in sorted(scored)[:count]]

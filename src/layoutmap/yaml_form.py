@@ -1,0 +1,145 @@
+"""A layout map as YAML: the rules file that a project keeps beside its model.
+
+    version: 1
+    mesh:
+      dims: {batch: 2, model: 4}
+    rules:
+      blocks\\.\\d+\\.up\\.kernel: [null, model]
+      head\\.kernel: [[batch, model], null]
+
+The order of the rules is their order in the file. This module knows the form; `LayoutMap` checks what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from layoutmap.errors import RuleError
+from layoutmap.layout import UNSHARDED, ShardingSpec
+
+__all__ = ["VERSION", "RulesFields", "from_yaml", "to_yaml"]
+
+VERSION = 1
+_KEYS = {"version", "mesh", "rules"}
+_MESH_KEYS = {"dims", "name", "devices"}
+_MEND = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
+
+
+@dataclass(frozen=True, slots=True)
+class RulesFields:
+    """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
+
+    `dims` is `None` if the file names no mesh.
+    """
+
+    dims: Mapping[str, int] | None
+    mesh_name: str
+    devices: tuple[str, ...] | None
+    rules: Mapping[str, tuple[Any, ...]]
+
+
+def to_yaml(fields: RulesFields) -> str:
+    """The text of a rules file."""
+    import yaml
+
+    class Flow(list[Any]):
+        """A list that is written in one line."""
+
+    safe_dumper: Any = yaml.SafeDumper
+
+    class Dumper(safe_dumper):
+        """Writes specs in one line, and everything else in lines of their own."""
+
+    Dumper.add_representer(
+        Flow, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+    )
+
+    def written(spec: ShardingSpec) -> Any:
+        return None if spec == UNSHARDED else Flow(spec) if isinstance(spec, tuple) else spec
+
+    data: dict[str, Any] = {"version": VERSION}
+    if fields.dims is not None:
+        data["mesh"] = {"dims": dict(fields.dims)}
+        if fields.mesh_name:
+            data["mesh"]["name"] = fields.mesh_name
+        if fields.devices is not None:
+            data["mesh"]["devices"] = Flow(fields.devices)
+    data["rules"] = {pattern: Flow(map(written, specs)) for pattern, specs in fields.rules.items()}
+    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
+
+
+def from_yaml(text: str) -> RulesFields:
+    """Read a rules file.
+
+    Raises:
+        RuleError: It is no YAML, has a key twice, a key that is not known, or another version.
+    """
+    import yaml
+
+    safe_loader: Any = yaml.SafeLoader
+
+    class Loader(safe_loader):
+        """Refuses a key that is there twice; YAML itself keeps the last without a word."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[Any] = set()
+            for key_node, _ in node.value:
+                key: Any = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    raise RuleError(
+                        f"rules file: {key!r} is there twice",
+                        facts={"line": key_node.start_mark.line + 1},
+                        why="two rules for one pattern contradict each other",
+                        mend="delete one of them",
+                    )
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+    try:
+        data: Any = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise RuleError("rules file cannot be read", why=str(error), mend=_MEND) from error
+    top = _mapping(data, "it", _KEYS)
+    if top.get("version") != VERSION:
+        raise RuleError(
+            f"rules file of version {top.get('version')!r}",
+            why=f"this layoutmap reads version {VERSION}",
+            mend=f"write version: {VERSION} in its first line, or use the layoutmap that wrote it",
+        )
+    rules = _mapping(top.get("rules") or {}, "rules", None)
+    for pattern, specs in rules.items():
+        if not isinstance(specs, list):
+            raise RuleError(
+                f"rules file: rule {pattern!r} has no list of sharding specs",
+                facts={"there": repr(specs)},
+                why="a layout has one sharding spec for each axis",
+                mend="write a list, as in [null, model]",
+            )
+    mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
+    devices: list[str] | None = (mesh or {}).get("devices")
+    return RulesFields(
+        dims=None if mesh is None else _mapping(mesh.get("dims") or {}, "mesh dims", None),
+        mesh_name=(mesh or {}).get("name") or "",
+        devices=None if devices is None else tuple(devices),
+        rules={pattern: tuple(map(_read, specs)) for pattern, specs in rules.items()},
+    )
+
+
+def _read(spec: Any) -> Any:
+    return tuple(cast("list[Any]", spec)) if isinstance(spec, list) else spec
+
+
+def _mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RuleError(f"rules file: {what} is no mapping", facts={"there": repr(value)[:200]}, mend=_MEND)
+    found = cast("dict[str, Any]", value)
+    unknown = sorted(str(key) for key in found if keys is not None and key not in keys)
+    if unknown:
+        raise RuleError(
+            f"rules file: {what} has a key {unknown[0]!r}",
+            why=f"the keys are {', '.join(sorted(keys or ()))}",
+            mend="mend the key, or delete it",
+        )
+    return found
