@@ -96,9 +96,6 @@ def temporaries() -> int:
 
 def watch(method: str, model_name: str) -> None:
     """One run that is watched, not timed; prints what it found as JSON."""
-    import layoutmap.adapters.keras
-    import layoutmap.engines.jax
-
     watcher = Watch()
     watcher.start()
     model = create(method, model_name)
@@ -114,12 +111,12 @@ def child(method: str, model_name: str) -> None:
     import keras
     import numpy as np
 
-    import layoutmap.adapters.keras
-    import layoutmap.engines.jax
 
     programs: list[float] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: programs.append(seconds) if event.endswith("backend_compile_duration") else None
+        lambda event, seconds, **_: (
+            programs.append(seconds) if event.endswith("backend_compile_duration") else None
+        )
     )
     jax.block_until_ready([jax.device_put(np.zeros(1), device) for device in jax.devices()])
     keras.utils.set_random_seed(0)
@@ -175,8 +172,12 @@ def measure(method: str, model_name: str, flag: str = "--child") -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="decoder, wide, tiny or micro; may be given several times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", action="append", help="decoder, wide, tiny or micro; may be given several times"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--watch", choices=METHODS, help=argparse.SUPPRESS)
@@ -191,7 +192,9 @@ def main() -> None:
         runs: dict[str, list[dict]] = {method: [] for method in METHODS}
         for number in range(args.rounds):
             for method in METHODS:
-                print(f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr)
+                print(
+                    f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr
+                )
                 runs[method].append(measure(method, model_name))
         watched = {method: measure(method, model_name, "--watch") for method in METHODS}
         print("\r\x1b[K", end="", file=sys.stderr)
@@ -212,7 +215,9 @@ def report(model_name: str, runs: dict[str, list[dict]], watched: dict[str, dict
         f"{first['device_bytes'] / 2**20:.1f} MiB of them on each device of a 2x4 mesh; "
         f"{len(runs['layoutmap'])} rounds, medians (smallest-largest)"
     )
-    print("method          seconds              ratio  programs  compiling s  process peak MiB  live per device MiB")
+    print(
+        "method          seconds              ratio  programs  compiling s  process peak MiB  live per device MiB"
+    )
     for method, results in runs.items():
         times = [run["seconds"] for run in results]
         spread = f"{statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f})"
@@ -221,7 +226,9 @@ def report(model_name: str, runs: dict[str, list[dict]], watched: dict[str, dict
             f"{median(method, 'programs'):>9.0f} {median(method, 'compile_seconds'):>12.2f} "
             f"{median(method, 'peak_bytes') / 2**20:>17.0f} {watched[method]['live_bytes'] / 2**20:>20.1f}"
         )
-    print(f"temporaries     {watched['layoutmap']['temporary_bytes'] / 2**20:.1f} MiB on each device at most (layoutmap)")
+    print(
+        f"temporaries     {watched['layoutmap']['temporary_bytes'] / 2**20:.1f} MiB on each device at most (layoutmap)"
+    )
 
 
 if __name__ == "__main__":

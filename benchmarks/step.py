@@ -32,7 +32,9 @@ def child(method: str, model_name: str) -> None:
     from models import MODELS
 
     batch, length, steps = SIZES[model_name]
-    text = np.random.default_rng(0).integers(0, MODELS[model_name]["vocabulary"], (batch * steps, length + 1), "int32")
+    text = np.random.default_rng(0).integers(
+        0, MODELS[model_name]["vocabulary"], (batch * steps, length + 1), "int32"
+    )
     x, y = text[:, :-1], text[:, 1:]
     keras.utils.set_random_seed(0)
     model = create("layoutmap" if method == "by hand" else method, model_name, batch_dim="batch")
@@ -119,7 +121,9 @@ def measure(method: str, model_name: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", action="append", choices=SIZES, help="may be given several times")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
@@ -131,7 +135,9 @@ def main() -> None:
         runs: dict[str, list[dict]] = {method: [] for method in METHODS}
         for number in range(args.rounds):
             for method in METHODS:
-                print(f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr)
+                print(
+                    f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr
+                )
                 runs[method].append(measure(method, model_name))
         print("\r\x1b[K", end="", file=sys.stderr)
         hand = statistics.median(run["step"] for run in runs["by hand"])

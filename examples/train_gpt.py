@@ -1,7 +1,7 @@
 """Train a small GPT on the text of Python's own standard library, every weight laid out by name.
 
-    python examples/train_gpt.py                                      two meshes of 8 simulated devices, one after the other
-    python examples/train_gpt.py --mesh batch=8 --steps 100           another mesh
+    python examples/train_gpt.py                                      on two meshes of 8 simulated devices
+    python examples/train_gpt.py --mesh batch=8 --steps 100           on another mesh
     python examples/train_gpt.py --mesh batch=2,model=4 --plan-only   only the plan; nothing is allocated
 
 For each mesh it prints the plan, creates the model straight in its layouts, shows what each device holds, and trains.
@@ -120,7 +120,9 @@ def train(mesh: lm.Mesh, steps: int) -> list[float]:
     rows = standard_library_text(steps)
     x, y = rows[:, :-1], rows[:, 1:]
     losses: list[float] = []
-    log = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
+    log = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"]))
+    )
     start = time.perf_counter()
     model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[log])
     seconds = time.perf_counter() - start
@@ -151,7 +153,9 @@ def _on(mesh: lm.Mesh, specs: tuple[str | None, ...]) -> lm.Layout:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mesh", action="append", help='as in "batch=2,model=4"; may be given several times')
     parser.add_argument("--steps", type=int, default=60, help="training steps on each mesh (default: 60)")
     parser.add_argument("--plan-only", action="store_true", help="print the plan and stop")

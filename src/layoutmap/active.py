@@ -6,7 +6,7 @@ where nothing could be passed to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,7 +22,7 @@ def current() -> Any:
 
 
 @contextmanager
-def entered(session: Any) -> Iterator[None]:
+def entered(session: Any) -> Generator[None]:
     """Make a session the current one for a while; afterwards the one before it is current again."""
     token = _current.set(session)
     try:

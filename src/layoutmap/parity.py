@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +37,9 @@ class ParityRow:
     Args:
         stage: `"weights"`, `"forward"`, `"loss"`, `"gradient"`, or `"step 1"` and so on.
         name: A variable's path, or which output.
-        error: The largest absolute difference, divided by the size of the plain model's values or by 1 if they are smaller
-            (for gradients: by the largest gradient of the model); `nan`
-            where the shapes differ or only one side is not a number.
+        error: The largest absolute difference, divided by the size of the plain model's values, or by 1 if they are
+            smaller (for gradients: by the largest gradient of the model); `nan` where the shapes differ or only one
+            side is not a number.
         tolerance: What is allowed.
         left_out: How many elements were not compared, since their gradient is only rounding.
     """
@@ -88,7 +88,9 @@ class ParityReport:
     def __str__(self) -> str:
         stages = dict.fromkeys(row.stage for row in self.rows)
         lines = [f"  {stage:<9} {self.worst(stage):.3g}" for stage in stages]
-        left_out = max((sum(r.left_out for r in self.rows if r.stage == stage) for stage in stages), default=0)
+        left_out = max(
+            (sum(r.left_out for r in self.rows if r.stage == stage) for stage in stages), default=0
+        )
         if left_out:
             lines.append(f"  {left_out} elements left out of the steps: their gradient is only rounding")
         first = self.first_difference
@@ -222,7 +224,7 @@ def _variables(
         expected, actual = adapter.read(theirs[path]), adapter.read(ours[path])
         left_out = _rounding_of(path, expected.shape, rounding or {})
         if left_out is not None and expected.shape == actual.shape:
-            actual = np.where(left_out, expected, actual)
+            actual = cast("npt.NDArray[Any]", np.where(left_out, expected, actual))
         count = 0 if left_out is None else int(left_out.sum())
         yield ParityRow(stage, path, _difference(expected, actual), tolerance, count)
 
@@ -257,11 +259,15 @@ def _difference(expected: npt.NDArray[Any], actual: npt.NDArray[Any], *, least: 
 
 
 def _flat(outputs: Any) -> list[npt.NDArray[Any]]:
+    """The arrays in nested mappings and sequences, in order."""
+    parts: list[Any]
     if isinstance(outputs, Mapping):
-        return [array for value in outputs.values() for array in _flat(value)]
-    if isinstance(outputs, (list, tuple)):
-        return [array for value in outputs for array in _flat(value)]
-    return [np.asarray(outputs)]
+        parts = list(cast("Mapping[Any, Any]", outputs).values())
+    elif isinstance(outputs, (list, tuple)):
+        parts = list(cast("list[Any]", outputs))
+    else:
+        return [np.asarray(outputs)]
+    return [array for part in parts for array in _flat(part)]
 
 
 def _reason(row: ParityRow) -> str:

@@ -88,7 +88,9 @@ class Plan:
             if path == assignment.variable.path or path in assignment.variable.aliases:
                 return assignment
         near = nearest(path, [a.variable.path for a in self.assignments])
-        raise KeyError(f"the plan has no variable {path!r}" + (f"; near misses: {', '.join(near)}" if near else ""))
+        raise KeyError(
+            f"the plan has no variable {path!r}" + (f"; near misses: {', '.join(near)}" if near else "")
+        )
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -139,99 +141,6 @@ class Plan:
         shown = "\n\n".join(str(problem) for problem in grouped[:_SHOWN_IN_FULL])
         more = f"\n\n... and {len(grouped) - _SHOWN_IN_FULL} more" if len(grouped) > _SHOWN_IN_FULL else ""
         raise PlanError(f"{len(found)} problems\n{shown}{more}", problems=found)
-
-    def __str__(self) -> str:
-        return format_message(self.what, dict(self.facts), self.why, self.mend)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Plan:
-    """Where every variable of a model goes.
-
-    Args:
-        mesh: The mesh.
-        assignments: The variables and their layouts, in the order of the model.
-        problems: Everything found, errors first.
-
-    Example:
-        >>> from layoutmap import LayoutMap, Mesh
-        >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {r".*\\.kernel": (None, "model")})
-        >>> plan = make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map)
-        >>> plan["d1.kernel"].shard_shape, plan.device_nbytes
-        ((512, 256), 524288)
-        >>> plan
-        <Plan: 1 variable on batch=2, model=4, 2.0 MiB, 512.0 KiB per device; no problems>
-    """
-
-    mesh: Mesh
-    assignments: tuple[Assignment, ...]
-    problems: tuple[Problem, ...] = ()
-
-    def __iter__(self) -> Iterator[Assignment]:
-        return iter(self.assignments)
-
-    def __len__(self) -> int:
-        return len(self.assignments)
-
-    def __getitem__(self, path: str) -> Assignment:
-        for assignment in self.assignments:
-            if path == assignment.variable.path or path in assignment.variable.aliases:
-                return assignment
-        near = nearest(path, [a.variable.path for a in self.assignments])
-        raise KeyError(f"the plan has no variable {path!r}" + (f"; near misses: {', '.join(near)}" if near else ""))
-
-    @property
-    def errors(self) -> tuple[Problem, ...]:
-        """The problems with which the model cannot be made."""
-        return tuple(p for p in self.problems if p.severity == "error")
-
-    @property
-    def warnings(self) -> tuple[Problem, ...]:
-        """The problems that `strict` makes errors."""
-        return tuple(p for p in self.problems if p.severity == "warning")
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes of all variables, each counted once."""
-        return sum(a.variable.nbytes for a in self.assignments)
-
-    @property
-    def device_nbytes(self) -> int:
-        """Size in bytes of what each device holds: the shards of all variables."""
-        return sum(a.shard_nbytes for a in self.assignments if a.fits)
-
-    @property
-    def largest_drawn_whole(self) -> Assignment | None:
-        """The largest variable whose first value must be drawn whole on one device, if there is any."""
-        whole = [a for a in self.assignments if a.drawn_whole]
-        return max(whole, key=lambda a: a.variable.nbytes, default=None)
-
-    def with_problem(self, problem: Problem) -> Plan:
-        """The same plan with one more problem."""
-        return replace(self, problems=(*self.problems, problem))
-
-    def check(self, *, strict: bool = False) -> Plan:
-        """Raise once, with every error; give the plan back if there is none.
-
-        Args:
-            strict: Whether warnings count as errors.
-
-        Raises:
-            PlanError: There are errors; the first ten are in the message, all are in `problems`.
-        """
-        found = self.errors + (self.warnings if strict else ())
-        if not found:
-            return self
-        grouped = group_problems(found)
-        if len(grouped) == 1:
-            (only,) = grouped
-            raise PlanError(only.what, problems=found, facts=dict(only.facts), why=only.why, mend=only.mend)
-        shown = "\n\n".join(str(problem) for problem in grouped[:_SHOWN_IN_FULL])
-        more = f"\n\n... and {len(grouped) - _SHOWN_IN_FULL} more" if len(grouped) > _SHOWN_IN_FULL else ""
-        raise PlanError(f"{len(found)} problems\n{shown}{more}", problems=found)
-
-    def _unfit(self, assignment: Assignment) -> bool:
-        return any(p.subject == assignment.variable.path for p in self.errors)
 
     def __str__(self) -> str:
         from layoutmap.report.text import plan_text
@@ -256,7 +165,7 @@ def group_problems(problems: Sequence[Problem]) -> list[Problem]:
         # The pattern in a mend names one block; all else must be equal for two problems to be one.
         groups.setdefault((p.kind, p.severity, path_shape(p.subject), p.facts, p.why), []).append(p)
     merged: list[Problem] = []
-    for (first, *rest) in groups.values():
+    for first, *rest in groups.values():
         subjects = [first.subject, *(p.subject for p in rest)]
         new = merge_paths(subjects) if rest else first.subject
         mend = first.mend.replace(path_pattern(subjects[:1]), path_pattern(subjects))
@@ -341,7 +250,9 @@ def _match(
     return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
 
 
-def _layout(variable: VariableSpec, match: Match | None, by_path: Mapping[tuple[str, str], Assignment], mesh: Mesh) -> Layout:
+def _layout(
+    variable: VariableSpec, match: Match | None, by_path: Mapping[tuple[str, str], Assignment], mesh: Mesh
+) -> Layout:
     if match and match.rule:
         return match.rule.layout
     parent = by_path.get((variable.model, variable.parent or ""))

@@ -45,7 +45,9 @@ class Progress:
             self._shown = True
             share = 100 * self._made_nbytes // self._total
             path = key.partition(":")[2] or key
-            sys.stderr.write(f"\r\x1b[Klayoutmap: {self._made}/{len(self._nbytes)} variables, {share}%  {path}")
+            sys.stderr.write(
+                f"\r\x1b[Klayoutmap: {self._made}/{len(self._nbytes)} variables, {share}%  {path}"
+            )
             sys.stderr.flush()
 
     def __exit__(

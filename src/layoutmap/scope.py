@@ -7,7 +7,7 @@ made. A plan stops before the last step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,15 +49,11 @@ class Scope:
         self.strict = strict
         self.batch_dim = batch_dim
         self.plan = Plan(layout_map.mesh or Mesh(None, ()), ())
+        self.plan_only = engine is None  # a dry run: nothing may get a value
         self._engine = engine
         self._progress = progress
         self._warned: set[str] = set()
         self.session: Session = adapter.begin(self)
-
-    @property
-    def plan_only(self) -> bool:
-        """Whether this is a dry run: nothing may get a value."""
-        return self._engine is None
 
     @property
     def engine(self) -> Engine:
@@ -137,7 +133,7 @@ def scope(
     batch_dim: str | None = None,
     library: str | None = None,
     progress: bool | None = None,
-) -> Iterator[Scope]:
+) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
     Inside the `with` block, and at the first call of what was built in it, every variable is born without a value,
@@ -178,7 +174,7 @@ def scope(
 
 
 @contextmanager
-def layout_map_scope(layout_map: LayoutMap) -> Iterator[Scope]:
+def layout_map_scope(layout_map: LayoutMap) -> Generator[Scope]:
     """The older spelling of `layout_map.scope()`; deprecated."""
     warnings.warn(
         "layout_map_scope(layout_map) is deprecated: write layout_map.scope()",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from layoutmap.layout_map import Match
 __all__ = ["Assignment", "Kind", "VariableSpec", "itemsize"]
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a variable is for, which decides how it gets its layout.
 
     `WEIGHT` (trained or not) and `STATE` (moving statistics) are matched by the rules; a `SLOT` of an optimizer follows
@@ -26,9 +26,6 @@ class Kind(str, Enum):
     RNG = "rng"
     SLOT = "slot"
     METRIC = "metric"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)

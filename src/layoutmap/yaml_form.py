@@ -52,20 +52,22 @@ def to_yaml(fields: RulesFields) -> str:
     class Dumper(safe_dumper):
         """Writes specs in one line, and everything else in lines of their own."""
 
-    Dumper.add_representer(
-        Flow, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
-    )
+    def in_one_line(dumper: Any, data: Flow) -> Any:
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+    Dumper.add_representer(Flow, in_one_line)
 
     def written(spec: ShardingSpec) -> Any:
         return None if spec == UNSHARDED else Flow(spec) if isinstance(spec, tuple) else spec
 
     data: dict[str, Any] = {"version": VERSION}
     if fields.dims is not None:
-        data["mesh"] = {"dims": dict(fields.dims)}
+        mesh: dict[str, Any] = {"dims": dict(fields.dims)}
         if fields.mesh_name:
-            data["mesh"]["name"] = fields.mesh_name
+            mesh["name"] = fields.mesh_name
         if fields.devices is not None:
-            data["mesh"]["devices"] = Flow(fields.devices)
+            mesh["devices"] = Flow(fields.devices)
+        data["mesh"] = mesh
     data["rules"] = {pattern: Flow(map(written, specs)) for pattern, specs in fields.rules.items()}
     return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
 
@@ -95,7 +97,7 @@ def from_yaml(text: str) -> RulesFields:
                         mend="delete one of them",
                     )
                 seen.add(key)
-            return super().construct_mapping(node, deep)
+            return safe_loader.construct_mapping(self, node, deep)
 
     try:
         data: Any = yaml.load(text, Loader)

@@ -56,14 +56,21 @@ def subclassed():
 def functional():
     x = keras.Input((16,), name="x")
     shared = L.Dense(16, name="shared", activation="relu")
-    inner = keras.Sequential([L.Dense(32, name="in1", activation="relu"), L.Dense(16, name="in2")], name="inner")
+    inner = keras.Sequential(
+        [L.Dense(32, name="in1", activation="relu"), L.Dense(16, name="in2")], name="inner"
+    )
     y = shared(shared(x))
     y = L.Add(name="add")([y, inner(y)])
     return compiled(keras.Model(x, L.Dense(64, name="out")(y), name="functional"))
 
 
 def sequential():
-    layers = [keras.Input((16,)), L.Dense(32, name="d1"), L.BatchNormalization(name="bn"), L.Dense(64, name="d2")]
+    layers = [
+        keras.Input((16,)),
+        L.Dense(32, name="d1"),
+        L.BatchNormalization(name="bn"),
+        L.Dense(64, name="d2"),
+    ]
     return compiled(keras.Sequential(layers))
 
 

@@ -30,10 +30,20 @@ class TestKerasOnJax(AdapterContract):
     def hooked(self):
         classes = {
             base
-            for kind in (keras.Variable, keras.layers.Dense, keras.Sequential, keras.Model, keras.optimizers.Adam)
+            for kind in (
+                keras.Variable,
+                keras.layers.Dense,
+                keras.Sequential,
+                keras.Model,
+                keras.optimizers.Adam,
+            )
             for base in kind.__mro__
             if base is not object
         }
-        names = {f"{c.__module__}.{c.__qualname__}.{name}": value for c in classes for name, value in vars(c).items()}
+        names = {
+            f"{c.__module__}.{c.__qualname__}.{name}": value
+            for c in classes
+            for name, value in vars(c).items()
+        }
         module = inspect.getmodule(CommonVariable)
         return names | {f"module.{name}": value for name, value in vars(module).items()}

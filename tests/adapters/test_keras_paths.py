@@ -86,20 +86,32 @@ def d(units=4, **options):
 
 CASES = {
     "attributes": (lambda: Holder(d1=d(), d2=d(2)), "d1.kernel d1.bias d2.kernel d2.bias"),
-    "list": (lambda: Holder(blocks=[d(), d(2)]), "blocks.0.kernel blocks.0.bias blocks.1.kernel blocks.1.bias"),
-    "dict": (lambda: Holder(heads={"a": d(use_bias=False), "b": d(use_bias=False)}), "heads.a.kernel heads.b.kernel"),
+    "list": (
+        lambda: Holder(blocks=[d(), d(2)]),
+        "blocks.0.kernel blocks.0.bias blocks.1.kernel blocks.1.bias",
+    ),
+    "dict": (
+        lambda: Holder(heads={"a": d(use_bias=False), "b": d(use_bias=False)}),
+        "heads.a.kernel heads.b.kernel",
+    ),
     "nested": (
         lambda: Holder(nest={"k": [d(use_bias=False), (d(use_bias=False),)]}),
         "nest.k.0.kernel nest.k.1.0.kernel",
     ),
-    "layers before containers": (lambda: Holder(z=[d(use_bias=False)], a=d(use_bias=False)), "a.kernel z.0.kernel"),
+    "layers before containers": (
+        lambda: Holder(z=[d(use_bias=False)], a=d(use_bias=False)),
+        "a.kernel z.0.kernel",
+    ),
     "odd weights": (lambda: Holder(o=OddWeights()), "o.constant o.w o.many.0 o.many.1 o.noattr"),
     "made in build": (lambda: Holder(m=MadeInBuild()), "m.inner.kernel m.inner.bias"),
     "norms and dropout": (
         lambda: Holder(bn=L.BatchNormalization(), drop=L.Dropout(0.5)),
         "bn.gamma bn.beta bn.moving_mean bn.moving_variance drop.seed_generator.state",
     ),
-    "sequential in subclass": (lambda: Holder(seq=keras.Sequential([d(name="s1")])), "seq.s1.kernel seq.s1.bias"),
+    "sequential in subclass": (
+        lambda: Holder(seq=keras.Sequential([d(name="s1")])),
+        "seq.s1.kernel seq.s1.bias",
+    ),
     "functional in subclass": (lambda: Holder(enc=functional(d(name="f1"))), "enc.f1.kernel enc.f1.bias"),
     "subclass in functional": (lambda: functional(Holder(x1=d())), "holder*.x1.kernel holder*.x1.bias"),
     "sequential in functional": (
@@ -121,7 +133,11 @@ def expand(text, actual):
     """The expected paths, with `layer.*` for kernel and bias, and `name*` for a numbered name."""
     paths = text.replace("a.*", "a.kernel a.bias").replace("b.*", "b.kernel b.bias").split()
     return [
-        path if "*" not in path else next(p for p in actual if p.startswith(path.partition("*")[0]) and p.endswith(path.partition("*")[2]))
+        path
+        if "*" not in path
+        else next(
+            p for p in actual if p.startswith(path.partition("*")[0]) and p.endswith(path.partition("*")[2])
+        )
         for path in paths
     ]
 
@@ -139,7 +155,9 @@ def test_every_variable_has_its_path_its_layout_and_the_plain_value(name, when):
     keras.utils.set_random_seed(3)
     plain = make_model()
     plain(x)
-    layout_map = lm.LayoutMap(lm.create_mesh("model=2"), {r".*kernel$": (None, "model"), r".*w$": ("model", None)})
+    layout_map = lm.LayoutMap(
+        lm.create_mesh("model=2"), {r".*kernel$": (None, "model"), r".*w$": ("model", None)}
+    )
     keras.utils.set_random_seed(3)
     with layout_map.scope() as scope:
         model = make_model()
@@ -154,7 +172,9 @@ def test_every_variable_has_its_path_its_layout_and_the_plain_value(name, when):
     assert not [f.path for f in found if is_pending(f.variable)]
     assert [f.path for f in found] == [a.variable.path for a in scope.plan if a.variable.model == model.name]
     for f in found:
-        assert (layout_map[f.path] or lm.Layout.replicated(layout_map.mesh, f.variable.ndim)) == f.variable.layout
+        assert (
+            layout_map[f.path] or lm.Layout.replicated(layout_map.mesh, f.variable.ndim)
+        ) == f.variable.layout
     expected, got = values(plain), values(model)
     assert all(np.array_equal(a, b) for a, b in zip(expected.values(), got.values(), strict=True))
 
@@ -187,19 +207,38 @@ def test_two_rules_that_disagree_on_a_tied_weight_are_told():
         (
             lambda: L.MultiHeadAttention(2, 2),
             (1, 3, 4),
-            {f"x.{part}_dense.{w}" for part in ("query", "key", "value", "output") for w in ("kernel", "bias")},
+            {
+                f"x.{part}_dense.{w}"
+                for part in ("query", "key", "value", "output")
+                for w in ("kernel", "bias")
+            },
         ),
         (
             lambda: L.Bidirectional(L.LSTM(2)),
             (1, 3, 4),
-            {f"x.{way}_layer.cell.{w}" for way in ("forward", "backward") for w in ("kernel", "recurrent_kernel", "bias")},
+            {
+                f"x.{way}_layer.cell.{w}"
+                for way in ("forward", "backward")
+                for w in ("kernel", "recurrent_kernel", "bias")
+            },
         ),
         (lambda: L.TimeDistributed(d()), (1, 3, 4), {"x.layer.kernel", "x.layer.bias"}),
         (lambda: L.EinsumDense("ab,bc->ac", 4, bias_axes="c"), (1, 4), {"x.kernel", "x.bias"}),
         (lambda: L.Conv2D(2, 3), (1, 4, 4, 3), {"x.kernel", "x.bias"}),
-        (lambda: L.ReversibleEmbedding(8, 4, tie_weights=False), (1, 3), {"x.embeddings", "x.reverse_embeddings"}),
+        (
+            lambda: L.ReversibleEmbedding(8, 4, tie_weights=False),
+            (1, 3),
+            {"x.embeddings", "x.reverse_embeddings"},
+        ),
     ],
-    ids=["MultiHeadAttention", "Bidirectional", "TimeDistributed", "EinsumDense", "Conv2D", "ReversibleEmbedding"],
+    ids=[
+        "MultiHeadAttention",
+        "Bidirectional",
+        "TimeDistributed",
+        "EinsumDense",
+        "Conv2D",
+        "ReversibleEmbedding",
+    ],
 )
 def test_private_storage_counts_under_its_public_name(make_layer, shape, paths):
     """Keras's own layers have the paths that their public attributes have."""
@@ -213,7 +252,9 @@ def test_private_storage_counts_under_its_public_name(make_layer, shape, paths):
             return self.x(x, x) if isinstance(self.x, L.MultiHeadAttention) else self.x(x)
 
     layout_map = lm.LayoutMap(lm.create_mesh("model=2"))
-    model = layout_map.build(One, inputs=np.zeros(shape, "int32" if len(shape) == 2 and shape[1] == 3 else "float32"))
+    model = layout_map.build(
+        One, inputs=np.zeros(shape, "int32" if len(shape) == 2 and shape[1] == 3 else "float32")
+    )
 
     assert paths == {f.path for f in find_variables(model) if not f.is_seed}
     assert all(hasattr(f.variable, "layout") for f in find_variables(model))

@@ -16,7 +16,9 @@ L = keras.layers
 pytestmark = [
     pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
     # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+    ),
 ]
 MESH = "batch=2,model=4"
 
@@ -54,7 +56,10 @@ def fit(model, rows=22, **options):
     x, y = batch("sequential", rows)
     options = {"batch_size": 4, "epochs": 2, "verbose": 0, "shuffle": False} | options
     history = model.fit(x, y, **options).history
-    return history | {"evaluate": model.evaluate(x, y, batch_size=4, verbose=0), "predict": model.predict(x, verbose=0)}
+    return history | {
+        "evaluate": model.evaluate(x, y, batch_size=4, verbose=0),
+        "predict": model.predict(x, verbose=0),
+    }
 
 
 def assert_close(expected, actual, tolerance=1e-5):
@@ -121,7 +126,7 @@ def test_every_way_of_running_a_step_gives_the_same(options):
 
 def test_averaged_weights_survive_a_second_fit():
     """With `use_ema` a second `fit` works; plain Keras gives one buffer away twice and stops."""
-    _, actual, model = both(lambda: mlp(keras.optimizers.SGD(0.05, use_ema=True)), lambda m: None)
+    _, _, model = both(lambda: mlp(keras.optimizers.SGD(0.05, use_ema=True)), lambda m: None)
     first = fit(model, epochs=1)
     second = fit(model, epochs=1)
 
@@ -133,7 +138,10 @@ def test_mixed_precision_trains_like_one_device():
     """Under a mixed policy, weights stay float32 in their layouts and the losses are the plain ones."""
 
     def make_model():
-        layers = [keras.Input((16,)), *(L.Dense(n, name=f"d{i}", dtype="mixed_bfloat16") for i, n in ((1, 32), (2, 64)))]
+        layers = [
+            keras.Input((16,)),
+            *(L.Dense(n, name=f"d{i}", dtype="mixed_bfloat16") for i, n in ((1, 32), (2, 64))),
+        ]
         model = keras.Sequential(layers)
         model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
@@ -204,7 +212,9 @@ def test_dropout_masks_are_those_of_one_device():
     """Random masks in training do not depend on the mesh: a model with dropout has the plain losses."""
     expected, actual, model = both(
         keras_models.subclassed,
-        lambda m: {"loss": m.fit(*batch("subclassed", 12), batch_size=4, verbose=0, shuffle=False).history["loss"]},
+        lambda m: {
+            "loss": m.fit(*batch("subclassed", 12), batch_size=4, verbose=0, shuffle=False).history["loss"]
+        },
         layout_map("subclassed"),
     )
 

@@ -29,5 +29,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
 def plan_html(plan: Plan) -> str:
     """A plan as a table, with its errors and warnings below."""
     rows = [row_cells(row) for row in plan_rows(plan)]
-    found = "".join(f"<pre>{p.severity}: {escape(str(p))}</pre>" for p in group_problems(plan.errors + plan.warnings))
+    found = "".join(
+        f"<pre>{p.severity}: {escape(str(p))}</pre>" for p in group_problems(plan.errors + plan.warnings)
+    )
     return table(f"Plan: {plan_line(plan)}", COLUMNS, rows) + found

@@ -59,7 +59,17 @@ def plan_rows(plan: Plan) -> list[Row]:
         if follows:
             key = (v.model, follows, _slot_kind(v), v.dtype)
         else:
-            key = (v.model, follows, path_shape(v.path), v.shape, v.dtype, v.kind, a.layout, rule, a.drawn_whole)
+            key = (
+                v.model,
+                follows,
+                path_shape(v.path),
+                v.shape,
+                v.dtype,
+                v.kind,
+                a.layout,
+                rule,
+                a.drawn_whole,
+            )
         groups.setdefault(key, []).append(a)
     several = len({a.variable.model for a in plan} - {""}) > 1
     rows: list[Row] = []

@@ -44,7 +44,10 @@ def plan_text(plan: Plan) -> str:
     grouped = group_problems(plan.errors + plan.warnings)
     no_rule = [p for p in grouped if p.kind == "no rule"]
     if no_rule:
-        lines += ["", f"warning: no rule matches these {sum(p.kind == 'no rule' for p in plan.problems)}, so every"]
+        lines += [
+            "",
+            f"warning: no rule matches these {sum(p.kind == 'no rule' for p in plan.problems)}, so every",
+        ]
         lines[-1] += " device holds them whole; a rule for each says that this is meant"
         lines += [f"  {p.subject:<{max(len(q.subject) for q in no_rule)}}  {p.mend}" for p in no_rule]
     for problem in grouped:
@@ -59,9 +62,7 @@ def warning_text(plan: Plan) -> str:
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
     biases and scales are small and mostly meant to be whole, and stand in the plan.
     """
-    worth = [
-        p for p in plan.warnings if p.kind != "no rule" or len(plan[p.subject].variable.shape) > 1
-    ]
+    worth = [p for p in plan.warnings if p.kind != "no rule" or len(plan[p.subject].variable.shape) > 1]
     if not worth:
         return ""
     lines = [f"  {p.what}" for p in group_problems(worth)]
