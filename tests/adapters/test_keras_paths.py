@@ -281,3 +281,35 @@ def test_two_models_in_one_scope_are_told_apart():
     assert teacher.d1.kernel.layout == student.d1.kernel.layout == layout_map["d1.kernel"]
     assert {teacher.name, student.name} == {a.variable.model for a in scope.plan}
     assert f"{teacher.name}: d1.kernel" in str(scope.plan)
+
+
+def unnamed():
+    """A Functional model whose layers were given no names, but for one that looks numbered."""
+    x = keras.Input((4,))
+    y = L.Dense(4)(x)
+    y = L.Dense(4, name="dense_1")(y)
+    return keras.Model(x, keras.Sequential([L.Dense(4), L.Dense(4)])(L.Dense(4)(y)))
+
+
+def test_layers_without_names_are_numbered_by_their_model():
+    """Built three times, after other layers, the same model has the same paths; given names are kept."""
+    layout_map = lm.LayoutMap(lm.create_mesh("model=2"), {r"dense\.kernel": (None, "model")})
+    expected = [f"{name}.{w}" for name in ("dense", "dense_1", "dense_2") for w in ("kernel", "bias")]
+    expected += [f"sequential.{name}.{w}" for name in ("dense", "dense_1") for w in ("kernel", "bias")]
+    for _ in range(3):
+        L.Dense(1), keras.Sequential([])
+        model = layout_map.build(unnamed)
+
+        assert expected == [f.path for f in find_variables(model)]
+        assert ("unsharded", "model") == model.layers[1].kernel.layout.sharding_specs
+
+
+def test_names_of_a_model_that_exists_are_as_they_are():
+    """`apply` goes by the names that the model shows; nobody can tell which of them were given."""
+    model = keras.Sequential([keras.Input((4,)), L.Dense(4), L.Dense(4)])
+    names = [layer.name for layer in model.layers]
+    lm.LayoutMap(lm.create_mesh("model=2")).apply(model)
+
+    assert [f"{name}.{w}" for name in names for w in ("kernel", "bias")] == [
+        f.path for f in find_variables(model)
+    ]

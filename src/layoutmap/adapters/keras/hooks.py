@@ -13,7 +13,7 @@ Private names, tested on Keras 3.15:
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _trainable_variables,
                                                     _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
-    keras.src.utils.python_utils                    is_default
+    keras.src.utils                                 python_utils.is_default, naming.to_snake_case
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ __all__ = [
     "is_default",
     "is_global_seed",
     "settle_after_stateless_scope",
+    "to_snake_case",
     "without_value",
 ]
 
@@ -50,6 +51,7 @@ try:
     from keras.src.models.functional import Functional
     from keras.src.random import seed_generator
     from keras.src.random.seed_generator import draw_seed
+    from keras.src.utils.naming import to_snake_case
     from keras.src.utils.python_utils import is_default
 
     Layer: Any = keras.layers.Layer
@@ -132,7 +134,7 @@ def _install() -> None:
         layer = plain_new(cls, *args, **kwargs)
         session = current()
         if session is not None:
-            session.layer_born(layer)
+            session.layer_born(layer, unnamed=kwargs.get("name") is None)
         return layer
 
     CommonVariable.__init__ = init

@@ -4,7 +4,8 @@ A path is the way from the model to the variable through attributes, list indice
 (`dense_3`) are numbered by the process and change when a model is built twice; attributes do not.
 
     subclassed models           the attribute path: `blocks.0.attn.query.kernel`
-    Functional and Sequential   `layer.name`, then the attribute path inside the layer, at every depth
+    Functional and Sequential   `layer.name`, then the attribute path inside the layer, at every depth; see `names` for
+                                layers that were given no name
 
 Private storage counts under its public name: `_kernel` is `kernel`. A variable with several paths, through a shared
 layer or a tied weight, has the first of them, in a fixed order: layers and variables first, containers after, each in
@@ -20,6 +21,7 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.hooks import Functional
+from layoutmap.adapters.keras.names import stable_names
 
 __all__ = ["Found", "find_variables", "slot_path", "sublayers"]
 
@@ -138,7 +140,7 @@ def _children(owner: Any) -> list[tuple[str, Any]]:
         return [(str(i), value) for i, value in enumerate(owner) if _is_walked(value)]
     children: list[tuple[str, Any]] = []
     if isinstance(owner, (keras.Sequential, Functional)):
-        children += [(layer.name, layer) for layer in owner.layers]
+        children += zip(stable_names(owner.layers), owner.layers, strict=True)
     attributes = _attributes(owner)
     single = [(n, v) for n, v in attributes if not isinstance(v, (Mapping, list, tuple))]
     children += single + [(n, v) for n, v in attributes if isinstance(v, (Mapping, list, tuple))]
@@ -184,11 +186,10 @@ def _unattached(layer: Any, children: list[tuple[str, Any]]) -> list[tuple[str, 
         *getattr(layer, "_trainable_variables", ()),
         *getattr(layer, "_non_trainable_variables", ()),
     ]
-    return [
-        (thing.name, thing)
-        for thing in tracked
-        if id(thing) not in held and not isinstance(thing, keras.Metric)
-    ]
+    loose = [thing for thing in tracked if id(thing) not in held and not isinstance(thing, keras.Metric)]
+    layers = [thing for thing in loose if isinstance(thing, keras.layers.Layer)]
+    variables = [thing for thing in loose if not isinstance(thing, keras.layers.Layer)]
+    return [*zip(stable_names(layers), layers, strict=True), *((v.name, v) for v in variables)]
 
 
 def _ids(child: Any, ids: set[int]) -> None:

@@ -22,6 +22,7 @@ import keras
 from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
 from layoutmap.adapters.keras.draws import draw_of, why_whole
+from layoutmap.adapters.keras.names import mark_unnamed, stable_names
 from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
@@ -69,7 +70,7 @@ class KerasSession:
         self._records: dict[int, _Record] = {}  # by id, in the order of birth
         self._tagged: dict[int, _Record] = {}  # by the id of the tag
         self._num_births = self._num_planned = 0
-        self._described: tuple[int, list[_Entry]] = (0, [])
+        self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
         self._open = threading.local()
         self._settling = False
         self._failed = False
@@ -93,8 +94,10 @@ class KerasSession:
             else:
                 self.settle()
 
-    def layer_born(self, layer: Any) -> None:
+    def layer_born(self, layer: Any, *, unnamed: bool = False) -> None:
         """A layer was constructed."""
+        if unnamed:
+            mark_unnamed(layer)
         self._num_births += 1
         self._layers.append(weakref.ref(layer))
         wrap_layer(layer, self)
@@ -173,30 +176,20 @@ class KerasSession:
             if not getattr(layer, "built", True) and not hooks.is_default(layer.build)
         ]
 
-    def _describe(self, *, fresh: bool = True) -> list[_Entry]:
-        """All variables of the scope: those of the models first, in the order of the models, then the rest.
-
-        Early reads ask for this once for each variable, so they make do with what was found when there were as many
-        layers and variables as now; settling walks anew.
-        """
-        if fresh or self._described[0] != self._num_births:
-            self._described = (self._num_births, self._describe_now())
-        return self._described[1]
-
-    def _describe_now(self) -> list[_Entry]:
+    def _describe(self) -> list[_Entry]:
+        """All variables of the scope: those of the models first, in the order of the models, then the rest."""
         entries: list[_Entry] = []
         seen: set[int] = set()
         layers = self._alive()
         below = {id(child) for layer in layers for child in sublayers(layer)}
-        for root in layers:
-            if id(root) in below:
-                continue
+        roots = [layer for layer in layers if id(layer) not in below]
+        for name, root in zip(stable_names(roots), roots, strict=True):
             is_model = isinstance(root, keras.Model)
             for found in find_variables(root):
                 if id(found.variable) in seen:
                     continue
                 seen.add(id(found.variable))
-                prefix = "" if is_model else f"{root.name}."
+                prefix = "" if is_model else f"{name}."
                 kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
                 entries.append(
                     _entry(
@@ -204,7 +197,7 @@ class KerasSession:
                         prefix + found.path,
                         Kind.RNG if found.is_seed else kind,
                         aliases=tuple(prefix + alias for alias in found.aliases),
-                        model=root.name,
+                        model=name,
                     )
                 )
         of = {id(entry.variable): entry for entry in entries}
@@ -222,7 +215,7 @@ class KerasSession:
         if parent is None or entry is None:
             if is_slot:
                 return _entry(variable, f"optimizer.{variable.name}", Kind.SLOT)
-            return _entry(variable, variable.path.replace("/", "."), Kind.METRIC)
+            return _entry(variable, _plain_path(variable), Kind.METRIC)
         path = slot_path(variable, parent, entry.spec.path)
         return _entry(variable, path, Kind.SLOT, parent=entry.spec.path, model=entry.spec.model)
 
@@ -249,7 +242,6 @@ class KerasSession:
                 self._failed = False
             finally:
                 self._settling = False
-                self._described = (0, [])  # it would keep the variables of dead models alive
 
     def _settle(self, waiting: list[Any]) -> None:
         entries = self._describe()
@@ -317,10 +309,11 @@ class KerasSession:
             )
 
     def _entry_of(self, variable: Any) -> _Entry:
-        for entry in self._describe(fresh=False):
-            if entry.variable is variable:
-                return entry
-        return _entry(variable, variable.path.replace("/", "."), Kind.METRIC)
+        # Early reads ask for each variable, so they make do with what was found when as many things had been born.
+        if self._described[0] != self._num_births:
+            self._described = (self._num_births, {id(e.variable): e.spec for e in self._describe()})
+        spec = self._described[1].get(id(variable))
+        return _Entry(variable, spec) if spec else _entry(variable, _plain_path(variable), Kind.METRIC)
 
     def _make(self, todo: list[tuple[_Entry, Assignment]]) -> None:
         """Make values, in the order in which the variables were born: seed generators advance in that order."""
@@ -381,6 +374,10 @@ def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> _Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
     return _Entry(variable, VariableSpec(path, shape, dtype, kind, **rest))
+
+
+def _plain_path(variable: Any) -> str:
+    return variable.path.replace("/", ".")
 
 
 def _why_whole(entry: _Entry) -> str:

@@ -34,7 +34,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     for name in ("build", "quantize", "enable_lora"):
         if hasattr(layer, name):
             own[name] = _reopening(session, getattr(layer, name))
-    own["_maybe_build"] = _unless_built(layer, _reopening(session, layer._maybe_build))
+    own["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
     if isinstance(layer, keras.Model):
         own["compile"] = _compiling(layer, session)
         wrap_training(layer, session)
@@ -58,12 +58,17 @@ def _reopening(session: KerasSession, method: Callable[..., Any]) -> Callable[..
     return reopening
 
 
-def _unless_built(layer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def unless_built(call_spec: Any) -> Any:
-        return None if layer.built else method(call_spec)
+def _once(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Build a layer if it is not, in one thread only: another one that calls it meanwhile waits."""
 
-    return unless_built
+    @functools.wraps(method)
+    def once(call_spec: Any) -> Any:
+        if layer.built:
+            return None
+        with session.lock:
+            return None if layer.built else method(call_spec)
+
+    return once
 
 
 def _compiling(model: Any, session: KerasSession) -> Callable[..., Any]:
