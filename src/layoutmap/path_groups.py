@@ -40,12 +40,12 @@ def path_pattern(paths: Sequence[str]) -> str:
     """A rule's pattern, as source text, that matches the paths of one group and nothing behind them.
 
     Example:
-        >>> path_pattern(["blocks.0.kernel", "blocks.1.kernel"])
-        'r"blocks\\\\.\\\\d+\\\\.kernel$"'
+        >>> print(path_pattern(["blocks.0.conv2d.kernel", "blocks.1.conv2d.kernel"]))
+        r"blocks\\.\\d+\\.conv2d\\.kernel$"
     """
-    pattern = re.escape(paths[0])
-    if len(paths) > 1:
-        pattern = _NUMBER.sub(r"\\d+", pattern)
+    columns = zip(*map(_NUMBER.findall, paths), strict=True)
+    varies = iter([len(set(column)) > 1 for column in columns])
+    pattern = _NUMBER.sub(lambda number: r"\d+" if next(varies) else number.group(), re.escape(paths[0]))
     return f'r"{pattern}$"'
 
 

@@ -287,7 +287,7 @@ class KerasSession:
             if not is_pending(variable):
                 return
             entry = self._entry_of(variable)
-            self._refuse_in_a_plan(entry.spec)
+            self.refuse_in_a_plan(entry.spec.path)
             self._make([(entry, self.home.assign_one(entry.spec))])
 
     def assign_now(self, variable: Any, value: Any) -> None:
@@ -296,14 +296,19 @@ class KerasSession:
             if self._failed and not self._is_open and not self._settling:
                 self.settle()
             entry = self._entry_of(variable)
-            self._refuse_in_a_plan(entry.spec)
+            self.refuse_in_a_plan(entry.spec.path)
             settle(variable)
             self._place(variable, self.home.assign_one(entry.spec), value)
 
-    def _refuse_in_a_plan(self, spec: VariableSpec) -> None:
+    def refuse_in_a_plan(self, name: str) -> None:
+        """Raise if this is a dry run, in which nothing gets a value.
+
+        Raises:
+            PlanError: It is; names the variable or model whose value was wanted.
+        """
         if self.home.plan_only:
             raise PlanError(
-                f"{spec.path}: this model is only a plan, it has no values",
+                f"{name}: this model is only a plan, it has no values",
                 why="plan() builds a model without allocating anything",
                 mend="build it for real: with layout_map.scope(): model = make_model()",
             )

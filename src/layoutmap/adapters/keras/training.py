@@ -76,6 +76,7 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
 def settle_for_training(model: Any, session: KerasSession) -> None:
     """Bring every variable that a step touches onto the mesh, each with memory of its own."""
     variables = adopt_for_training(model, session)
+    session.refuse_in_a_plan(model.name)
     session.settle()
     held: set[int] = set()
     for variable in variables:

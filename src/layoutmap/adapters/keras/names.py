@@ -1,0 +1,51 @@
+"""Stable names for layers that were given none.
+
+Where a path goes by a layer's name (in Functional and Sequential models, and for a layer on its own), a layer without a
+name of its own has one that Keras numbered: `dense_7`, after six others of its class in this process. Built again, the
+same model would have other paths. So such layers are numbered anew inside what holds them: `dense`, `dense_1`, ...
+
+A name that was given is never changed, even if it looks numbered. Only a layer born in a scope is known to have been
+given none; in a model that exists, or is loaded, all names count as given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from layoutmap.adapters.keras.hooks import to_snake_case
+
+__all__ = ["mark_unnamed", "stable_names"]
+
+_UNNAMED = "_layoutmap_unnamed"
+
+
+def mark_unnamed(layer: Any) -> None:
+    """Note that a layer is being constructed without a name."""
+    layer.__dict__[_UNNAMED] = True
+
+
+def stable_names(layers: Sequence[Any]) -> list[str]:
+    """The names of layers that stand beside each other, those that Keras numbered being numbered anew.
+
+    Args:
+        layers: The layers. Each has another name.
+    """
+    names = {id(layer): layer.name for layer in layers}
+    numbered = [(*found, layer) for layer in layers if (found := _numbered(layer)) is not None]
+    taken = set(names.values()) - {layer.name for *_, layer in numbered}
+    for prefix, _, layer in sorted(numbered, key=lambda entry: entry[:2]):
+        count = 0
+        while (name := f"{prefix}_{count}" if count else prefix) in taken:
+            count += 1
+        taken.add(name)
+        names[id(layer)] = name
+    return [names[id(layer)] for layer in layers]
+
+
+def _numbered(layer: Any) -> tuple[str, int] | None:
+    """The prefix and number of a name that Keras made up, or `None`."""
+    prefix = to_snake_case(type(layer).__name__)
+    found = re.fullmatch(re.escape(prefix) + r"(?:_(\d+))?", layer.name)
+    return (prefix, int(found.group(1) or 0)) if found and layer.__dict__.get(_UNNAMED) else None
