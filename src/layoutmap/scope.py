@@ -6,8 +6,9 @@ made. A plan stops before the last step.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +54,7 @@ class Scope:
         self._engine = engine
         self._progress = progress
         self._warned: set[str] = set()
+        self._adapter_name = adapter.name
         self.session: Session = adapter.begin(self)
 
     @property
@@ -119,7 +121,7 @@ class Scope:
         text = warning_text(self.plan)
         if text and text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, LayoutMapWarning, stacklevel=2)
+            warnings.warn(text, LayoutMapWarning, stacklevel=_level_of_user({self._adapter_name, "jax"}))
 
     def __repr__(self) -> str:
         return f"<Scope: {self.plan!r}>"
@@ -213,7 +215,7 @@ def build(
 
     Raises:
         PlanError: Something does not fit. Nothing has been made then.
-        ScopeError: The function returned no model, or a scope cannot be opened here.
+        ScopeError: The function returned no model, the layout map has no mesh, or a scope cannot be opened here.
 
     Example:
         >>> import keras, layoutmap as lm
@@ -250,7 +252,8 @@ def plan(
         The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.
 
     Raises:
-        PlanError: The layout map has no mesh; or `strict`, and there are problems.
+        PlanError: `strict`, and there are problems.
+        ScopeError: The layout map has no mesh, or the function returned no model.
 
     Example:
         >>> import keras, layoutmap as lm
@@ -319,6 +322,18 @@ def apply(
     return model
 
 
+def _level_of_user(inner: Set[str]) -> int:
+    """The `stacklevel` at which a warning names the user's line, past this library and those that it works inside."""
+    frame, level = inspect.currentframe(), 0
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in {
+        "layoutmap",
+        "contextlib",
+        *inner,
+    }:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _adapter(library: str | None) -> Adapter:
     return get_adapter(library) if library else imported_adapter()
 
@@ -326,8 +341,7 @@ def _adapter(library: str | None) -> Adapter:
 def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
     adapter.check()
     opened = Scope(layout_map, adapter, get_engine(adapter.engine_name), **options)
-    if layout_map.mesh is not None:
-        opened.engine.bind(layout_map.mesh)
+    opened.engine.bind(opened.mesh)
     if opened.batch_dim is not None and opened.batch_dim not in opened.mesh:
         raise ScopeError(
             f"batch_dim {opened.batch_dim!r} is no dim of the mesh",
@@ -341,6 +355,12 @@ def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
 def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
     with opened.session.defer():
         model = make_model()
+        if model is None:
+            raise ScopeError(
+                "the function returned no model",
+                why="it may have made one, and build and plan have only what it returns",
+                mend="end it with: return model",
+            )
         adapter_of_model(model)
         opened.session.complete(model, inputs)
     return model

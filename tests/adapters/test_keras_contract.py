@@ -12,6 +12,15 @@ from layoutmap.testing.adapter_contract import AdapterContract
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
 
+def hooked():
+    """Every attribute of Keras's classes that a scope could replace, as it is now."""
+    kinds = (keras.Variable, keras.layers.Dense, keras.Sequential, keras.Model, keras.optimizers.Adam)
+    classes = {base for kind in kinds for base in kind.__mro__ if base is not object}
+    names = {f"{c.__module__}.{c.__qualname__}.{n}": value for c in classes for n, value in vars(c).items()}
+    module = inspect.getmodule(CommonVariable)
+    return names | {f"module.{name}": value for name, value in vars(module).items()}
+
+
 class TestKerasOnJax(AdapterContract):
     library = "keras"
 
@@ -28,22 +37,4 @@ class TestKerasOnJax(AdapterContract):
         return variable.value
 
     def hooked(self):
-        classes = {
-            base
-            for kind in (
-                keras.Variable,
-                keras.layers.Dense,
-                keras.Sequential,
-                keras.Model,
-                keras.optimizers.Adam,
-            )
-            for base in kind.__mro__
-            if base is not object
-        }
-        names = {
-            f"{c.__module__}.{c.__qualname__}.{name}": value
-            for c in classes
-            for name, value in vars(c).items()
-        }
-        module = inspect.getmodule(CommonVariable)
-        return names | {f"module.{name}": value for name, value in vars(module).items()}
+        return hooked()

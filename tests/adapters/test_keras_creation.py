@@ -130,10 +130,9 @@ class TestTheDocumentsExamples:
     def test_a_sequential_model(self):
         """So do those of a Sequential model; `layout_map_scope` is the old spelling, which warns."""
         _, (layout_1, layout_2, layout_3, layout_4) = self.layouts()
-        with pytest.warns(DeprecationWarning, match="write layout_map.scope") as caught:
-            scope = lm.layout_map_scope(self.layout_map())
-            with scope:
-                model = keras.Sequential([keras.Input((16,)), L.Dense(16, name="d1"), L.Dense(16, name="d2")])
+        old = pytest.warns(DeprecationWarning, match="write layout_map.scope")
+        with old as caught, lm.layout_map_scope(self.layout_map()):
+            model = keras.Sequential([keras.Input((16,)), L.Dense(16, name="d1"), L.Dense(16, name="d2")])
 
         assert __file__ == caught[0].filename
         assert model.layers[0].kernel.layout == layout_1
@@ -215,8 +214,7 @@ def test_an_initializer_of_ones_own_gives_the_plain_values():
 
 
 def test_reading_and_assigning_while_a_layer_is_made():
-    """A weight that is read in `__init__` is made then, one that another's initializer reads too; all move to their
-    layouts when their paths are known."""
+    """A weight that is read in `__init__` or by an initializer is made then, and moves when its path is known."""
     model = assert_as_plain(
         lambda: Outer(Early()), lambda m: m(X), {r"inner\.(kernel|doubled)": ("batch", "model")}
     )
