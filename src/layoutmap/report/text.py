@@ -41,18 +41,18 @@ def plan_text(plan: Plan) -> str:
     whole = plan.largest_drawn_whole
     if whole:
         lines.append(f"largest variable drawn whole: {whole.variable.path}, {size(whole.variable.nbytes)}")
-    grouped = group_problems(plan.errors + plan.warnings)
+    for problem in group_problems(plan.errors):
+        lines += ["", f"error: {problem}"]
+    grouped = group_problems(plan.warnings)
     no_rule = [p for p in grouped if p.kind == "no rule"]
     if no_rule:
-        lines += [
-            "",
-            f"warning: no rule matches these {sum(p.kind == 'no rule' for p in plan.problems)}, so every",
-        ]
-        lines[-1] += " device holds them whole; a rule for each says that this is meant"
+        count = sum(p.kind == "no rule" for p in plan.problems)
+        lines += ["", f"warning: no rule matches these {count}, so every device holds them whole;"]
+        lines[-1] += " a rule for each says that this is meant"
         lines += [f"  {p.subject:<{max(len(q.subject) for q in no_rule)}}  {p.mend}" for p in no_rule]
     for problem in grouped:
         if problem.kind != "no rule":
-            lines += ["", f"{problem.severity}: {problem}"]
+            lines += ["", f"warning: {problem}"]
     return "\n".join(lines)
 
 
@@ -62,7 +62,8 @@ def warning_text(plan: Plan) -> str:
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
     biases and scales are small and mostly meant to be whole, and stand in the plan.
     """
-    worth = [p for p in plan.warnings if p.kind != "no rule" or len(plan[p.subject].variable.shape) > 1]
+    ranks = {a.variable.path: len(a.variable.shape) for a in plan}
+    worth = [p for p in plan.warnings if p.kind != "no rule" or ranks[p.subject] > 1]
     if not worth:
         return ""
     lines = [f"  {p.what}" for p in group_problems(worth)]

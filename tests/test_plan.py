@@ -1,0 +1,336 @@
+"""A plan assigns every variable, counts every byte and collects every problem; it touches nothing."""
+
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import layoutmap as lm
+from layoutmap.plan import Problem, group_problems, make_plan
+from layoutmap.testing import strategies
+from layoutmap.variables import Kind, VariableSpec
+
+MESH = lm.Mesh(None, "batch=2,model=4")
+
+
+def text(message):
+    return textwrap.dedent(message).strip()
+
+
+def weight(path, shape=(16, 64), **rest):
+    return VariableSpec(path, shape, "float32", **rest)
+
+
+def slot(parent, name="momentum", shape=(16, 64)):
+    return VariableSpec(f"optimizer.{parent}.{name}", shape, "float32", Kind.SLOT, parent=parent)
+
+
+def plan_of(variables, rules, **options):
+    return make_plan(variables, lm.LayoutMap(MESH, rules), **options)
+
+
+def only_problem(plan):
+    (problem,) = plan.problems
+    return problem
+
+
+KINDS = {
+    "rank": (
+        [weight("d1.bias", (64,))],
+        {r"d1\.": (None, "model")},
+        "error",
+        r"""
+        d1.bias: a layout of rank 2 for a tensor of rank 1
+          shape   (64,)
+          layout  (unsharded, model)     rule 1  d1\.
+          mesh    batch=2, model=4
+          why     a layout has one sharding spec for each axis
+          mend    use (unsharded,), or a rule that does not match this one
+        """,
+    ),
+    "uneven": (
+        [weight("d1.kernel", (16, 6))],
+        {r"d1\.": (None, "model")},
+        "error",
+        r"""
+        d1.kernel: axis 1 cannot be split evenly
+          shape   (16, 6)
+          layout  (unsharded, model)     rule 1  d1\.
+          mesh    batch=2, model=4
+          why     6 is not a multiple of 4
+          mend    pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded)
+        """,
+    ),
+    "no rule": (
+        [weight("d1.kernel"), weight("d2.kernel")],
+        {r"d1\.kernel": (None, "model")},
+        "warning",
+        r"""
+        d2.kernel: no rule matches, so it is replicated
+          shape        (16, 64)
+          near misses  d1\.kernel
+          why          every device holds all 4,096 bytes of it
+          mend         add a rule: layout_map[r"d2\.kernel$"] = (None, None)
+        """,
+    ),
+    "unused rule": (
+        [weight("d1.kernel")],
+        {r"d1\.kernel": (None, "model"), r"d1\.kernl": (None, "model")},
+        "warning",
+        r"""
+        rule 2  d1\.kernl: matches no variable
+          near misses  d1.kernel
+          why          re.match finds it at the start of none of the 1 paths
+          mend         did you mean r"d1\.kernel$"? else delete it
+        """,
+    ),
+    "shadowed rule": (
+        [weight("d1.kernel")],
+        {r"d1\..*": (None, "model"), r"d1\.kern": (None, None)},
+        "warning",
+        r"""
+        rule 2  d1\.kern: never used, since earlier rules match all its variables
+          first lost  d1.kernel to rule 1  d1\..*
+          why         the first rule that matches wins
+          mend        put it before rule 1, or delete it
+        """,
+    ),
+    "drawn whole": (
+        [weight("d1.kernel")],
+        {r"d1\..*": (None, "model")},
+        "note",
+        """
+        d1.kernel: its first value is drawn whole, then cut
+          bytes  4,096
+          why    it is not to be split
+          mend   use one of the library's own initializers, or load a checkpoint
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_problem_is_told_in_full(kind):
+    """A problem says what, where, why, and what to type instead."""
+    variables, rules, severity, message = KINDS[kind]
+    drawn_whole = {"d1.kernel": "it is not to be split"} if kind == "drawn whole" else None
+    problem = only_problem(plan_of(variables, rules, drawn_whole=drawn_whole))
+
+    assert (kind, severity, text(message)) == (problem.kind, problem.severity, str(problem))
+
+
+def test_rules_that_disagree_on_one_variable():
+    """A tied weight whose paths are given different layouts gets that of the first rule, and a warning."""
+    variables = [weight("embed.table", aliases=("out.table",))]
+    plan = plan_of(variables, {r"out\.": ("model", None), r"embed\.": (None, "model")})
+
+    assert ("model", "unsharded") == plan["out.table"].layout.sharding_specs
+    assert ["tied", "shadowed rule"] == [p.kind for p in plan.problems]
+    assert str(plan.problems[0]) == text(r"""
+        embed.table: its paths are given different layouts
+          embed.table  (unsharded, model)  rule 2  embed\.
+          out.table    (model, unsharded)  rule 1  out\.
+          why          it is one variable with 2 paths, and rule 1  out\. comes first
+          mend         make the rules agree, or leave out one of them
+        """)
+
+
+def test_an_exact_key_beats_a_rule_that_comes_before():
+    """As in the map itself, a rule whose text is the path wins over one whose regex matches it."""
+    plan = plan_of([weight("d1.kernel")], {r"d1\..*": (None, "model"), "d1.kernel": ("model", None)})
+
+    assert ("model", "unsharded") == plan["d1.kernel"].layout.sharding_specs
+    assert ["shadowed rule"] == [p.kind for p in plan.problems]
+
+
+def test_problems_of_rules_wait_until_all_variables_are_known():
+    """A rule that matches nothing yet may match what a first call makes."""
+    plan = plan_of([weight("d1.kernel")], {r"d1\..*": (None, None), "later": (None,)}, complete=False)
+
+    assert () == plan.problems
+
+
+def test_what_needs_no_rule():
+    """Seeds, slots and metrics need no rule; a seed may have one; a slot lies where its weight lies."""
+    variables = [
+        weight("d1.kernel"),
+        VariableSpec("drop.seed", (2,), "uint32", Kind.RNG),
+        slot("d1.kernel"),
+        slot("d1.kernel", "row", (16,)),
+        VariableSpec("optimizer.iterations", (), "int32", Kind.SLOT),
+        VariableSpec("loss.total", (), "float32", Kind.METRIC),
+    ]
+    plan = plan_of(variables, {r"d1\.kernel": ("batch", "model")})
+
+    assert () == plan.problems
+    assert plan["d1.kernel"].layout == plan["optimizer.d1.kernel.momentum"].layout
+    others = [a for a in plan if a.variable.path not in ("d1.kernel", "optimizer.d1.kernel.momentum")]
+    assert all(a.layout.is_fully_replicated() for a in others)
+
+
+def test_a_slot_follows_the_weight_of_its_own_model():
+    """Two models of one scope may have equal paths and different layouts of their slots' weights."""
+    variables = [
+        weight("d1.kernel", model="a"),
+        weight("d1.kernel", (16, 16), model="b"),
+        VariableSpec("optimizer.d1.kernel.m", (16, 16), "float32", Kind.SLOT, parent="d1.kernel", model="b"),
+    ]
+    plan = plan_of(variables, {"d1.kernel": (None, "model")})
+
+    assert (16, 4) == plan.assignments[2].shard_shape
+
+
+def test_a_problem_of_a_slot_is_told_at_its_weight():
+    """A layout that does not fit a weight is one problem, however many slots follow it."""
+    plan = plan_of([weight("d1.kernel", (16, 6)), slot("d1.kernel", shape=(16, 6))], {"d1": (None, "model")})
+
+    assert ["d1.kernel"] == [p.subject for p in plan.errors]
+    assert 0 == plan.device_nbytes
+    assert 2 * 16 * 6 * 4 == plan.nbytes
+
+
+def test_repeated_blocks_are_one_problem():
+    """Thirty-two equal blocks have one message, with the numbers in one, and a pattern that matches them all."""
+    plan = plan_of(
+        [weight(f"blocks.{i}.up.kernel", (16, 6)) for i in range(32)], {r".*kernel": (None, "model")}
+    )
+    (problem,) = group_problems(plan.problems)
+
+    assert 32 == len(plan.problems)
+    assert "blocks.{0..31}.up.kernel" == problem.subject
+    assert "blocks.{0..31}.up.kernel: axis 1 cannot be split evenly" == problem.what
+    no_rule = plan_of([weight(f"blocks.{i}.b", (6,)) for i in range(3)], {})
+    assert r'add a rule: layout_map[r"blocks\.\d+\.b$"] = (None,)' == group_problems(no_rule.problems)[0].mend
+
+
+def test_check_raises_once_with_everything():
+    """Ten problems are shown in full and the rest counted; all are in `problems`."""
+    plan = plan_of([weight(f"{c}.kernel", (16, 6)) for c in "abcdefghijkl"], {r".*kernel": (None, "model")})
+    with pytest.raises(lm.PlanError) as caught:
+        plan.check()
+
+    assert plan.problems == caught.value.problems
+    assert str(caught.value).startswith(
+        "12 problems\na.kernel: axis 1 cannot be split evenly\n  shape   (16, 6)\n"
+    )
+    assert str(caught.value).endswith("\n\n... and 2 more")
+    assert 10 == str(caught.value).count("cannot be split evenly")
+
+
+def test_strict_makes_warnings_errors_and_leaves_notes():
+    """Without `strict` a plan with warnings passes; with it, it raises; notes never do."""
+    warned = plan_of([weight("d1.kernel")], {})
+    noted = plan_of([weight("d1.kernel")], {"d1": (None, "model")}, drawn_whole={"d1.kernel": "why"})
+
+    assert warned is warned.check()
+    with pytest.raises(lm.PlanError, match=r"^d1\.kernel: no rule matches, so it is replicated\n"):
+        warned.check(strict=True)
+    assert noted is noted.check(strict=True)
+
+
+def test_errors_come_first():
+    """Problems are sorted by how bad they are; among equals in the order of the model."""
+    plan = plan_of(
+        [weight("a.kernel"), weight("b.kernel", (16, 6)), weight("c.kernel", (16, 7))],
+        {r"[bc]\.": (None, "model"), "typo": (None,)},
+    )
+
+    assert ["b.kernel", "c.kernel", "a.kernel", "typo"] == [p.subject for p in plan.problems]
+
+
+def test_a_plan_is_looked_up_by_path_or_alias_and_says_what_is_near():
+    """A path that the plan does not have raises `KeyError` with near misses."""
+    plan = plan_of([weight("d1.kernel", aliases=("d2.kernel",))], {".*": (None, "model")})
+
+    assert plan["d1.kernel"] is plan["d2.kernel"]
+    with pytest.raises(KeyError, match=r"the plan has no variable 'd1.kernal'; near misses: d1\.kernel"):
+        plan["d1.kernal"]
+
+
+def test_a_map_without_a_mesh():
+    """Nothing can be laid out without a mesh, not even replicated."""
+    with pytest.raises(lm.PlanError, match=r"^the layout map has no mesh\n"):
+        make_plan([weight("d1.kernel")], lm.LayoutMap())
+
+
+def test_one_more_problem():
+    """A plan with one more problem is another plan, equal but for it."""
+    plan = plan_of([weight("d1.kernel")], {".*": (None, "model")})
+    problem = Problem("not built", "warning", "m", "m: 1 layers have no weights yet: d2")
+
+    assert (problem,) == plan.with_problem(problem).problems
+    assert () == plan.problems
+
+
+@st.composite
+def plans(draw):
+    """Variables of any shape under rules of any rank, and their plan."""
+    mesh = draw(strategies.meshes())
+    layout_map = draw(strategies.layout_maps(mesh))
+    layout_map.setdefault("never", lm.Layout([], mesh))
+    names = draw(st.lists(strategies.paths(), max_size=8, unique=True))
+    kinds = st.sampled_from([Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.METRIC])
+    sides = st.lists(st.integers(0, 12), max_size=3).map(tuple)
+    variables = [
+        VariableSpec(n, draw(sides), draw(st.sampled_from(["float32", "bfloat16", "int8"])), draw(kinds))
+        for n in names
+    ]
+    return variables, layout_map, make_plan(variables, layout_map)
+
+
+@given(plans())
+def test_every_variable_is_assigned_exactly_once_in_order(drawn):
+    """A plan has one assignment for each variable, in the order given, and what the map says where it is asked."""
+    variables, layout_map, plan = drawn
+
+    assert variables == [a.variable for a in plan]
+    assert len(variables) == len(plan)
+    for a in plan:
+        said = layout_map[a.variable.path] if a.variable.kind is not Kind.METRIC else None
+        assert (said or lm.Layout.replicated(layout_map.mesh, len(a.variable.shape))) == a.layout
+
+
+@given(plans())
+def test_bytes_are_those_of_all_shards(drawn):
+    """What the devices hold together is what their shards hold; what does not fit is left out."""
+    _, _, plan = drawn
+    fitting = [a for a in plan if a.fits]
+
+    assert sum(a.variable.nbytes for a in plan) == plan.nbytes
+    assert sum(a.shard_nbytes for a in fitting) == plan.device_nbytes
+    for a in fitting:
+        size = a.layout.mesh.size
+        slices = [a.layout.shard_slices(a.variable.shape, i) for i in range(size)]
+        assert {a.shard_shape} == {tuple(s.stop - s.start for s in index) for index in slices}
+        assert a.shard_nbytes * size >= a.variable.nbytes
+
+
+@given(plans())
+def test_a_plan_has_an_error_exactly_where_something_does_not_fit(drawn):
+    """Each variable that does not fit its layout has an error of its own, and no other has one."""
+    _, _, plan = drawn
+
+    assert {a.variable.path for a in plan if not a.fits} == {p.subject for p in plan.errors}
+    assert all(p.severity in ("error", "warning", "note") for p in plan.problems)
+
+
+@given(plans())
+def test_every_rule_is_used_or_told_of(drawn):
+    """A rule wins at least one variable, or a warning says that it is unused or shadowed."""
+    _, layout_map, plan = drawn
+    winners = {a.match.rule.pattern for a in plan if a.match and a.match.rule}
+    told = {p.subject for p in plan.warnings if p.kind in ("unused rule", "shadowed rule")}
+
+    assert set(layout_map) == winners | told
+    assert not winners & told
+
+
+@given(plans())
+def test_planning_again_gives_the_same(drawn):
+    """A plan depends on the variables and the map only."""
+    variables, layout_map, plan = drawn
+
+    assert make_plan(variables, layout_map) == plan
+    assert isinstance(str(plan), str)
+    assert isinstance(plan._repr_html_(), str)
