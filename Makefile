@@ -7,7 +7,7 @@ PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
 PROTO := layoutmap/proto/layout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format proto check-proto bench clean
+.PHONY: help setup demo test check format proto check-proto works bench clean
 
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -38,8 +38,11 @@ check-proto: $(VENV)/.proto ## Fail if layout_pb2.py is not what `make proto` ma
 	&& diff -u $(PROTO)_pb2.py "$$made"/$(PROTO)_pb2.py && diff -u $(PROTO)_pb2.pyi "$$made"/$(PROTO)_pb2.pyi \
 	&& echo "layout_pb2.py is what make proto makes"
 
+works: $(VENV)/.all ## Write README's table of what works, from the results of the contract tests
+	$(BIN)/python tools/works.py
+
 bench: $(VENV)/.all ## Run the benchmarks, side by side with what they are compared with
-	@for file in benchmarks/*.py; do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
+	@for file in $(filter-out benchmarks/models.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
 
 clean: ## Remove what was installed and made
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,210 @@
+"""`check_parity` agrees where the numbers agree, and names the first place where they do not."""
+
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+
+import layoutmap as lm
+from layoutmap.parity import ParityReport, ParityRow
+
+PROCESS = "jax"
+L = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+MESHES = ("model=8", "batch=2,model=4", "batch=4,model=2")
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Transformer(keras.Model):
+    """One block of a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = L.Embedding(32, 16)
+        self.norm = L.LayerNormalization()
+        self.attention = L.MultiHeadAttention(8, 2)
+        self.up = L.Dense(32, activation="gelu")
+        self.drop = L.Dropout(0.2, seed=3)
+        self.down = L.Dense(16)
+        self.head = L.Dense(32)
+
+    def call(self, x, training=None):
+        x = self.tokens(x)
+        y = self.norm(x)
+        x = x + self.attention(y, y, use_causal_mask=True)
+        return self.head(x + self.down(self.drop(self.up(x), training=training)))
+
+
+def transformer():
+    model = Transformer()
+    model.compile(optimizer=keras.optimizers.AdamW(1e-3), loss=LOSS)
+    return model
+
+
+TRANSFORMER = {
+    r".*\.(query|key|value)_dense\.kernel": (None, "model", None),
+    r".*\.output_dense\.kernel": ("model", None, None),
+    r"(up|head)\.kernel": ("batch", "model"),
+    r"down\.kernel": ("model", "batch"),
+    r"tokens\.embeddings": ("model", None),
+    r"up\.bias": ("model",),
+}
+MLP = {r"d1\.kernel": (None, "model"), r"d2\.kernel": ("model", None), r"d1\.bias": ("model",)}
+
+
+def mlp(first=L.Dense, optimizer="sgd", compiled=True):
+    layers = [keras.Input((8,)), first(16, name="d1", activation="tanh"), L.Dense(8, name="d2")]
+    model = keras.Sequential(layers)
+    if compiled:
+        model.compile(optimizer=optimizer, loss="mse")
+    return model
+
+
+def make_map(rules, mesh="batch=2,model=4"):
+    on = lm.create_mesh(mesh)
+    cut = {p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in rules.items()}
+    return lm.LayoutMap(on, cut)
+
+
+def tokens():
+    random = np.random.default_rng(0)
+    return tuple(random.integers(0, 32, (8, 4), "int32") for _ in "xy")
+
+
+def numbers():
+    random = np.random.default_rng(0)
+    return tuple(random.normal(size=(8, 8)).astype("float32") for _ in "xy")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_transformer_agrees_on_every_mesh(mesh):
+    """Attention, normalization, dropout and AdamW compute on any mesh what one device computes."""
+    batch_dim = "batch" if "batch" in mesh else None
+    report = lm.check_parity(transformer, make_map(TRANSFORMER, mesh), tokens(), steps=2, batch_dim=batch_dim)
+
+    assert report.agrees
+    assert 0.0 == report.worst("weights")
+    assert ["weights", "forward", "loss", "gradient", "step 1", "step 2"] == list(
+        dict.fromkeys(row.stage for row in report.rows)
+    )
+    assert 2 == len(report.losses)
+    assert report.losses[1][0] < report.losses[0][0]
+    assert str(report).startswith("parity holds; largest relative differences:\n  weights   0\n  forward ")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_mlp_agrees_on_every_mesh(mesh):
+    """The same for a plain multi-layer perceptron, whose batch every mesh splits."""
+    report = lm.check_parity(mlp, make_map(MLP, mesh), numbers(), batch_dim=mesh.partition("=")[0])
+
+    assert report.agrees
+
+
+def test_a_model_that_is_not_compiled():
+    """Without steps, weights and the forward pass are compared, and nothing else."""
+    report = lm.check_parity(lambda: mlp(compiled=False), make_map(MLP), numbers(), steps=0)
+
+    assert {"weights", "forward"} == {row.stage for row in report.rows}
+    assert report.agrees
+
+
+def test_a_wrong_seed_is_found_at_its_variable():
+    """A first value that differs is found bit for bit, by the variable's path, before anything is computed."""
+    calls = []
+
+    def make_model():
+        calls.append(1)
+        model = mlp()
+        model.layers[1].kernel.assign(np.full((16, 8), len(calls)))
+        return model
+
+    with pytest.raises(lm.ParityError) as caught:
+        lm.check_parity(make_model, make_map(MLP), numbers())
+
+    said = str(caught.value).splitlines()
+    assert "d2.kernel: the sharded model parts from the plain one in its weights" == said[0]
+    assert "  differs by  1 (allowed 0)" == said[1]
+    assert "  mesh        batch=2, model=4" == said[2]
+    assert (
+        "  why         first values must be equal bit for bit; one of them was drawn from another seed or in another way"
+        in said
+    )
+    assert "  mend        call with raises=False and look at the report's rows" == said[-1]
+
+
+class WrongWhenSharded(L.Dense):
+    """A planted bug: a layer that computes something else when its kernel is laid out."""
+
+    def call(self, inputs):
+        return super().call(inputs) * (1.001 if hasattr(self.kernel, "layout") else 1.0)
+
+
+class LossWhenSharded(L.Dense):
+    """A planted bug: a loss that counts twice when the kernel is laid out."""
+
+    def call(self, inputs):
+        outputs = super().call(inputs)
+        self.add_loss((0.02 if hasattr(self.kernel, "layout") else 0.01) * keras.ops.sum(self.kernel**2))
+        return outputs
+
+
+class FasterWhenSharded(keras.optimizers.SGD):
+    """A planted bug: an optimizer that steps further for variables that are laid out."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate = learning_rate * (1.1 if hasattr(variable, "layout") else 1.0)
+        super().update_step(gradient, variable, rate)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "stage", "name"),
+    [
+        (lambda: mlp(WrongWhenSharded), "forward", "output 0"),
+        (lambda: mlp(LossWhenSharded), "loss", "loss"),
+        (lambda: mlp(optimizer=FasterWhenSharded(0.1)), "step 1", "d1.kernel"),
+    ],
+    ids=["forward", "loss", "step"],
+)
+def test_a_planted_bug_is_found_in_its_stage(make_model, stage, name):
+    """Each kind of mistake is found in the stage where it first shows, and nowhere before."""
+    report = lm.check_parity(make_model, make_map(MLP), numbers(), steps=1, raises=False)
+    first = report.first_difference
+
+    assert (stage, name) == (first.stage, first.name)
+    assert not report.agrees
+    assert str(report).startswith(f"parity fails, first at {first}; largest relative differences:\n")
+    assert repr(report) == f"<ParityReport: {first}>"
+
+
+def test_two_builds_that_differ_are_no_comparison():
+    """A function that does not make the same model twice is refused, with the variables concerned."""
+    calls = []
+
+    def make_model():
+        calls.append(1)
+        layers = [keras.Input((8,)), *(L.Dense(8, name=f"d{i}") for i in range(len(calls)))]
+        return keras.Sequential(layers)
+
+    with pytest.raises(lm.ParityError) as caught:
+        lm.check_parity(make_model, make_map({}), numbers(), steps=0)
+
+    assert str(caught.value).startswith("the two builds made different variables\n")
+
+
+def test_a_plan_that_does_not_fit_is_told_as_such():
+    """A layout map that does not fit the model raises its plan's problems, not a difference."""
+    with pytest.raises(lm.PlanError, match=r"^d1\.kernel: a layout of rank 1 for a tensor of rank 2\n"):
+        lm.check_parity(mlp, make_map({r"d1\.kernel": ("model",)}), numbers())
+
+
+def test_a_nan_never_agrees():
+    """A comparison that is not a number is a difference, and the first of them is told."""
+    rows = (ParityRow("weights", "a", 0.0, 0.0), ParityRow("forward", "output 0", float("nan"), 1e-5))
+    report = ParityReport(rows, ())
+
+    assert rows[1] is report.first_difference
+    assert textwrap.dedent("""\
+        parity fails, first at forward   output 0: differs by nan, allowed 1e-05; largest relative differences:
+          weights   0
+          forward   nan""") == str(report)
