@@ -14,6 +14,7 @@ Facts come first, the mend last, and the mend is something one can type.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 __all__ = [
     "EngineError",
@@ -87,8 +88,8 @@ class PlanError(LayoutError):
         problems: All problems of the plan that were counted as errors.
     """
 
-    def __init__(self, what: str, *, problems: tuple[object, ...] = (), **rest: object):
-        super().__init__(what, **rest)  # type: ignore[arg-type]
+    def __init__(self, what: str, *, problems: tuple[Any, ...] = (), **rest: Any):
+        super().__init__(what, **rest)
         self.problems = problems
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 
+import jax
 import keras
 import pytest
 from keras_models import MODELS, RULES, batch
@@ -35,6 +36,9 @@ class TestKerasOnJax(AdapterContract):
 
     def array_of(self, variable):
         return variable.value
+
+    def num_arrays(self):
+        return len(jax.live_arrays())
 
     def hooked(self):
         return hooked()

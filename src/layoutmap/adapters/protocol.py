@@ -117,6 +117,10 @@ class Adapter(Protocol):
         """The whole value of a variable, as a numpy array."""
         ...
 
+    def write(self, variable: Any, value: Any) -> None:
+        """Give a variable a value, of the engine or of numpy; it keeps its layout."""
+        ...
+
     def forward(self, model: Any, batch: Any) -> Any:
         """What a model puts out for a batch, in inference; numpy arrays, nested as the model nests them."""
         ...

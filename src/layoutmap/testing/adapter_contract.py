@@ -5,7 +5,7 @@
 
         def models(self): return {"mlp": make_mlp, ...}
         def rules(self, name): return {r".*\\.kernel": (None, "model"), ...}
-        def array_of(self, variable): return variable.value
+        ...
 
 The laws use `scope`, `build`, `plan`, `apply`, the adapter protocol, numpy and pytest, and no model library. They want
 8 devices.
@@ -69,6 +69,10 @@ class AdapterContract:
         """Everything that a scope may replace in the library, as it is now."""
         raise NotImplementedError
 
+    def num_arrays(self) -> int:
+        """How many arrays of the engine are alive in this process."""
+        raise NotImplementedError
+
     # -- words of the laws
 
     @property
@@ -127,7 +131,7 @@ class AdapterContract:
                 model = self.built(name, mesh)
                 for path, variable in self.adapter.variables(model).items():
                     array = self.array_of(variable)
-                    expected = layout_map[path] or lm.Layout.replicated(layout_map.mesh, array.ndim)
+                    expected = layout_map[path] or lm.Layout.replicated(lm.create_mesh(mesh), array.ndim)
 
                     if not path.startswith("optimizer."):
                         assert expected == variable.layout, (name, mesh, path)
@@ -242,6 +246,70 @@ class AdapterContract:
 
             matched = {a.variable.path for a in planned if a.match is not None}
             assert matched == {problem.subject for problem in caught.value.problems}
+
+    def test_a_plan_makes_no_array(self):
+        """A dry run allocates nothing, on devices that need not exist."""
+        for name, make_model in self.models().items():
+            layout_map = self.layout_map(name)
+            gc.collect()
+            before = self.num_arrays()
+            lm.plan(make_model, layout_map, library=self.library)
+            gc.collect()
+
+            assert before == self.num_arrays(), name
+
+    def test_an_exception_leaves_no_array(self):
+        """A scope that is left by an exception makes nothing."""
+        name, make_model = next(iter(self.models().items()))
+        gc.collect()
+        before = self.num_arrays()
+        with pytest.raises(ZeroDivisionError), self.layout_map(name).scope(library=self.library):
+            make_model()
+            raise ZeroDivisionError
+        gc.collect()
+
+        assert before == self.num_arrays()
+
+    def test_what_is_written_is_read(self):
+        """A value that is written into a variable is read back bit for bit, and the variable keeps its layout."""
+        engine = get_engine(self.adapter.engine_name)
+        for name in self.models():
+            variables = self.adapter.variables(self.built(name))
+            for number, (path, variable) in enumerate(variables.items()):
+                value = self.adapter.read(variable)
+                new = (np.arange(value.size) + number).reshape(value.shape).astype(value.dtype)
+                self.adapter.write(variable, new)
+                held = {
+                    tuple(part.stop - part.start for part in index)
+                    for index, _ in engine.to_shards(self.array_of(variable))
+                }
+
+                assert np.array_equal(new, self.adapter.read(variable)), (name, path)
+                assert {variable.layout.shard_shape(value.shape)} == held, (name, path)
+
+    def test_threads_have_scopes_of_their_own(self):
+        """Two threads that build at once under two maps each get their own layouts."""
+        name, make_model = next(iter(self.models().items()))
+        maps = {mesh: self.layout_map(name, mesh) for mesh in self.meshes[:2]}
+        made: dict[str, Any] = {}
+        barrier = threading.Barrier(len(maps))
+
+        def work(mesh: str) -> None:
+            with maps[mesh].scope(library=self.library):
+                barrier.wait(60)
+                model = make_model()
+                barrier.wait(60)
+            made[mesh] = model
+
+        threads = [threading.Thread(target=work, args=(mesh,)) for mesh in maps]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert set(maps) == set(made)
+        for mesh, model in made.items():
+            assert {maps[mesh].mesh} == {v.layout.mesh for v in self.adapter.variables(model).values()}
 
     def test_a_plan_has_no_values(self):
         """A model that was only planned refuses to be read, by the variable's path."""

@@ -76,6 +76,10 @@ class KerasAdapter:
         """The whole value of a variable, as a numpy array."""
         return np.asarray(keras.ops.convert_to_numpy(variable.value))
 
+    def write(self, variable: Any, value: Any) -> None:
+        """Give a variable a value, of the engine or of numpy; it keeps its layout."""
+        variable.assign(value)
+
     def forward(self, model: Any, batch: Any) -> Any:
         """What a model puts out for a batch, in inference."""
         return keras.tree.map_structure(np.asarray, model.predict_on_batch(_x_of(batch)))

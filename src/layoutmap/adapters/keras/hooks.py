@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,47 +44,62 @@ __all__ = [
 
 TESTED = "3.15"
 
+
+def _moved(what: str) -> ScopeError:
+    return ScopeError(
+        f"Keras {keras.__version__} is not supported",
+        facts={"missing": what},
+        why=f"deferring variables relies on names of Keras {TESTED} that this one does not have",
+        mend=f'pip install "keras=={TESTED}.*"',
+    )
+
+
 try:
-    from keras.src.backend.common import global_state
+    from keras.src.backend.common import global_state as keras_state
     from keras.src.backend.common.stateless_scope import in_stateless_scope
-    from keras.src.backend.common.variables import Variable as CommonVariable
+    from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.models.functional import Functional
     from keras.src.random import seed_generator
     from keras.src.random.seed_generator import draw_seed
     from keras.src.utils.naming import to_snake_case
     from keras.src.utils.python_utils import is_default
-
-    Layer: Any = keras.layers.Layer
-    _missing = [
-        f"{owner.__name__}.{name}"
-        for owner, names in (
-            (CommonVariable, ("__init__", "_deferred_initialize", "_direct_assign", "value")),
-            (Layer, ("__new__", "_maybe_build", "_flatten_layers")),
-            (global_state, ("get_global_attribute", "set_global_attribute")),
-            (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
-        )
-        for name in names
-        if not hasattr(owner, name) and name != "_direct_assign"
-    ]
 except ImportError as error:
-    _missing = [str(error)]
+    raise _moved(str(error)) from error
+
+CommonVariable: Any = KerasVariable
+Layer: Any = keras.layers.Layer
+global_state: Any = keras_state
+
+
+def check_names() -> None:
+    """Refuse a Keras whose private names have moved.
+
+    Raises:
+        ScopeError: It lacks some.
+    """
+    wanted: list[tuple[Any, Sequence[str]]] = [
+        (CommonVariable, ("__init__", "_deferred_initialize", "value")),
+        (Layer, ("__new__", "_maybe_build", "_flatten_layers")),
+        (global_state, ("get_global_attribute", "set_global_attribute")),
+        (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
+    ]
+    missing = [
+        f"{owner.__name__}.{name}" for owner, names in wanted for name in names if not hasattr(owner, name)
+    ]
+    if missing:
+        raise _moved(", ".join(missing))
+
 
 _PENDING_LIST = "uninitialized_variables"
 
 
 def check_keras() -> None:
-    """Refuse a Keras whose private names have moved, and modes that cannot keep the promises.
+    """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
 
     Raises:
         ScopeError: Keras is not one this adapter works with.
     """
-    if _missing:
-        raise ScopeError(
-            f"Keras {keras.__version__} is not supported",
-            facts={"missing": ", ".join(_missing)},
-            why=f"deferring variables relies on names of Keras {TESTED} that this one does not have",
-            mend=f'pip install "keras=={TESTED}.*"',
-        )
+    check_names()
     if keras.config.is_nnx_enabled():
         raise ScopeError(
             "Keras runs with KERAS_NNX_ENABLED",
