@@ -1,5 +1,6 @@
 """The main job at its surface: `scope`, `build`, `plan`, `apply` and what they hand out."""
 
+import contextlib
 import textwrap
 
 import keras
@@ -120,7 +121,10 @@ def test_a_complete_map_is_quiet():
 
 def test_the_older_spelling_warns_and_works():
     """`layout_map_scope` is deprecated, at the user's line, and gives the same scope."""
-    with pytest.warns(DeprecationWarning) as caught, lm.layout_map_scope(make_map()) as scope:
+    with (
+        pytest.warns(DeprecationWarning, match="write layout_map") as caught,
+        lm.layout_map_scope(make_map()) as scope,
+    ):
         make_model()
 
     assert [__file__] == [w.filename for w in caught]
@@ -132,7 +136,7 @@ def test_the_current_scope_is_that_of_the_innermost_block():
     """What is entered is current until it is left, by an exception too."""
     assert current() is None
     with entered("outer"):
-        with pytest.raises(ZeroDivisionError), entered("inner"):
+        with contextlib.suppress(ZeroDivisionError), entered("inner"):
             assert "inner" == current()
             raise ZeroDivisionError
         assert "outer" == current()
@@ -183,6 +187,24 @@ def test_apply_again_moves_to_the_new_layouts():
         assert other.mesh == variable.layout.mesh
         assert np.array_equal(value, np.asarray(variable.value))
     assert other["d1.kernel"] == model.layers[0].kernel.layout
+
+
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_a_model_follows_the_last_map_only():
+    """After a second `apply`, training and new weights know nothing of the first map."""
+    model = make_map().build(make_model, batch_dim="batch")
+    model.compile("adam", "mse")
+    x, y = np.ones((8, 8), "float32"), np.ones((8, 8), "float32")
+    model.fit(x, y, verbose=0)
+    other = make_map({r"d\d\.kernel$": ("model", None)}, "model=4,batch=2")
+    other.apply(model, batch_dim="batch")
+    model.layers[0].enable_lora(2)
+    model.compile("adam", "mse")
+    model.fit(x, y, verbose=0)
+
+    meshes = {v.layout.mesh for v in (*model.variables, *model.optimizer.variables)}
+    assert {other.mesh} == meshes
+    assert other["d2.kernel"] == model.layers[1].kernel.layout
 
 
 def test_progress_is_shown_if_asked_for(capsys):

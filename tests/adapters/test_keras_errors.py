@@ -36,6 +36,7 @@ def nothing_is_left():
     keras.utils.clear_session()
     gc.collect()
     jax.numpy.add(0, 0)  # whatever JAX makes on its first use
+    gc.collect()
     classes, arrays = hooked(), len(jax.live_arrays())
     yield
     gc.collect()
@@ -211,6 +212,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
     monkeypatch.setattr(lm.progress.Progress, "__call__", interrupt)
     keras.utils.set_random_seed(3)
     model = None
+    gc.collect()
     classes, arrays = hooked(), len(jax.live_arrays())
     with pytest.raises(KeyboardInterrupt), layout_map.scope():
         model = make_model()

@@ -102,6 +102,13 @@ class KerasSession:
         self._layers.append(weakref.ref(layer))
         wrap_layer(layer, self)
 
+    def let_go(self, thing: Any) -> None:
+        """A layer or an optimizer belongs to another scope from now on, with its variables."""
+        self._layers = [ref for ref in self._layers if ref() is not thing]
+        self._optimizers = [ref for ref in self._optimizers if ref() is not thing]
+        for variable in getattr(thing, "variables", ()):
+            self._forget(id(variable))
+
     def optimizer_born(self, optimizer: Any) -> None:
         """A model was given an optimizer."""
         if not any(ref() is optimizer for ref in self._optimizers):

@@ -24,19 +24,15 @@ __all__ = [
     "parent_by_name",
     "place_batch",
     "settle_for_training",
-    "wrap_training",
+    "training_wraps",
 ]
 
 
-def wrap_training(model: Any, session: KerasSession) -> None:
-    """Make a model train in its layouts."""
-    own = model.__dict__
-    own["make_train_function"] = _making(model, session, "train")
-    own["make_test_function"] = _making(model, session, "test")
-    own["make_predict_function"] = _making(model, session, "predict")
-    own["train_step"] = _pinned(model, session, model.train_step)
-    own["test_step"] = _pinned(model, session, model.test_step)
-    own["predict_step"] = _pinned(model, session, model.predict_step)
+def training_wraps(model: Any, session: KerasSession) -> dict[str, Any]:
+    """The methods with which a model trains in its layouts."""
+    making = {f"make_{name}_function": _making(model, session, name) for name in ("train", "test", "predict")}
+    steps = ("train_step", "test_step", "predict_step")
+    return making | {name: _pinned(model, session, getattr(model, name)) for name in steps}
 
 
 def complete(model: Any, inputs: Any) -> None:

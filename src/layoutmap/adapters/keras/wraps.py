@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from layoutmap.adapters.keras.training import wrap_training
+from layoutmap.adapters.keras.training import training_wraps
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -23,30 +23,54 @@ if TYPE_CHECKING:
 __all__ = ["wrap_layer", "wrap_optimizer"]
 
 _MARK = "_layoutmap_session"
+_BEFORE = "_layoutmap_before"
+_ABSENT = object()
 
 
 def wrap_layer(layer: Any, session: KerasSession) -> None:
-    """Make a layer open its scope again whenever it makes weights."""
-    own = layer.__dict__
-    if own.get(_MARK) is session:
+    """Make a layer open its scope again whenever it makes weights; another scope lets go of it."""
+    if not _begin(layer, session):
         return
-    own[_MARK] = session
-    for name in ("build", "quantize", "enable_lora"):
-        if hasattr(layer, name):
-            own[name] = _reopening(session, getattr(layer, name))
-    own["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
+    wraps = {
+        name: _reopening(session, getattr(layer, name))
+        for name in ("build", "quantize", "enable_lora")
+        if hasattr(layer, name)
+    }
+    wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
     if isinstance(layer, keras.Model):
-        own["compile"] = _compiling(layer, session)
-        wrap_training(layer, session)
+        wraps["compile"] = _compiling(layer, session)
+        wraps |= training_wraps(layer, session)
+    _put(layer, wraps)
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
-    """Make an optimizer open the scope again when it makes its slots."""
-    own = optimizer.__dict__
-    if own.get(_MARK) is not session:
-        own[_MARK] = session
-        own["build"] = _reopening(session, optimizer.build)
+    """Make an optimizer open the scope again when it makes its slots; another scope lets go of it."""
+    if _begin(optimizer, session):
+        _put(optimizer, {"build": _reopening(session, optimizer.build)})
         session.optimizer_born(optimizer)
+
+
+def _begin(thing: Any, session: KerasSession) -> bool:
+    """Whether something is still to be wrapped; what another scope wrapped is plain again."""
+    own = thing.__dict__
+    if own.get(_MARK) is session:
+        return False
+    for name, before in own.pop(_BEFORE, {}).items():
+        if before is _ABSENT:
+            own.pop(name, None)
+        else:
+            own[name] = before
+    if _MARK in own:
+        own[_MARK].let_go(thing)
+    own[_MARK] = session
+    return True
+
+
+def _put(thing: Any, wraps: dict[str, Any]) -> None:
+    # Into __dict__, past Keras's __setattr__, which tracks what it is given.
+    own = thing.__dict__
+    own[_BEFORE] = {name: own.get(name, _ABSENT) for name in wraps}
+    own.update(wraps)
 
 
 def _reopening(session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:
