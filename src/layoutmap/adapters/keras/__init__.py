@@ -11,7 +11,7 @@ from layoutmap.adapters.keras.hooks import check_keras
 from layoutmap.adapters.keras.paths import find_variables, slot_path
 from layoutmap.adapters.keras.ports import backend_name, port_of
 from layoutmap.adapters.keras.session import KerasSession
-from layoutmap.adapters.keras.training import complete, parent_by_name
+from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import ScopeError
 
@@ -64,12 +64,10 @@ class KerasAdapter:
         named = {f.path: f.variable for f in found}
         paths = {id(f.variable): f.path for f in found}
         optimizer = getattr(model, "optimizer", None)
-        for number, variable in enumerate(optimizer.variables if optimizer is not None else ()):
-            weight = parent_by_name(variable, model.trainable_variables)
-            if weight is None:
-                named[f"optimizer.{number}"] = variable
-            else:
-                named[slot_path(variable, weight, paths[id(weight)])] = variable
+        slots = list(optimizer.variables) if optimizer is not None else []
+        taken = set(named)
+        for slot, weight in zip(slots, parents_by_name(slots, model.trainable_variables), strict=True):
+            named[slot_path(slot, weight, paths.get(id(weight), ""), taken)] = slot
         return named
 
     def read(self, variable: Any) -> Any:

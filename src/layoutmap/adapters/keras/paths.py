@@ -14,6 +14,7 @@ the order in which they were assigned. The rest are its aliases.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,10 +100,24 @@ def sublayers(layer: Any) -> Iterator[Any]:
         yield inner
 
 
-def slot_path(slot: Any, weight: Any, weight_path: str) -> str:
-    """The path of an optimizer's slot: `optimizer.`, its weight's path, and what kind of slot it is."""
-    kind = slot.name.removeprefix(weight.path.replace("/", "_") + "_")
-    return f"optimizer.{weight_path}.{kind}"
+def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str]) -> str:
+    """The path of an optimizer's variable: `optimizer.`, its weight's path, and what kind of slot it is.
+
+    Args:
+        slot: The variable.
+        weight: The weight that it belongs to, or `None`.
+        weight_path: The weight's path.
+        taken: Paths that others have; the new one is added.
+    """
+    if weight is None:
+        path = f"optimizer.{slot.name}"
+    else:
+        kind = slot.name.removeprefix(weight.path.replace("/", "_") + "_")
+        path = f"optimizer.{weight_path}.{kind}"
+    numbers = itertools.chain([path], (f"{path}_{n}" for n in itertools.count(1)))
+    unique = next(p for p in numbers if p not in taken)
+    taken.add(unique)
+    return unique
 
 
 class _Walk:

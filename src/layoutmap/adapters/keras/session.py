@@ -210,21 +210,24 @@ class KerasSession:
         of = {id(entry.variable): entry for entry in entries}
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
+        taken: dict[str, set[str]] = {}  # the slots' paths in each model
         for variable in self._known():
             if id(variable) not in seen and not hooks.is_global_seed(variable):
-                entries.append(self._describe_other(variable, of, id(variable) in slots))  # noqa: PERF401
+                entries.append(self._describe_other(variable, of, id(variable) in slots, taken))  # noqa: PERF401
         return entries
 
-    def _describe_other(self, variable: Any, of: dict[int, _Entry], is_slot: bool) -> _Entry:
+    def _describe_other(
+        self, variable: Any, of: dict[int, _Entry], is_slot: bool, taken: dict[str, set[str]]
+    ) -> _Entry:
         """A slot of an optimizer, or something small that belongs to no layer."""
         parent = self._parent_of(variable)
-        entry = of.get(id(parent))
-        if parent is None or entry is None:
-            if is_slot:
-                return _entry(variable, f"optimizer.{variable.name}", Kind.SLOT)
-            return _entry(variable, _plain_path(variable), Kind.METRIC)
-        path = slot_path(variable, parent, entry.spec.path)
-        return _entry(variable, path, Kind.SLOT, parent=entry.spec.path, model=entry.spec.model)
+        entry = of.get(id(parent)) if parent is not None else None
+        if entry is not None:
+            path = slot_path(variable, parent, entry.spec.path, taken.setdefault(entry.spec.model, set()))
+            return _entry(variable, path, Kind.SLOT, parent=entry.spec.path, model=entry.spec.model)
+        if is_slot:
+            return _entry(variable, slot_path(variable, None, "", taken.setdefault("", set())), Kind.SLOT)
+        return _entry(variable, _plain_path(variable), Kind.METRIC)
 
     def _parent_of(self, variable: Any) -> Any:
         record = self._records.get(id(variable))

@@ -10,7 +10,7 @@ Three instance methods of Keras's public trainer interface are wrapped; Keras ke
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "adopt_for_training",
     "complete",
-    "parent_by_name",
+    "parents_by_name",
     "place_batch",
     "settle_for_training",
     "training_wraps",
@@ -61,9 +61,8 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
     slots = list(optimizer.variables) if optimizer is not None else []
     weights = list(model.trainable_variables)
     variables = [*model.variables, *slots, *model.metrics_variables]
-    for slot in slots:
-        parent = None if session.knows(slot) else parent_by_name(slot, weights)
-        if parent is not None:
+    for slot, parent in zip(slots, parents_by_name(slots, weights), strict=True):
+        if parent is not None and not session.knows(slot):
             session.set_parent(slot, parent)
     session.adopt(variables)
     return variables
@@ -131,11 +130,28 @@ def _pin(session: KerasSession, values: Any, variables: Any) -> list[Any]:
     return [session.port.pin(value, v) for value, v in zip(values, variables, strict=True)]
 
 
-def parent_by_name(slot: Any, weights: Any) -> Any:
-    """The weight whose slot this is, by the name that Keras gives slots."""
-    fitting = [
-        w
-        for w in weights
-        if slot.name.startswith(w.path.replace("/", "_") + "_") and tuple(w.shape) == tuple(slot.shape)
-    ]
-    return max(fitting, key=lambda w: len(w.path), default=None)
+def parents_by_name(slots: Iterable[Any], weights: Iterable[Any]) -> list[Any]:
+    """The weight that each slot belongs to, or `None`, by the name that Keras gives slots: the weight's, then a kind.
+
+    Weights may share a name. Optimizers make the slots of one kind in the order of the weights, so the second slot of
+    a name is that of the second weight of its name.
+    """
+    named: dict[str, list[Any]] = {}
+    for weight in weights:
+        named.setdefault(weight.path.replace("/", "_"), []).append(weight)
+    seen: dict[tuple[str, tuple[int, ...]], int] = {}
+    parents: list[Any] = []
+    for slot in slots:
+        shape = tuple(slot.shape)
+        ends = [i for i, letter in enumerate(slot.name) if letter == "_"]
+        fitting = next(
+            (f for i in reversed(ends) if (f := _of_shape(named.get(slot.name[:i], ()), shape))), []
+        )
+        number = seen.get((slot.name, shape), 0)
+        seen[slot.name, shape] = number + 1
+        parents.append(fitting[min(number, len(fitting) - 1)] if fitting else None)
+    return parents
+
+
+def _of_shape(weights: Iterable[Any], shape: tuple[int, ...]) -> list[Any]:
+    return [weight for weight in weights if tuple(weight.shape) == shape]

@@ -1,0 +1,149 @@
+"""Optimizers: whose slot each of their variables is, whatever things are called."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+
+import layoutmap as lm
+from layoutmap.adapters import get_adapter
+
+L = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+X = np.ones((8, 8), "float32")
+
+
+class Block(L.Layer):
+    """A block that gives itself and its layer the same names as all others of its kind."""
+
+    def __init__(self):
+        super().__init__(name="block")
+        self.d = L.Dense(8, name="d")
+
+    def call(self, x):
+        return self.d(x)
+
+
+class Twins(keras.Model):
+    """Two blocks of one name."""
+
+    def __init__(self):
+        super().__init__(name="twins")
+        self.blocks = [Block(), Block()]
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class OwnStep(Twins):
+    """A model with a training step of its own."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return logs | {"extra": 1.0}, state
+
+
+def trained(make=Twins, optimizer="adam"):
+    keras.utils.set_random_seed(2)
+    model = make()
+    model.compile(optimizer, "mse")
+    model.train_on_batch(X, X)
+    return model
+
+
+def make_map():
+    rules = {r"blocks\.0\.d\.kernel": (None, "model"), r"blocks\.1\.d\.kernel": ("model", None)}
+    return lm.LayoutMap(lm.create_mesh("batch=2,model=4"), rules)
+
+
+def slots_of(model):
+    found = get_adapter("keras").variables(model)
+    return {path.removeprefix("optimizer."): v for path, v in found.items() if path.startswith("optimizer.")}
+
+
+@pytest.mark.parametrize("how", ["built in a scope", "laid out later"])
+def test_slots_follow_weights_that_share_a_name(how):
+    """Where two weights have one Keras name, the slots of each lie where that one lies."""
+    if how == "laid out later":
+        model = make_map().apply(trained())
+    else:
+        with make_map().scope():
+            model = trained()
+    slots = slots_of(model)
+
+    assert len(slots) == len(model.optimizer.variables)
+    for number, specs in enumerate([("unsharded", "model"), ("model", "unsharded")]):
+        for kind in ("momentum", "velocity"):
+            slot = slots[f"blocks.{number}.d.kernel.{kind}"]
+
+            assert specs == slot.layout.sharding_specs == model.blocks[number].d.kernel.layout.sharding_specs
+            assert slot.value.sharding.is_equivalent_to(model.blocks[number].d.kernel.value.sharding, 2)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adafactor", "muon", "ftrl", "nadam", "lion"])
+def test_every_variable_of_an_optimizer_has_a_path_of_its_own(optimizer):
+    """The plan and the adapter call an optimizer's variables by the same names, none of them twice."""
+    with make_map().scope() as scope:
+        model = trained(optimizer=optimizer)
+    planned = collections.Counter(a.variable.path for a in scope.plan if a.variable.kind == "slot")
+
+    assert {1} == set(planned.values())
+    assert set(planned) == {f"optimizer.{path}" for path in slots_of(model)}
+    assert {"optimizer.iteration", "optimizer.learning_rate"} <= set(planned)
+
+
+def test_two_models_have_slots_of_the_same_paths():
+    """Slots are told apart by the model, as weights are."""
+    kept = []
+    with make_map().scope() as scope:
+        for name in ("teacher", "student"):
+            kept.append(keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")], name=name))
+            kept.append(keras.optimizers.SGD(momentum=0.9))
+            kept[-1].build(kept[-2].trainable_variables)
+    named = [a.variable.model for a in scope.plan if a.variable.path == "optimizer.d1.kernel.momentum"]
+
+    assert ["teacher", "student"] == named
+
+
+def test_a_training_step_of_ones_own():
+    """A model that overrides `train_step` trains in its layouts, and its logs come out."""
+    with make_map().scope(batch_dim="batch"):
+        model = trained(OwnStep)
+    logs = model.fit(X, X, verbose=0).history
+    expected = trained(OwnStep).fit(X, X, verbose=0).history
+
+    assert [1.0] == logs["extra"]
+    np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
+    assert ("model", "unsharded") == model.blocks[1].d.kernel.layout.sharding_specs
+
+
+def test_a_sequential_model_that_grows():
+    """Layers that are added to a model that is already built are laid out with it, inside the scope and after."""
+    layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {r"[abc]\.kernel": (None, "model")})
+    with layout_map.scope() as scope:
+        model = keras.Sequential([keras.Input((8,)), L.Dense(8, name="a")])
+        model(X)
+        model.add(L.Dense(8, name="b"))
+        model(X)
+    model.add(L.Dense(8, name="c"))
+    model(X)
+
+    assert ["a.kernel", "a.bias", "b.kernel", "b.bias", "c.kernel", "c.bias"] == [
+        a.variable.path for a in scope.plan
+    ]
+    assert [layout_map["a.kernel"]] * 3 == [layer.kernel.layout for layer in model.layers]
+
+
+def test_an_optimizer_by_hand_after_the_scope():
+    """Slots that are built by hand outside follow at once on JAX, since Keras hands the weight's sharding on."""
+    with make_map().scope():
+        model = Twins()
+    model(X)
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    momentum = next(v for v in optimizer.variables if v.name.endswith("kernel_momentum"))
+
+    assert momentum.value.sharding.is_equivalent_to(model.blocks[0].d.kernel.value.sharding, 2)
