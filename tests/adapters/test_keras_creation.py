@@ -510,3 +510,59 @@ def test_two_threads_that_first_call_one_model():
         assert ["d1.kernel", "d1.bias", "d2.kernel", "d2.bias"] == [f.path for f in find_variables(model)]
         assert 2 == len(results)
         assert np.array_equal(*results)
+
+
+def test_states_of_a_recurrent_layer_are_placed():
+    """States of a stateful layer are arrays from the start; they join the mesh, and outputs are the plain ones."""
+    x = np.ones((4, 3, 8), "float32")
+
+    def make_model():
+        return keras.Sequential([keras.Input((3, 8), batch_size=4), L.LSTM(8, stateful=True, name="r")])
+
+    expected = seeded(make_model)
+    expected(x)
+    with make_map().scope() as scope:
+        model = seeded(make_model)
+    model(x)
+
+    np.testing.assert_allclose(np.asarray(model(x)), np.asarray(expected(x)), rtol=1e-5, atol=1e-6)
+    assert {"r.states.0", "r.states.1"} <= {a.variable.path for a in scope.plan}
+    assert all(hasattr(v, "layout") for v in model.variables)
+
+
+class Branching(keras.Model):
+    """A model that Keras cannot trace: it looks at its numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.d1 = L.Dense(8)
+        self.d2 = L.Dense(8)
+
+    def call(self, x):
+        return self.d2(self.d1(x)) if float(np.asarray(x).sum()) > 0 else x
+
+
+def test_a_model_that_cannot_be_traced():
+    """Layers that are built one by one, in the middle of a call, are laid out by their paths in the model."""
+    model = assert_as_plain(Branching, lambda m: m(X), {r"d[12]\.kernel": (None, "model")})
+
+    assert model.d1.kernel.layout == model.d2.kernel.layout
+
+
+def test_a_bad_layout_is_told_by_the_first_call_of_a_model_that_cannot_be_traced():
+    """Keras tries other ways to build such a model when one fails; the plan's error is not lost there."""
+    with make_map(rules={r"d1\.kernel": ("model",)}).scope():
+        model = Branching()
+    with pytest.raises(lm.PlanError, match=r"d1\.kernel: a layout of rank 1 for a tensor of rank 2"):
+        model(X)
+
+
+def test_a_saved_model_knows_nothing_of_layouts(tmp_path):
+    """What is loaded outside of a scope is plain Keras, whatever it was saved from."""
+    with make_map().scope():
+        model = keras.Sequential([keras.Input((4,)), L.Dense(8, name="d1")])
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+
+    assert not hasattr(loaded.layers[0].kernel, "layout")
+    assert np.array_equal(np.asarray(model.layers[0].kernel.value), np.asarray(loaded.layers[0].kernel.value))

@@ -329,3 +329,33 @@ def test_a_model_and_its_scope_are_freed():
     gc.collect()
 
     assert [None, None] == [ref() for ref in gone]
+
+
+def test_nested_data_validation_and_frozen_layers():
+    """Dicts of inputs and outputs, sample weights, a validation split and a frozen layer train like one device."""
+    random = np.random.default_rng(0)
+    x = {name: random.normal(size=(10, 8)).astype("float32") for name in "ab"}
+    y = {"o": random.normal(size=(10, 8)).astype("float32")}
+
+    def make_model():
+        a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
+        frozen = L.Dense(8, name="frozen")
+        frozen.trainable = False
+        model = keras.Model({"a": a, "b": b}, {"o": L.Dense(8, name="d1")(frozen(a) + b)})
+        model.compile(keras.optimizers.SGD(0.1), {"o": "mse"})
+        return model
+
+    def train(model):
+        options = {
+            "sample_weight": np.arange(10.0),
+            "validation_split": 0.3,
+            "batch_size": 4,
+            "shuffle": False,
+        }
+        history = model.fit(x, y, epochs=1, verbose=0, **options).history
+        return history | {"predict": model.predict(x, verbose=0, batch_size=4)["o"]}
+
+    expected, actual, model = both(make_model, train)
+
+    assert_close(expected, actual)
+    assert mlp_map()["d1.kernel"] == model.get_layer("d1").kernel.layout
