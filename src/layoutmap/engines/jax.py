@@ -46,7 +46,7 @@ class JaxEngine:
 
     Example:
         >>> jax_engine = engine()
-        >>> layout = Layout(["x", UNSHARDED], Mesh(None, "x=1"))
+        >>> layout = Layout(["x", None], Mesh(None, "x=1"))
         >>> array = jax_engine.relayout(np.ones((4, 2), np.float32), layout)
         >>> jax_engine.layout_of(array) == layout
         True
