@@ -1,5 +1,8 @@
 """Say by name where every weight of a model lives; see it before a byte is allocated; get exactly that."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from layoutmap.devices import create_mesh
 from layoutmap.errors import (
     EngineError,
@@ -15,9 +18,12 @@ from layoutmap.errors import (
 from layoutmap.layout import UNSHARDED, Layout
 from layoutmap.layout_map import LayoutMap, Match, Rule
 from layoutmap.mesh import Mesh, MeshDimension
-from layoutmap.parity import ParityReport, check_parity
 from layoutmap.plan import Plan, Problem
 from layoutmap.scope import Scope, apply, build, layout_map_scope, plan, scope
+
+if TYPE_CHECKING:
+    from layoutmap import dtensor
+    from layoutmap.parity import ParityReport, check_parity
 
 __version__ = "0.1.0"
 
@@ -47,7 +53,19 @@ __all__ = [
     "build",
     "check_parity",
     "create_mesh",
+    "dtensor",
     "layout_map_scope",
     "plan",
     "scope",
 ]
+
+_LATE = {"ParityReport": "layoutmap.parity", "check_parity": "layoutmap.parity"}
+"""Names whose modules load numpy, which takes longer than all the rest: they are imported when first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "dtensor":
+        return importlib.import_module("layoutmap.dtensor")
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
+    raise AttributeError(f"module 'layoutmap' has no attribute {name!r}")

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-
 from layoutmap.layout import Layout
 from layoutmap.layout_map import Match
 
@@ -111,4 +109,8 @@ def itemsize(dtype: str) -> float:
         >>> itemsize("float32"), itemsize("bfloat16")
         (4, 2)
     """
-    return _ITEMSIZES[dtype] if dtype in _ITEMSIZES else np.dtype(dtype).itemsize
+    if dtype in _ITEMSIZES:
+        return _ITEMSIZES[dtype]
+    import numpy as np  # late: loading it takes longer than all the rest of this package
+
+    return np.dtype(dtype).itemsize

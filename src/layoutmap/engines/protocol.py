@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from layoutmap.blocks import Index
 from layoutmap.draws import Draw
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
 from layoutmap.variables import Assignment
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from layoutmap.blocks import Index
+
+    NumpyArray: TypeAlias = npt.NDArray[np.generic]
+
 __all__ = ["Array", "Engine"]
 
 Array = Any
 """An array of the engine's framework."""
-
-NumpyArray = npt.NDArray[np.generic]
 
 
 class Engine(Protocol):
