@@ -159,20 +159,16 @@ def memory(what: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
 
 
-def measure(method: str, model_name: str, flag: str = "--child") -> dict:
-    """One measurement in a fresh process."""
+def measure(method: str, model_name: str, flag: str = "--child", script: str = __file__) -> dict:
+    """One measurement by a script, in a fresh process."""
     environment = {
         **os.environ,
         "KERAS_BACKEND": "jax",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    done = subprocess.run(
-        [sys.executable, __file__, flag, method, "--model", model_name],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, script, flag, method, "--model", model_name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""How long `import layoutmap` takes, beside `import numpy`, which it needs.
+"""How long `import layoutmap` takes, beside `import numpy`, which it loads only when arrays come in.
 
     python benchmarks/import_time.py --rounds 15
 
@@ -22,7 +22,9 @@ def seconds(statement: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=11)
     rounds = parser.parse_args().rounds
     statements = ("pass", "import numpy", "import layoutmap")

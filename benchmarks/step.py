@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
+
+from create import create, measure
 
 METHODS = ("layoutmap", "ModelParallel", "by hand")
 SIZES = {"micro": (8, 16, 60), "tiny": (16, 64, 12)}  # batch, length, steps
@@ -28,7 +28,6 @@ def child(method: str, model_name: str) -> None:
     import jax
     import keras
     import numpy as np
-    from create import create
     from models import MODELS
 
     batch, length, steps = SIZES[model_name]
@@ -105,21 +104,6 @@ def by_hand(model, loss, batch: int):
     return waited
 
 
-def measure(method: str, model_name: str) -> dict:
-    """One measurement in a fresh process."""
-    environment = {
-        **os.environ,
-        "KERAS_BACKEND": "jax",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
-    command = [sys.executable, __file__, "--child", method, "--model", model_name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -138,7 +122,7 @@ def main() -> None:
                 print(
                     f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr
                 )
-                runs[method].append(measure(method, model_name))
+                runs[method].append(measure(method, model_name, script=__file__))
         print("\r\x1b[K", end="", file=sys.stderr)
         hand = statistics.median(run["step"] for run in runs["by hand"])
         print(f"\n{model_name}: {args.rounds} rounds, medians (smallest-largest)")

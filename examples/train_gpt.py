@@ -106,7 +106,6 @@ def train(mesh: lm.Mesh, steps: int) -> list[float]:
     layout_map = lm.LayoutMap(mesh, {p: _on(mesh, specs) for p, specs in RULES.items()})
     example = np.zeros((BATCH, LENGTH), "int32")
 
-    keras.utils.set_random_seed(0)
     plan = lm.plan(make_gpt, layout_map, inputs=example, strict=True)
     print(f"\n== mesh {mesh}: the plan, nothing allocated\n\n{plan}\n")
 

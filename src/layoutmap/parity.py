@@ -123,7 +123,7 @@ def check_parity(
         layout_map: The rules.
         batch: What one training step takes: `(x, y)` or `(x, y, sample_weight)`.
         steps: How many optimizer steps to compare, each on the same batch; 0 for a model that is not compiled.
-        seed: The seed of both builds.
+        seed: The seed of both builds. Random states are put back afterwards.
         tolerance: The largest relative difference that counts as equal; first weights must be equal bit for bit.
         batch_dim: The mesh dim that splits the batch; `None`: none.
         library: See `scope`.
@@ -148,14 +148,15 @@ def check_parity(
         <ParityReport: agrees>
     """
     adapter = get_adapter(library) if library else imported_adapter()
-    adapter.set_seed(seed)
-    plain = make_model()
-    adapter.complete(plain, batch)
-    adapter.set_seed(seed)
-    sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
-    adapter.complete(sharded, batch)
     losses: list[tuple[float, float]] = []
-    rows = list(_compare(adapter, plain, sharded, batch, steps, tolerance, losses))
+    with adapter.undisturbed():
+        adapter.set_seed(seed)
+        plain = make_model()
+        adapter.complete(plain, batch)
+        adapter.set_seed(seed)
+        sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
+        adapter.complete(sharded, batch)
+        rows = list(_compare(adapter, plain, sharded, batch, steps, tolerance, losses))
     report = ParityReport(tuple(rows), tuple(losses))
     first = report.first_difference
     if raises and first is not None:

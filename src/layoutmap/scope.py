@@ -239,7 +239,8 @@ def plan(
     """Say where every variable of a model would go: the dry run of `build`, stopped before anything is made.
 
     No array is allocated and no device is needed: the mesh may be any size. The model that the function makes has
-    shapes and no values, and is thrown away.
+    shapes and no values, and is thrown away. Random states are put back, so that planning a model changes no number
+    of the model that is built next.
 
     Args:
         make_model: Makes the model and returns it.
@@ -261,9 +262,11 @@ def plan(
         >>> lm.plan(lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")]), layout_map)
         <Plan: 2 variables on batch=512, model=8, 576 B, 128 B per device; 1 warning>
     """
-    dry = Scope(layout_map, _adapter(library), None)
+    adapter = _adapter(library)
+    dry = Scope(layout_map, adapter, None)
     _ = dry.mesh
-    model = _make(dry, make_model, inputs)
+    with adapter.undisturbed():
+        model = _make(dry, make_model, inputs)
     unbuilt = dry.session.unbuilt()
     found = dry.plan
     final = make_plan(

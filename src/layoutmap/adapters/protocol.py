@@ -101,6 +101,10 @@ class Adapter(Protocol):
         """A session for one scope."""
         ...
 
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Put everything that the library draws from back afterwards, as if what happens in here had not."""
+        ...
+
     def set_seed(self, seed: int) -> None:
         """Seed everything the library draws from."""
         ...

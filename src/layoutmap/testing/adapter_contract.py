@@ -157,6 +157,18 @@ class AdapterContract:
             actual = {a.variable.path: a.layout for a in planned if a.variable.path in expected}
             assert expected == actual
 
+    def test_a_plan_changes_no_number(self):
+        """A model that is built after it was planned has the values of one that was not planned."""
+        name, make_model = next(iter(self.models().items()))
+        expected = self.plain(name)
+        self.adapter.set_seed(7)
+        lm.plan(make_model, self.layout_map(name), library=self.library)
+        model = make_model()
+        self.adapter.complete(model, self.batch(name))
+
+        actual = self.values(model)
+        assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
+
     def test_paths_are_stable(self):
         """Building the same model three times in one process, after other models, gives the same paths."""
         first = {name: list(self.adapter.variables(self.made(name))) for name in self.models()}

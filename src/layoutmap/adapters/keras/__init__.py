@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.hooks import check_keras
+from layoutmap.adapters.keras.hooks import check_keras, global_seed_state
 from layoutmap.adapters.keras.paths import find_variables, slot_path
 from layoutmap.adapters.keras.ports import backend_name, port_of
 from layoutmap.adapters.keras.session import KerasSession
@@ -34,7 +37,6 @@ class KerasAdapter:
         Raises:
             ScopeError: It cannot; says why.
         """
-        check_keras()
         if port_of(backend_name()).is_tracing():
             raise ScopeError(
                 "a scope was opened inside a compiled function",
@@ -48,7 +50,22 @@ class KerasAdapter:
 
     def begin(self, home: Home) -> KerasSession:
         """A session for one scope."""
+        check_keras()
         return KerasSession(home, port_of(backend_name()))
+
+    @contextmanager
+    def undisturbed(self) -> Generator[None]:
+        """Put everything that Keras draws from back afterwards, as if what happens in here had not."""
+        generator = global_seed_state()
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that Keras seeds
+        value = None if generator is None else generator.value
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+            if generator is not None:
+                generator.assign(value)
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and the backend."""

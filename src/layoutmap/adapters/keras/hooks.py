@@ -33,6 +33,7 @@ __all__ = [
     "Functional",
     "check_keras",
     "draw_seed",
+    "global_seed_state",
     "in_stateless_scope",
     "installed",
     "is_default",
@@ -196,7 +197,12 @@ def settle_after_stateless_scope(settle: Callable[[], None]) -> None:
         waiting.append(_Settler(settle))
 
 
+def global_seed_state() -> Any:
+    """The state of Keras's global seed generator, a variable; `None` while there is none."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if generator is None else generator.state
+
+
 def is_global_seed(variable: Any) -> bool:
     """Whether a variable is the state of Keras's global seed generator, which belongs to no model."""
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-    return generator is not None and generator.state is variable
+    return variable is global_seed_state()
