@@ -19,6 +19,7 @@ VALUES = (
     "errors",
     "proto",
     "wire",  # plain fields in and out, so it stands below the mesh and the layout that it writes
+    "mesh_dims",
     "mesh",
     "layout",
     "rule_index",

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutmap.errors import MeshError
-from layoutmap.mesh import UNSHARDED, Mesh, MeshDimension, fill_in_size, parse_mesh_dims
+from layoutmap.mesh import UNSHARDED, Mesh, MeshDimension
+from layoutmap.mesh_dims import fill_in_size, parse_mesh_dims
 from layoutmap.testing import strategies
 
 TWINS = {

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from layoutmap.engines import ENGINES, get_engine
 from layoutmap.errors import EngineError, MeshError
-from layoutmap.mesh import Mesh, MeshDimension, fill_in_size, parse_mesh_dims
+from layoutmap.mesh import Mesh, MeshDimension
+from layoutmap.mesh_dims import fill_in_size, parse_mesh_dims
 
 __all__ = ["create_mesh", "default_engine_name", "devices"]
 
