@@ -430,3 +430,13 @@ def test_find_variables_does_not_look_at_metrics():
     model.train_on_batch(np.ones((1, 8)), np.ones((1, 8)))
 
     assert ["d1.kernel", "d1.bias", "d2.kernel", "d2.bias"] == [f.path for f in find_variables(model)]
+
+
+def test_a_keras_without_a_function_that_is_imported():
+    """A private function that is gone is refused in the same way, when the adapter is first loaded."""
+    said = run_python("import keras\ndel keras.src.random.seed_generator.draw_seed\n" + OPEN)
+
+    assert said.startswith(
+        f"Keras {keras.__version__} is not supported\n  missing  cannot import name 'draw_seed'"
+    )
+    assert said.endswith('  mend     pip install "keras==3.15.*"')
