@@ -1,17 +1,19 @@
-"""The hooks into Keras: every private name this library touches is here, and nowhere else.
+"""The hooks into Keras, and the list of every private name of Keras that this package touches.
 
 Two class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
 `Variable.__init__` (of the class that all backends share) and `Layer.__new__`. Both look at the current scope of their
 own thread, so other threads see plain Keras.
 
-Private names, tested on Keras 3.15:
+Private names, tested on Keras 3.15. All that is imported from `keras.src` is imported here and probed; the attributes
+are read and set by the other modules of this folder, and nowhere else:
 
-    keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _direct_assign
+    keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
+                                                    _deferred_initialize
     keras.src.backend.common.global_state           the "uninitialized_variables" list
     keras.src.backend.common.stateless_scope        in_stateless_scope
     keras.src.random.seed_generator                 the global seed generator, draw_seed
-    keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _trainable_variables,
-                                                    _non_trainable_variables
+    keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
+                                                    _trainable_variables, _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case
 """
