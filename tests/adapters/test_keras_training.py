@@ -186,8 +186,13 @@ def test_data_may_come_from_a_generator_or_a_dataset():
             part = slice(5 * index, 5 * index + 5)
             return x[part], y[part]
 
+    def batches():
+        yield from (Batches()[i] for i in range(3))
+
     def train(model):
-        return {"loss": model.fit(Batches(), epochs=1, verbose=0, shuffle=False).history["loss"]}
+        options = {"epochs": 1, "verbose": 0, "shuffle": False}
+        first = model.fit(Batches(), **options).history["loss"]
+        return {"loss": first, "next": model.fit(batches(), steps_per_epoch=3, **options).history["loss"]}
 
     expected, actual, _ = both(lambda: mlp("sgd"), train)
 

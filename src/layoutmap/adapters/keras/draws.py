@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 import keras
+import numpy as np
 
 from layoutmap.adapters.keras.hooks import draw_seed
 from layoutmap.draws import Draw, Program
@@ -25,6 +26,8 @@ def why_whole(initializer: Any) -> str:
         return f"{_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
     if isinstance(initializer, keras.initializers.Orthogonal):
         return "the QR decomposition of an orthogonal matrix needs all of it"
+    if isinstance(initializer, keras.initializers.Constant) and np.size(initializer.value) > 1:
+        return "its constant is an array, which is whole already"
     return ""
 
 
@@ -51,8 +54,16 @@ def draw_of(initializer: Any, shape: tuple[int, ...], dtype: str) -> Draw:
             own.seed = seed
         return keras.ops.convert_to_tensor(own(shape, dtype=dtype), dtype=dtype)
 
-    key = (type(initializer), json.dumps(config, sort_keys=True, default=repr), shape, dtype)
+    key = (type(initializer), json.dumps(config, sort_keys=True, default=_exactly), shape, dtype)
     return Draw(lambda: function(seed), Program(key, seed, function))
+
+
+def _exactly(value: Any) -> Any:
+    """A setting that JSON does not know, as text that no other value has; `repr` shortens arrays."""
+    if not hasattr(value, "shape"):
+        return repr(value)
+    array = np.asarray(value)
+    return [str(array.dtype), list(array.shape), array.tobytes().hex()]
 
 
 def _is_kerass_own(initializer: Any) -> bool:

@@ -152,7 +152,7 @@ def _install() -> None:
         layer = plain_new(cls, *args, **kwargs)
         session = current()
         if session is not None:
-            session.layer_born(layer, unnamed=kwargs.get("name") is None)
+            session.layer_born(layer, given=[v for v in (*args, *kwargs.values()) if isinstance(v, str)])
         return layer
 
     CommonVariable.__init__ = init

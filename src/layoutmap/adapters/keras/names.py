@@ -11,19 +11,19 @@ given none; in a model that exists, or is loaded, all names count as given.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layoutmap.adapters.keras.hooks import to_snake_case
 
-__all__ = ["mark_unnamed", "stable_names"]
+__all__ = ["note_given", "stable_names"]
 
-_UNNAMED = "_layoutmap_unnamed"
+_GIVEN = "_layoutmap_given"
 
 
-def mark_unnamed(layer: Any) -> None:
-    """Note that a layer is being constructed without a name."""
-    layer.__dict__[_UNNAMED] = True
+def note_given(layer: Any, texts: Iterable[str]) -> None:
+    """Note the texts that a layer is constructed with: its name was given if it is one of them."""
+    layer.__dict__[_GIVEN] = frozenset(texts)
 
 
 def stable_names(layers: Sequence[Any]) -> list[str]:
@@ -48,4 +48,9 @@ def _numbered(layer: Any) -> tuple[str, int] | None:
     """The prefix and number of a name that Keras made up, or `None`."""
     prefix = to_snake_case(type(layer).__name__)
     found = re.fullmatch(re.escape(prefix) + r"(?:_(\d+))?", layer.name)
-    return (prefix, int(found.group(1) or 0)) if found and layer.__dict__.get(_UNNAMED) else None
+    given = layer.__dict__.get(_GIVEN)
+    return (
+        (prefix, int(found.group(1) or 0))
+        if found and given is not None and layer.name not in given
+        else None
+    )

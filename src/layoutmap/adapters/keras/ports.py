@@ -35,10 +35,6 @@ class Port(Protocol):
         """Give a variable its value; later values keep the native layout. Gives the tag that slots will carry."""
         ...
 
-    def native_of(self, array: Any) -> Any:
-        """The native layout of a value, comparable with `==`."""
-        ...
-
     def pin(self, array: Any, variable: Any) -> Any:
         """A new value of a variable inside a compiled step, kept in the variable's layout."""
         ...
@@ -77,9 +73,6 @@ class JaxPort:
         variable._layout = tag
         variable._value = array
         return tag
-
-    def native_of(self, array: Any) -> Any:
-        return array.sharding
 
     def pin(self, array: Any, variable: Any) -> Any:
         import jax

@@ -22,7 +22,7 @@ import keras
 from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
 from layoutmap.adapters.keras.draws import draw_of, why_whole
-from layoutmap.adapters.keras.names import mark_unnamed, stable_names
+from layoutmap.adapters.keras.names import note_given, stable_names
 from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
@@ -94,10 +94,10 @@ class KerasSession:
             else:
                 self.settle()
 
-    def layer_born(self, layer: Any, *, unnamed: bool = False) -> None:
-        """A layer was constructed."""
-        if unnamed:
-            mark_unnamed(layer)
+    def layer_born(self, layer: Any, *, given: Iterable[str] | None = None) -> None:
+        """A layer was constructed, with these texts among its arguments; `None`: it was there before the scope."""
+        if given is not None:
+            note_given(layer, given)
         self._num_births += 1
         self._layers.append(weakref.ref(layer))
         wrap_layer(layer, self)

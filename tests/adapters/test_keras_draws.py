@@ -1,0 +1,70 @@
+"""From Keras's initializers to draws: what is shared, and what the plan says is drawn whole."""
+
+import keras
+import numpy as np
+import pytest
+
+import layoutmap as lm
+from layoutmap.adapters.keras.draws import draw_of, why_whole
+from layoutmap.engines import get_engine
+
+I = keras.initializers  # noqa: E741 - as Keras's users abbreviate it
+SHAPE = (64, 64)
+
+
+@pytest.mark.parametrize(
+    "initializer",
+    [
+        I.Zeros(),
+        I.Ones(),
+        I.Constant(0.5),
+        I.Constant(np.arange(64 * 64, dtype="float32").reshape(SHAPE)),
+        I.Identity(),
+        I.RandomNormal(),
+        I.RandomUniform(),
+        I.TruncatedNormal(mean=1.0),
+        I.GlorotUniform(),
+        I.HeNormal(),
+        I.VarianceScaling(distribution="untruncated_normal"),
+        I.Orthogonal(),
+    ],
+    ids=lambda initializer: type(initializer).__name__,
+)
+def test_the_plan_names_what_the_engine_draws_whole(initializer):
+    """A dry run says of an initializer what the engine finds out when it traces it."""
+    expected = bool(get_engine("jax").why_whole(draw_of(initializer, SHAPE, "float32")))
+
+    assert expected == bool(why_whole(initializer))
+
+
+def test_draws_that_differ_in_a_digit_are_not_one_program():
+    """Settings that print alike and are not equal make other programs: each variable has its own values."""
+    close = [
+        keras.ops.convert_to_tensor(np.float32(0.1)),
+        keras.ops.convert_to_tensor(np.nextafter(np.float32(0.1), 1)),
+    ]
+    draws = [draw_of(I.RandomNormal(stddev=stddev, seed=1), SHAPE, "float32") for stddev in close]
+    arrays = [np.arange(4096, dtype="float32"), np.arange(4096, dtype="float32")]
+    arrays[1][2000] = 0
+    draws += [draw_of(I.Constant(keras.ops.convert_to_tensor(a)), (4096,), "float32") for a in arrays]
+
+    assert len(draws) == len({draw.program.key for draw in draws if draw.program})
+
+
+def test_a_name_given_in_place_is_kept():
+    """A name counts as given however the constructor takes it, even if it looks like one of Keras's."""
+
+    class Named(keras.layers.Layer):
+        def __init__(self, label):
+            super().__init__(name=label)
+            self.inner = keras.layers.Dense(4, use_bias=False)
+
+        def call(self, x):
+            return self.inner(x)
+
+    def make_model():
+        return keras.Sequential([keras.Input((4,)), Named("named_7"), Named(label="named_3")])
+
+    plan = lm.plan(make_model, lm.LayoutMap(lm.create_mesh("model=2")))
+
+    assert ["named_7.inner.kernel", "named_3.inner.kernel"] == [a.variable.path for a in plan]
