@@ -7,6 +7,7 @@ none. Without the variable (`pytest tests/test_mesh.py`) everything that is aske
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -53,7 +54,8 @@ def _set_up_devices() -> None:
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={NUM_DEVICES}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     os.environ["KERAS_BACKEND"] = "tensorflow" if RUNNING == "tensorflow" else "jax"
 
 
@@ -76,6 +78,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not RUNNING or not house.is_collected(collection_path):
         return None
     return None if house.process_of(collection_path) == RUNNING else True
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """TensorFlow gets its devices before the first of its tests is imported: it makes none after its first operation."""
+    if house.process_of(module_path) == "tensorflow":
+        _set_up_tensorflow()
+
+
+@functools.cache
+def _set_up_tensorflow() -> None:
+    dtensor = importlib.import_module("tensorflow").experimental.dtensor
+    dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=NUM_DEVICES)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -41,6 +41,12 @@ EDGES = {
     "engines.jax_processes": {"jax"},
     "engines.jax_programs": {"jax"},
     "engines.tensorflow": {"tensorflow"},
+    "engines.tensorflow_arrays": {"tensorflow"},
+    "engines.tensorflow_canary": {"tensorflow"},
+    "engines.tensorflow_devices": {"tensorflow"},
+    "engines.tensorflow_processes": {"tensorflow"},
+    "engines.tensorflow_programs": {"tensorflow"},
+    "engines.tensorflow_variable": {"tensorflow"},
     "engines.torch": {"torch"},
     "adapters.keras": {"keras"},
     "adapters.keras.ports": {"keras", "jax"},  # the one file that knows both Keras and its backend

@@ -14,7 +14,7 @@ from typing import Any
 
 from layoutmap import wire
 from layoutmap.errors import LayoutError, LayoutMapError
-from layoutmap.mesh import UNSHARDED, Mesh
+from layoutmap.mesh import UNSHARDED, Mesh, as_mesh, is_tensorflows
 
 __all__ = ["UNSHARDED", "Layout", "ShardingSpec"]
 
@@ -29,7 +29,7 @@ class Layout:
     Args:
         sharding_specs: For each axis the name of a mesh dim, a tuple of names (major to minor: the first cuts
             coarsest), or `UNSHARDED`; `None` means `UNSHARDED`. A tuple of one name is that name.
-        mesh: The mesh.
+        mesh: The mesh, or one of `tf.experimental.dtensor`.
 
     Raises:
         LayoutError: A spec is no dim of the mesh, or a dim is used twice.
@@ -53,13 +53,12 @@ class Layout:
     mesh: Mesh
 
     def __init__(self, sharding_specs: Iterable[str | Sequence[str] | None], mesh: Mesh):
+        mesh = as_mesh(mesh)
         if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(
                 f"a layout needs a mesh, not {mesh!r}",
                 why=f"it is {_kind(mesh)}, not a layoutmap.Mesh",
-                mend="convert it: layoutmap.Mesh.from_proto(mesh.as_proto())"
-                if hasattr(mesh, "as_proto")
-                else 'make one: layoutmap.create_mesh("batch=2,model=4")',
+                mend='make one: layoutmap.create_mesh("batch=2,model=4")',
             )
         _check_specs(sharding_specs, mesh)
         specs = tuple(_normalize(spec, mesh) for spec in sharding_specs)
@@ -530,8 +529,8 @@ def _check_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     return sizes
 
 
-def as_layout(value: Any, mesh: Mesh | None) -> Layout:
-    """A layout from a `Layout`, or from a tuple or list of specs and a mesh.
+def as_layout(value: Any, mesh: Mesh | None = None) -> Layout:
+    """A layout from a `Layout`, one of TensorFlow's, or a tuple or list of specs and a mesh.
 
     Raises:
         LayoutError: The value is neither, or the specs are no layout on the mesh.
@@ -539,12 +538,12 @@ def as_layout(value: Any, mesh: Mesh | None) -> Layout:
     """
     if isinstance(value, Layout):
         return value
+    if is_tensorflows(value, "Layout"):
+        return Layout.from_string(value.to_string())
     if not isinstance(value, (tuple, list)):
         mend = 'use a Layout, or a tuple of sharding specs such as (None, "model")'
         if isinstance(value, str):
             mend = f"for a tensor of one axis write ({value!r},), of two (None, {value!r})"
-        elif hasattr(value, "as_proto"):
-            mend = "convert it: layoutmap.Layout.from_proto(layout.as_proto())"
         raise LayoutError(f"{value!r} is no layout", why=f"it is {_kind(value)}", mend=mend)
     if mesh is None:
         raise LayoutMapError(

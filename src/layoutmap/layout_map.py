@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from layoutmap.errors import LayoutMapError, RuleError
 from layoutmap.layout import Layout, as_layout
-from layoutmap.mesh import Mesh
+from layoutmap.mesh import Mesh, as_mesh
 from layoutmap.rule_index import RuleIndex
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class LayoutMap(MutableMapping[str, Layout]):
     """
 
     def __init__(self, mesh: Mesh | None = None, rules: Mapping[str, Any] | None = None):
-        self._mesh = mesh
+        self._mesh: Mesh | None = as_mesh(mesh)
         self._rules: dict[str, Layout] = {}
         self._compiled: dict[str, re.Pattern[str]] = {}
         self._numbered: dict[str, Rule] = {}
@@ -181,7 +181,7 @@ class LayoutMap(MutableMapping[str, Layout]):
 
         Args:
             pattern: A regex over paths.
-            layout: A `Layout`, or a tuple of sharding specs to bind to the map's mesh.
+            layout: A `Layout`, one of `tf.experimental.dtensor`, or a tuple of sharding specs to bind to the map's mesh.
 
         Raises:
             RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does

@@ -20,7 +20,7 @@ from layoutmap import wire
 from layoutmap.errors import MeshError
 from layoutmap.mesh_dims import UNSHARDED, MeshDimension, check_dims, kind_of, parse_mesh_dims
 
-__all__ = ["UNSHARDED", "Mesh", "MeshDimension"]
+__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "is_tensorflows"]
 
 _DEVICE_TYPE = re.compile(r"(?:^|device:)([A-Za-z]+):\d+$", re.IGNORECASE)
 _FORBIDDEN_IN_DEVICE = re.compile(r"[,|\s]")
@@ -364,3 +364,14 @@ def _count(size: int) -> str:
 def _shorten(devices: tuple[str, ...]) -> str:
     shown = devices if len(devices) <= 8 else (*devices[:4], f"... {len(devices) - 6} more", *devices[-2:])
     return ", ".join(shown) or "none"
+
+
+def as_mesh(mesh: Any) -> Any:
+    """A mesh of TensorFlow as one of ours; anything else as it is."""
+    return Mesh.from_string(mesh.to_string()) if is_tensorflows(mesh, "Mesh") else mesh
+
+
+def is_tensorflows(value: object, name: str) -> bool:
+    """Whether something is DTensor's own class of that name; found out without loading TensorFlow."""
+    kind = type(value)
+    return kind.__name__ == name and kind.__module__.startswith("tensorflow.dtensor.")

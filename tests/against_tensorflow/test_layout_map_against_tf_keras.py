@@ -212,20 +212,17 @@ def test_a_tuple_of_specs_is_a_layout(pair):
     assert COLUMN == ours["new"]
 
 
-def test_a_layout_of_tensorflow_is_refused_with_the_way_to_convert_it(pair):
-    """A layout or a mesh of TensorFlow is not ours, and the message says how to make it ours."""
+def test_a_layout_of_tensorflow_is_taken(pair):
+    """A layout or a mesh of TensorFlow may stand where ours does."""
     _, ours = pair
     tf_layout = theirs(ROW)
+    ours["new"] = tf_layout
 
-    with pytest.raises(RuleError) as raised:
-        ours["new"] = tf_layout
-    with pytest.raises(ValueError, match=r"Mesh.from_proto\(mesh.as_proto\(\)\)"):
-        Layout([None], tf_layout.mesh)
-
-    assert "it is of type tensorflow.Layout" == raised.value.why
-    assert "convert it: layoutmap.Layout.from_proto(layout.as_proto())" == raised.value.mend
-    ours["new"] = Layout.from_proto(tf_layout.as_proto())
     assert ROW == ours["new"]
+    assert ROW == Layout(tf_layout.sharding_specs, tf_layout.mesh)
+    assert MESH == LayoutMap(tf_layout.mesh).mesh
+    with pytest.raises(RuleError, match="is no layout"):
+        ours["text"] = tf_layout.to_string()
 
 
 def test_the_default_mesh_is_that_of_the_first_layout():

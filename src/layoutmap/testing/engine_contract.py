@@ -216,8 +216,10 @@ class EngineContract:
         layouts = [
             Layout(["x", "y"], Mesh(None, "x=2,y=4")),
             Layout([None, "a"], Mesh(names[:4], "a=4")),
-            Layout([("b", "a"), None], Mesh(names[2:6], "a=2,b=2")),
+            Layout(["b", "a"], Mesh(names[2:6], "a=2,b=2")),
         ]
+        over_two = Layout([("b", "a"), None], Mesh(names[2:6], "a=2,b=2"))
+        layouts += [over_two] * self.held(over_two.sharding_specs)
         for before, after in itertools.product(layouts, layouts):
             moved = self.engine.relayout(self.engine.relayout(values, before), after)
 

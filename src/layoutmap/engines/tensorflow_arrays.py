@@ -1,0 +1,210 @@
+"""Tensors in layouts: put together from shards, taken apart, moved; each with all its bits.
+
+DTensor's own relayout adds shards up with zeros around them, so it loses the sign of a zero and the bits of a NaN, and
+does not know all element types. Outside of compiled functions tensors are therefore taken apart and put together
+again. With several processes the shards travel as integers, which a sum with zeros does not change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from layoutmap.blocks import Index, assemble, whole_index
+from layoutmap.engines.tensorflow_devices import native_layout, to_mesh
+from layoutmap.errors import EngineError
+from layoutmap.layout import Layout
+from layoutmap.mesh import Mesh
+
+__all__ = [
+    "canonical",
+    "check_placed",
+    "from_blocks",
+    "layout_of",
+    "move",
+    "shards_of",
+    "tensor_of",
+    "whole",
+]
+
+NumpyArray = npt.NDArray[Any]
+Ends = tuple[tuple[int, int], ...]
+dtensor: Any = tf.experimental.dtensor
+
+_MAX_MESHES = 1024
+_lock = threading.Lock()
+_mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
+
+
+def native_of(layout: Layout) -> Any:
+    """DTensor's layout; the mesh is remembered, so that `layout_of` gives the one that was used last."""
+    native = native_layout(layout)
+    with _lock:
+        _mesh_of_native[native.mesh.to_string()] = layout.mesh
+        while len(_mesh_of_native) > _MAX_MESHES:
+            _mesh_of_native.popitem(last=False)
+    return native
+
+
+def layout_of(array: Any) -> Layout | None:
+    """The layout of a tensor or variable, or `None` if it lies on no mesh."""
+    if not isinstance(array, (tf.Tensor, tf.Variable)) or not dtensor.is_dtensor(array):
+        return None
+    native = dtensor.fetch_layout(array)
+    text = native.mesh.to_string()
+    with _lock:
+        mesh = _mesh_of_native.get(text)
+    return Layout(list(native.sharding_specs), mesh or to_mesh(native.mesh))
+
+
+def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> Any:
+    """DTensor's form of a layout that fits a shape.
+
+    Raises:
+        LayoutError: It does not fit.
+        EngineError: DTensor cannot hold it.
+    """
+    layout.check_rank(shape, name)
+    for axis in layout.uneven_axes(shape):
+        raise layout.uneven_error(shape, axis, name)
+    return native_of(layout)
+
+
+def canonical(values: NumpyArray) -> NumpyArray:
+    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are."""
+    why = "arrays of TensorFlow hold numbers and truth values in layouts"
+    try:
+        dtype = tf.as_dtype(values.dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
+        raise EngineError(
+            f"TensorFlow cannot hold an array of {values.dtype} in a layout",
+            why=why,
+            mend="pass an array of numbers",
+        )
+    return values
+
+
+def tensor_of(array: Any) -> Any:
+    """The tensor in a variable; a tensor as it is."""
+    return array.read_value() if isinstance(array, tf.Variable) else array
+
+
+def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards that this process holds, each index once, with both ends."""
+    tensor = tensor_of(array)
+    layout = layout_of(tensor)
+    shape = tuple(tensor.shape)
+    if layout is None:
+        yield whole_index(shape), tensor.numpy()
+        return
+    places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
+    seen: set[Ends] = set()
+    for place, component in zip(places, dtensor.unpack(tensor), strict=True):
+        index = layout.shard_slices(shape, place)
+        if _ends(index) not in seen:
+            seen.add(_ends(index))
+            yield index, component.numpy()
+
+
+def from_blocks(
+    shape: tuple[int, ...],
+    layout: Layout,
+    read: Callable[[Index], NumpyArray],
+) -> Any:
+    """A tensor put together from blocks, each read once."""
+    native = native_of(layout)
+    devices = native.mesh.local_devices()
+    held: dict[Ends, NumpyArray] = {}
+    components: list[Any] = []
+    for place, device in zip(native.mesh.local_device_ids(), devices, strict=True):
+        index = layout.shard_slices(shape, place)
+        if _ends(index) not in held:
+            # A copy: TensorFlow may share the memory of a numpy array, and a later change of it would show.
+            held[_ends(index)] = np.array(read(index), copy=True, order="C")
+        with tf.device(device):
+            components.append(tf.constant(held[_ends(index)]))
+    return dtensor.pack(components, native)
+
+
+def whole(array: Any) -> NumpyArray:
+    """All of an array's values."""
+    tensor = tensor_of(array)
+    layout = layout_of(tensor)
+    if layout is None:
+        return tensor.numpy()
+    if dtensor.num_clients() > 1 and not layout.is_fully_replicated():
+        tensor = _replicated(tensor, layout)
+    return _put_together(tensor)
+
+
+def move(array: Any, layout: Layout) -> Any:
+    """A tensor, plain or in a layout, in another layout, with all its bits. Gradients pass through it."""
+    present = layout_of(array)
+    if present is not None and native_of(present) == native_of(layout):
+        return tensor_of(array)
+    if not tf.executing_eagerly():
+        return dtensor.relayout(array, native_of(layout))
+
+    @tf.custom_gradient
+    def moved(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def back(upstream: Any) -> Any:
+            return tf.constant(whole(upstream)) if present is None else move(upstream, present)
+
+        return _moved(tensor, layout), back
+
+    if tensor_of(array).dtype.is_floating:
+        with tf.device(None):
+            return moved(tensor_of(array))
+    return _moved(tensor_of(array), layout)
+
+
+def _moved(tensor: Any, layout: Layout) -> Any:
+    present = layout_of(tensor)
+    if present is not None and dtensor.num_clients() > 1 and not present.is_fully_replicated():
+        tensor = _replicated(tensor, present)
+    shards = list(shards_of(tensor))
+    shape, dtype = tuple(tensor.shape), tensor.dtype.as_numpy_dtype
+    return from_blocks(shape, layout, lambda index: assemble(shards, shape, dtype, index))
+
+
+def _put_together(tensor: Any) -> NumpyArray:
+    return assemble(shards_of(tensor), tuple(tensor.shape), tensor.dtype.as_numpy_dtype)
+
+
+def _replicated(tensor: Any, layout: Layout) -> Any:
+    """The tensor on all devices of all processes. Its bits travel as integers."""
+    width = tensor.dtype.size
+    integer = np.int64 if width == 8 else np.int32
+    components = [_as_integers(c.numpy(), integer) for c in dtensor.unpack(tensor)]
+    flat = [tf.constant(c) for c in components]
+    pieces = Layout([*layout.sharding_specs, None], layout.mesh)
+    packed = dtensor.pack(flat, native_of(pieces))
+    joined = dtensor.relayout(packed, native_of(Layout.replicated(layout.mesh, pieces.rank)))
+    values = _from_integers(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
+    return from_blocks(tuple(tensor.shape), Layout.replicated(layout.mesh, layout.rank), values.__getitem__)
+
+
+def _as_integers(values: NumpyArray, integer: type) -> NumpyArray:
+    """The bytes of values as integers, along one more axis."""
+    width = values.dtype.itemsize
+    if width < 4:
+        return values[..., None].view(np.uint8).reshape(*values.shape, width).astype(integer)
+    return np.ascontiguousarray(values)[..., None].view(integer)
+
+
+def _from_integers(integers: NumpyArray, dtype: type) -> NumpyArray:
+    if np.dtype(dtype).itemsize < 4:
+        integers = integers.astype(np.uint8)
+    return np.ascontiguousarray(integers).view(dtype)[..., 0]
+
+
+def _ends(index: Index) -> Ends:
+    return tuple((part.start, part.stop) for part in index)

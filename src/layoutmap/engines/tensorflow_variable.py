@@ -1,0 +1,130 @@
+"""`DVariable`: TensorFlow's variable in a layout, made whole where TensorFlow's own is not.
+
+TensorFlow's `DVariable` cannot be read whole when it is sharded (`numpy()` raises), nor be given a plain value. This
+subclass can, so what is written for a `tf.Variable` works: `get_weights`, saving to HDF5, callbacks, `repr`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from layoutmap.engines.tensorflow_arrays import check_placed, layout_of, move, whole
+from layoutmap.engines.tensorflow_canary import check_training
+from layoutmap.engines.tensorflow_devices import native_layout
+from layoutmap.errors import LayoutError
+from layoutmap.layout import Layout, as_layout
+
+__all__ = ["DVariable"]
+
+dtensor: Any = tf.experimental.dtensor
+
+
+class DVariable(dtensor.DVariable):  # type: ignore[misc]
+    """A `tf.Variable` whose value lies in a layout.
+
+    Args:
+        initial_value: The first value: a tensor in a layout, or with `layout` a plain one, a number or a numpy array; or
+            a function without arguments that gives one.
+        *args: See `tf.Variable`.
+        layout: The layout; may be left out if the first value has one.
+        **kwargs: See `tf.Variable`.
+
+    Attributes:
+        layout: Its `Layout`.
+
+    Raises:
+        LayoutError: There is no layout, it does not fit, or the first value has another one.
+        EngineError: TensorFlow cannot hold the layout, or would compute training steps wrongly.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> layout = lm.Layout(["x", lm.UNSHARDED], lm.Mesh(None, "x=2"))
+        >>> variable = lm.DVariable(tf.ones((4, 3)), layout=layout)
+        >>> variable.layout == layout
+        True
+        >>> variable.assign_add(tf.ones((4, 3))).numpy().sum()
+        24.0
+
+    References:
+        `tf.experimental.dtensor.DVariable`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/DVariable
+    """
+
+    def __init__(
+        self, initial_value: Any, *args: Any, layout: Layout | None = None, dtype: Any = None, **kwargs: Any
+    ):
+        if callable(initial_value) and not isinstance(initial_value, (tf.Tensor, tf.Variable)):
+            initial_value = initial_value()
+        wanted = as_layout(layout) if layout is not None else None
+        if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
+            initial_value = _plain(initial_value, dtype)
+        present = layout_of(initial_value)
+        if wanted is None and present is None:
+            raise LayoutError(
+                "a DVariable needs a layout",
+                why="its first value has none, and none is given",
+                mend="pass layout=, or a first value that is in a layout",
+            )
+        if wanted is not None and present is not None and native_layout(wanted) != native_layout(present):
+            raise LayoutError(
+                "the first value of a DVariable lies in another layout",
+                facts={"layout": str(wanted), "first value": str(present)},
+                why="nothing is moved unseen",
+                mend="leave layout out, or relayout the value first",
+            )
+        used = present if wanted is None else wanted
+        assert used is not None
+        self._layout: Layout = used
+        native = check_placed(used, tuple(initial_value.shape))
+        check_training(native.mesh)
+        value = initial_value if present is not None else move(initial_value, used)
+        super().__init__(value, *args, **kwargs)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, native: Any) -> None:
+        # TensorFlow's constructor sets its own form of the layout; ours says the same.
+        pass
+
+    def numpy(self) -> Any:
+        """The whole value."""
+        return whole(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        values = whole(self)
+        return values if dtype is None else values.astype(dtype)
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give it a value, plain or in any layout; it keeps its own."""
+        return super().assign(self._placed(value), *args, **kwargs)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add a value, plain or in any layout."""
+        return super().assign_add(self._placed(delta), *args, **kwargs)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Subtract a value, plain or in any layout."""
+        return super().assign_sub(self._placed(delta), *args, **kwargs)
+
+    def _placed(self, value: Any) -> Any:
+        """A value in the variable's layout; inside a `tf.function` DTensor does that itself."""
+        if not tf.executing_eagerly() or dtensor.get_default_mesh() is not None:
+            return value
+        if not isinstance(value, (tf.Tensor, tf.Variable)):
+            value = tf.convert_to_tensor(value, dtype=self.dtype)
+        return move(tf.broadcast_to(value, self.shape) if value.shape != self.shape else value, self._layout)
+
+    def __repr__(self) -> str:
+        return (
+            f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"
+        )
+
+
+def _plain(value: Any, dtype: Any) -> Any:
+    return tf.convert_to_tensor(value) if dtype is None else tf.cast(tf.convert_to_tensor(value), dtype)
