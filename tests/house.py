@@ -49,7 +49,10 @@ EDGES = {
     "engines.tensorflow_variable": {"tensorflow"},
     "engines.torch": {"torch"},
     "adapters.keras": {"keras"},
-    "adapters.keras.ports": {"keras", "jax"},  # the one file that knows both Keras and its backend
+    # The files that know both Keras and its backend.
+    "adapters.keras.ports.jax": {"keras", "jax"},
+    "adapters.keras.ports.tensorflow": {"keras", "tensorflow"},
+    "adapters.keras.ports.tensorflow_random": {"keras", "tensorflow"},
     "adapters.nnx": {"flax", "jax"},
     "adapters.torch": {"torch"},
     "adapters.pytree": {"jax"},

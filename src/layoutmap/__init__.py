@@ -23,12 +23,14 @@ from layoutmap.scope import Scope, apply, build, layout_map_scope, plan, scope
 
 if TYPE_CHECKING:
     from layoutmap import dtensor
+    from layoutmap.engines.tensorflow_variable import DVariable
     from layoutmap.parity import ParityReport, check_parity
 
 __version__ = "0.1.0"
 
 __all__ = [
     "UNSHARDED",
+    "DVariable",
     "EngineError",
     "Layout",
     "LayoutError",
@@ -59,8 +61,12 @@ __all__ = [
     "scope",
 ]
 
-_LATE = {"ParityReport": "layoutmap.parity", "check_parity": "layoutmap.parity"}
-"""Names whose modules load numpy, which takes longer than all the rest: they are imported when first asked for."""
+_LATE = {
+    "DVariable": "layoutmap.engines.tensorflow_variable",
+    "ParityReport": "layoutmap.parity",
+    "check_parity": "layoutmap.parity",
+}
+"""Names whose modules load numpy or a framework, which takes long: they are imported when first asked for."""
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter
@@ -102,6 +102,18 @@ class Scope:
         """An array, of the framework or of numpy, in a layout."""
         return self.engine.relayout(array, layout)
 
+    def variable(self, array: Any, *, name: str, trainable: bool) -> Any:
+        """What a variable of the framework holds an array in."""
+        return self.engine.variable(array, name=name, trainable=trainable)
+
+    def whole(self, array: Any) -> Any:
+        """All values of an array, as a numpy array."""
+        return self.engine.whole(array)
+
+    def run_on_mesh(self) -> AbstractContextManager[Any]:
+        """While open, what is computed here and now is computed on the mesh."""
+        return self.engine.run_on(self.mesh)
+
     def native(self, layout: Layout, rank: int) -> Any:
         """The framework's own form of a layout."""
         return self.engine.native(layout, rank)
@@ -109,6 +121,11 @@ class Scope:
     def replicated(self, rank: int) -> Layout:
         """The layout of a small thing that every device holds whole."""
         return Layout.replicated(self.mesh, rank)
+
+    def computing_layout(self, layout: Layout) -> Layout:
+        """The layout in which a weight takes part in a computation: not cut over the dim that cuts the batch."""
+        dims = ([d for d in layout.mesh_dims_of(axis) if d != self.batch_dim] for axis in range(layout.rank))
+        return Layout([tuple(each) for each in dims], layout.mesh)
 
     def batch_layout(self, shape: Sequence[int]) -> Layout:
         """The layout of a batch: cut along its first axis where it divides, else whole."""

@@ -1,7 +1,11 @@
 """Small Keras models of every style, for the tests of the adapter."""
 
+import inspect
+
 import keras
 import numpy as np
+
+from layoutmap.adapters.keras.hooks import CommonVariable
 
 L = keras.layers
 
@@ -101,3 +105,12 @@ def batch(name, rows=8):
     if name == "subclassed":
         return random.integers(0, 64, (rows, 8), "int32"), random.integers(0, 64, (rows, 8), "int32")
     return random.normal(size=(rows, 16)).astype("float32"), random.integers(0, 64, (rows,), "int32")
+
+
+def hooked():
+    """Every attribute of Keras's classes that a scope could replace, as it is now."""
+    kinds = (keras.Variable, keras.layers.Dense, keras.Sequential, keras.Model, keras.optimizers.Adam)
+    classes = {base for kind in kinds for base in kind.__mro__ if base is not object}
+    names = {f"{c.__module__}.{c.__qualname__}.{n}": value for c in classes for n, value in vars(c).items()}
+    module = inspect.getmodule(CommonVariable)
+    return names | {f"module.{name}": value for name, value in vars(module).items()}

@@ -42,12 +42,28 @@ class Home(Protocol):
         """An array, of the framework or of numpy, in a layout."""
         ...
 
+    def variable(self, array: Any, *, name: str, trainable: bool) -> Any:
+        """What a variable of the framework holds an array in."""
+        ...
+
+    def whole(self, array: Any) -> Any:
+        """All values of an array, as a numpy array."""
+        ...
+
+    def run_on_mesh(self) -> AbstractContextManager[Any]:
+        """While open, what is computed here and now is computed on the mesh."""
+        ...
+
     def native(self, layout: Layout, rank: int) -> Any:
         """The framework's own form of a layout."""
         ...
 
     def replicated(self, rank: int) -> Layout:
         """The layout of a small thing that every device holds whole."""
+        ...
+
+    def computing_layout(self, layout: Layout) -> Layout:
+        """The layout in which a weight takes part in a computation: not cut over the dim that cuts the batch."""
         ...
 
     def batch_layout(self, shape: Sequence[int]) -> Layout:

@@ -15,6 +15,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -259,6 +260,26 @@ class JaxEngine:
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return _settled(jax.device_put(array, sharding))
         return _cut(np.asarray(array), sharding)
+
+    def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> Any:
+        """The array: JAX has no variables of its own."""
+        return array
+
+    def whole(self, array: Any) -> NumpyArray:
+        """All values of an array, gathered from all processes that hold some; they must all ask."""
+        layout = self.layout_of(array)
+        if layout is not None and not array.is_fully_addressable:
+            array = self.relayout(array, Layout.replicated(layout.mesh, layout.rank))
+            return np.asarray(next(iter(array.addressable_shards)).data)
+        return np.asarray(array)
+
+    def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
+        """While open, arrays made from plain values lie on the mesh, each device having all of them.
+
+        Raises:
+            MeshError: The machine does not have the mesh's devices.
+        """
+        return jax.set_mesh(self.native(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
 
     def canonical(self, values: NumpyArray) -> NumpyArray:
         """Numpy values in the element type that JAX holds them in: 32 bits for 64 unless `jax_enable_x64` is set.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from layoutmap.draws import Draw
@@ -108,6 +109,18 @@ class Engine(Protocol):
             EngineError: The engine cannot hold the layout.
             LayoutError: The layout does not fit the array's shape.
         """
+        ...
+
+    def variable(self, array: Array, *, name: str = "", trainable: bool = True) -> Any:
+        """What the framework's variables hold an array in: one of its own kind that can be assigned to, or the array."""
+        ...
+
+    def whole(self, array: Array) -> NumpyArray:
+        """All values of an array, gathered from all processes that hold some; they must all ask."""
+        ...
+
+    def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
+        """While open, what is computed from plain values is computed on a mesh, each device having all of it."""
         ...
 
     def canonical(self, values: NumpyArray) -> NumpyArray:

@@ -15,6 +15,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from layoutmap.engines.tensorflow_arrays import (
     layout_of,
     move,
     native_of,
+    run_on,
     shards_of,
     whole,
 )
@@ -37,6 +39,7 @@ from layoutmap.engines.tensorflow_canary import check_training, switch_off_combi
 from layoutmap.engines.tensorflow_devices import bound_mesh, device_names
 from layoutmap.engines.tensorflow_processes import check_equal_everywhere, common_seeds
 from layoutmap.engines.tensorflow_programs import PieceProgram, trace
+from layoutmap.engines.tensorflow_variable import DVariable
 from layoutmap.errors import EngineError
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
@@ -224,6 +227,29 @@ class TensorFlowEngine:
         values = canonical(np.asarray(array))
         check_placed(layout, values.shape)
         return from_blocks(values.shape, layout, values.__getitem__)
+
+    def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> DVariable:
+        """A `DVariable` that holds the tensor.
+
+        Raises:
+            EngineError: DTensor would train wrongly in this process.
+        """
+        with tf.init_scope():
+            return DVariable(array, name=name or "Variable", trainable=trainable)
+
+    def whole(self, array: Any) -> NumpyArray:
+        """All values of a tensor or variable, gathered from all processes that hold some; they must all ask."""
+        return whole(array)
+
+    def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
+        """While open, operations on plain tensors run on the mesh, each device having all of them.
+
+        It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
+
+        Raises:
+            MeshError: The machine does not have the mesh's devices.
+        """
+        return run_on(native_of(Layout.replicated(mesh, 0)).mesh)
 
     def canonical(self, values: NumpyArray) -> NumpyArray:
         """Numpy values as TensorFlow holds them, which is as they are.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ __all__ = [
     "from_blocks",
     "layout_of",
     "move",
+    "native_of",
+    "run_on",
     "shards_of",
     "tensor_of",
     "whole",
@@ -53,8 +56,10 @@ def native_of(layout: Layout) -> Any:
 
 
 def layout_of(array: Any) -> Layout | None:
-    """The layout of a tensor or variable, or `None` if it lies on no mesh."""
-    if not isinstance(array, (tf.Tensor, tf.Variable)) or not dtensor.is_dtensor(array):
+    """The layout of a tensor or variable, or `None` if it lies on no mesh, or inside a `tf.function`: not known there."""
+    if not isinstance(array, (tf.Tensor, tf.Variable)) or not tf.executing_eagerly():
+        return None
+    if not dtensor.is_dtensor(array):
         return None
     native = dtensor.fetch_layout(array)
     text = native.mesh.to_string()
@@ -134,6 +139,17 @@ def from_blocks(
     return dtensor.pack(components, native)
 
 
+@contextmanager
+def run_on(native_mesh: Any) -> Generator[None]:
+    """While open, operations on plain tensors run on the mesh. An exception ends that, too, as in DTensor it does not."""
+    inside = dtensor.default_mesh(native_mesh)
+    inside.__enter__()
+    try:
+        yield
+    finally:
+        inside.__exit__(None, None, None)
+
+
 def whole(array: Any) -> NumpyArray:
     """All of an array's values."""
     tensor = tensor_of(array)
@@ -147,11 +163,11 @@ def whole(array: Any) -> NumpyArray:
 
 def move(array: Any, layout: Layout) -> Any:
     """A tensor, plain or in a layout, in another layout, with all its bits. Gradients pass through it."""
+    if not tf.executing_eagerly():
+        return _constrained(array, native_of(layout))
     present = layout_of(array)
     if present is not None and native_of(present) == native_of(layout):
         return tensor_of(array)
-    if not tf.executing_eagerly():
-        return dtensor.relayout(array, native_of(layout))
 
     @tf.custom_gradient
     def moved(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -164,6 +180,20 @@ def move(array: Any, layout: Layout) -> Any:
         with tf.device(None):
             return moved(tensor_of(array))
     return _moved(tensor_of(array), layout)
+
+
+def _constrained(tensor: Any, native: Any) -> Any:
+    """A tensor inside a compiled function, in a layout. DTensor lays its gradient out as it sees fit.
+
+    DTensor's own gradient of a relayout wants the layout that the tensor had, and fails where propagation has since
+    given it another one.
+    """
+
+    @tf.custom_gradient
+    def constrained(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return dtensor.relayout(tensor, native), lambda upstream: upstream
+
+    return constrained(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
 
 
 def _moved(tensor: Any, layout: Layout) -> Any:

@@ -108,9 +108,7 @@ def short_name(name: str) -> str:
 def _full_name(name: str) -> tf.DeviceSpec:
     kind, _, number = short_name(name).partition(":")
     task, index = divmod(int(number), _num_local(kind))
-    return tf.DeviceSpec(
-        job=dtensor.job_name(), replica=0, task=task, device_type=kind, device_index=index
-    )
+    return tf.DeviceSpec(job=dtensor.job_name(), replica=0, task=task, device_type=kind, device_index=index)
 
 
 @functools.lru_cache(_MAX_NATIVES)
@@ -152,5 +150,7 @@ def to_mesh(native: Any) -> Mesh:
     mesh = Mesh.from_string(native.to_string())
     names = mesh.devices or ()
     if any(not name for name in names):  # TensorFlow does not know the names of other processes' devices
-        return mesh.with_devices(device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids)
+        return mesh.with_devices(
+            device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids
+        )
     return mesh.with_devices([short_name(name) for name in names], local_device_ids=mesh.local_device_ids)

@@ -121,9 +121,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return move(tf.broadcast_to(value, self.shape) if value.shape != self.shape else value, self._layout)
 
     def __repr__(self) -> str:
-        return (
-            f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"
-        )
+        return f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"
 
 
 def _plain(value: Any, dtype: Any) -> Any:

@@ -133,7 +133,9 @@ class AdapterContract:
                 model = self.built(name, mesh)
                 for path, variable in self.adapter.variables(model).items():
                     array = self.array_of(variable)
-                    expected = layout_map[path] or lm.Layout.replicated(lm.create_mesh(mesh), array.ndim)
+                    expected = layout_map[path] or lm.Layout.replicated(
+                        lm.create_mesh(mesh), len(array.shape)
+                    )
 
                     if not path.startswith("optimizer."):
                         assert expected == variable.layout, (name, mesh, path)

@@ -441,6 +441,43 @@ class EngineContract:
         with pytest.raises(EngineError, match="2 arrays"):
             self.engine.call(lambda a: (a, a), layout, [array], {})
 
+    # -- variables, whole values, computing on a mesh
+
+    def test_a_variable_holds_the_array_in_its_layout(self):
+        """What a variable holds an array in has the array's layout and values."""
+        values = random_values((16, 8), "float32", seed=13)
+        for mesh in self._all_meshes():
+            for specs in filter(self.held, _some_specs(mesh)):
+                array = self.engine.relayout(values, Layout(specs, mesh))
+                held = self.engine.variable(array, name="w", trainable=False)
+
+                assert Layout(specs, mesh) == self.engine.layout_of(held)
+                assert_same_bits(values, self.whole(held, values.shape, "float32"))
+
+    @_few
+    @given(data=st.data())
+    def test_the_whole_of_an_array_is_its_values(self, data: st.DataObject):
+        """All values of an array, in a layout or in none, are those that it was made of."""
+        _, (layout,), shape, dtype = data.draw(self._cases(num_layouts=1))
+        values = random_values(shape, dtype, seed=14)
+
+        assert_same_bits(values, self.engine.whole(self.make_array(values)))
+        assert_same_bits(values, self.engine.whole(self.engine.relayout(values, layout)))
+
+    def test_computing_on_a_mesh(self):
+        """What is computed from plain values while computing runs on a mesh lies on it, whole; an exception ends that."""
+        values = np.arange(8, dtype=np.int32).reshape(4, 2)
+        for mesh in (Mesh(None, "x=2,y=4"), Mesh(self.engine.devices()[2:6], "a=4")):
+            with pytest.raises(ZeroDivisionError), self.engine.run_on(mesh):
+                array = self.make_array(values)
+                made = array + array
+                raise ZeroDivisionError
+
+            assert Layout.replicated(mesh, 2) == self.engine.layout_of(made)
+            self._assert_each_device_has_its_shard(made, Layout.replicated(mesh, 2), values + values)
+            array = self.make_array(values)
+            assert self.engine.layout_of(array + array) is None
+
     @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
     def test_canonical_says_what_becomes_of_numpy_values(self, dtype: str):
         """An array made from numpy values has the element type of their canonical form, which is its own."""

@@ -58,7 +58,7 @@ class KerasAdapter:
         """Put everything that Keras draws from back afterwards, as if what happens in here had not."""
         generator = global_seed_state()
         python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that Keras seeds
-        value = None if generator is None else generator.value
+        value = None if generator is None else self.read(generator)
         try:
             yield
         finally:
@@ -89,7 +89,7 @@ class KerasAdapter:
 
     def read(self, variable: Any) -> Any:
         """The whole value of a variable, as a numpy array."""
-        return np.asarray(keras.ops.convert_to_numpy(variable.value))
+        return port_of(backend_name()).read(variable)
 
     def write(self, variable: Any, value: Any) -> None:
         """Give a variable a value, of the engine or of numpy; it keeps its layout."""
@@ -105,7 +105,7 @@ class KerasAdapter:
         loss, gradients = port_of(backend_name()).gradients(model, x, y, sample_weight)
         paths = {id(f.variable): f.path for f in find_variables(model)}
         named = zip(model.trainable_variables, gradients, strict=True)
-        return float(loss), {paths[id(v)]: np.asarray(g) for v, g in named}
+        return float(loss), {paths[id(v)]: gradient for v, gradient in named}
 
     def train_step(self, model: Any, batch: Any) -> float:
         """One optimizer step of a compiled model on a batch; gives the loss before it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -20,12 +21,17 @@ from layoutmap.draws import Draw, Program
 __all__ = ["draw_of", "why_whole"]
 
 
-def why_whole(initializer: Any) -> str:
-    """Why a variable must be drawn whole on one device; empty if its shards can be drawn apart."""
+def why_whole(initializer: Any, drawn_whole: Mapping[str, str]) -> str:
+    """Why a variable must be drawn whole on one device; empty if its shards can be drawn apart.
+
+    Args:
+        initializer: What Keras would call for the value.
+        drawn_whole: Those of Keras's own initializers, by class name, that cannot be split, and why.
+    """
     if not _is_kerass_own(initializer):
         return f"{_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
-    if isinstance(initializer, keras.initializers.Orthogonal):
-        return "the QR decomposition of an orthogonal matrix needs all of it"
+    if type(initializer).__name__ in drawn_whole:
+        return drawn_whole[type(initializer).__name__]
     if isinstance(initializer, keras.initializers.Constant) and np.size(initializer.value) > 1:
         return "its constant is an array, which is whole already"
     return ""
@@ -51,11 +57,23 @@ def draw_of(initializer: Any, shape: tuple[int, ...], dtype: str) -> Draw:
     def function(seed: Any) -> Any:
         own = copy.copy(seeded)
         if hasattr(own, "seed"):
-            own.seed = seed
+            own.seed = _Given(seed)
         return keras.ops.convert_to_tensor(own(shape, dtype=dtype), dtype=dtype)
 
     key = (type(initializer), json.dumps(config, sort_keys=True, default=_exactly), shape, dtype)
     return Draw(lambda: function(seed), Program(key, seed, function))
+
+
+class _Given(keras.random.SeedGenerator):
+    """A seed that is drawn already, in the form in which every backend takes one."""
+
+    def __init__(self, seed: Any):
+        # Not the base's: that makes a variable to draw from.
+        object.__setattr__(self, "_given", seed)
+
+    def next(self, ordered: bool = True) -> Any:
+        """The seed."""
+        return self._given
 
 
 def _exactly(value: Any) -> Any:

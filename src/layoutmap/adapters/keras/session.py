@@ -72,6 +72,7 @@ class KerasSession:
         self._num_births = self._num_planned = 0
         self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
         self._open = threading.local()
+        self.inside = threading.local()  # for ports: how deep in calls of layers a thread is
         self._settling = False
         self._failed = False
         self.lock = threading.RLock()
@@ -256,7 +257,7 @@ class KerasSession:
     def _settle(self, waiting: list[Any]) -> None:
         entries = self._describe()
         complete = not self.unbuilt()
-        whole = {e.spec.path: why for e in entries if (why := _why_whole(e))}
+        whole = {e.spec.path: why for e in entries if (why := self._why_whole(e))}
         assignments = self.home.assign([e.spec for e in entries], whole, complete)
         self._num_planned = self._num_births
         if self.home.plan_only:
@@ -269,6 +270,12 @@ class KerasSession:
         for variable in waiting:
             if is_pending(variable) and hooks.is_global_seed(variable):
                 self._make_plain(variable)
+        self.port.settled([optimizer for ref in self._optimizers if (optimizer := ref()) is not None])
+
+    def _why_whole(self, entry: _Entry) -> str:
+        if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
+            return ""
+        return why_whole(entry.variable._initializer, self.port.drawn_whole)
 
     def _settle_if_closed(self) -> None:
         """Settle, unless whoever opened the scope is still to do so.
@@ -355,10 +362,10 @@ class KerasSession:
         self._store(variable, assignment, self.home.place(value, assignment.layout))
 
     def _store(self, variable: Any, assignment: Assignment, array: Any) -> None:
-        native = self.home.native(assignment.layout, len(variable.shape))
         record = self._know(variable)
         self._tagged.pop(id(record.tag), None)
-        record.tag = self.port.store(variable, array, native)
+        held = self.home.variable(array, name=variable.name, trainable=variable.trainable)
+        record.tag = self.port.store(variable, held, assignment.layout, self)
         record.layout = variable.layout = assignment.layout
         self._tagged[id(record.tag)] = record
 
@@ -393,9 +400,3 @@ def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> _Entry:
 
 def _plain_path(variable: Any) -> str:
     return variable.path.replace("/", ".")
-
-
-def _why_whole(entry: _Entry) -> str:
-    if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
-        return ""
-    return why_whole(entry.variable._initializer)

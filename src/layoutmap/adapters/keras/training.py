@@ -1,16 +1,13 @@
 """`fit`, `evaluate` and `predict` on a model in layouts.
 
-Three instance methods of Keras's public trainer interface are wrapped; Keras keeps its own loops, jit and callbacks.
-
-    make_train_function, ...    before: variables that nobody laid out yet (metrics, an optimizer made elsewhere) join
-                                the mesh, and no two variables share memory. After: each batch is placed on the mesh.
-    train_step, ...             the new values of variables leave the compiled step in their variables' layouts.
+Keras keeps its own loops and callbacks. What is the same on every backend is here: before a step, variables that nobody
+laid out yet (metrics, an optimizer made elsewhere) join the mesh, and each batch is placed on it. How a backend's steps
+are wrapped is in `ports`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -24,15 +21,7 @@ __all__ = [
     "parents_by_name",
     "place_batch",
     "settle_for_training",
-    "training_wraps",
 ]
-
-
-def training_wraps(model: Any, session: KerasSession) -> dict[str, Any]:
-    """The methods with which a model trains in its layouts."""
-    making = {f"make_{name}_function": _making(model, session, name) for name in ("train", "test", "predict")}
-    steps = ("train_step", "test_step", "predict_step")
-    return making | {name: _pinned(model, session, getattr(model, name)) for name in steps}
 
 
 def complete(model: Any, inputs: Any) -> None:
@@ -73,11 +62,7 @@ def settle_for_training(model: Any, session: KerasSession) -> None:
     variables = adopt_for_training(model, session)
     session.refuse_in_a_plan(model.name)
     session.settle()
-    held: set[int] = set()
-    for variable in variables:
-        if id(variable._value) in held:  # a step gives its buffers away, and each can be given away only once
-            variable._value = session.port.copy(variable._value)
-        held.add(id(variable._value))
+    session.port.own_memory(variables)
 
 
 def place_batch(batch: Any, session: KerasSession) -> Any:
@@ -89,45 +74,6 @@ def place_batch(batch: Any, session: KerasSession) -> Any:
         return session.home.place(array, session.home.batch_layout(tuple(array.shape)))
 
     return keras.tree.map_structure(place, batch, none_is_leaf=True)
-
-
-def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
-    plain = getattr(model, f"make_{name}_function")
-    attribute = f"{name}_function"
-
-    @functools.wraps(plain)
-    def make(force: bool = False) -> Any:
-        settle_for_training(model, session)
-        if getattr(model, attribute) is None or force:
-            plain(force=force)
-            step = getattr(model, attribute)
-            setattr(
-                model, attribute, lambda state, data: step(state, (place_batch(b, session) for b in data))
-            )
-        return getattr(model, attribute)
-
-    return make
-
-
-def _pinned(model: Any, session: KerasSession, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A step whose new variable values stay in the layouts of their variables."""
-
-    @functools.wraps(plain)
-    def step(state: Any, data: Any) -> Any:
-        result, new = plain(state, data)
-        if plain.__name__ == "predict_step":
-            return result, _pin(session, new, model.non_trainable_variables)
-        groups = [model.trainable_variables, model.non_trainable_variables]
-        if plain.__name__ == "train_step":
-            groups.append(model.optimizer.variables)
-        groups.append(model.metrics_variables)
-        return result, tuple(_pin(session, values, group) for values, group in zip(new, groups, strict=True))
-
-    return step
-
-
-def _pin(session: KerasSession, values: Any, variables: Any) -> list[Any]:
-    return [session.port.pin(value, v) for value, v in zip(values, variables, strict=True)]
 
 
 def parents_by_name(slots: Iterable[Any], weights: Iterable[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ Keras itself wraps `build` and `quantize` on each layer in this way. Nothing sta
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
     optimizer.build                                         the same, on the optimizer given to compile
-    make_train_function and its like                        see `training`
+    call, make_train_function and its like                  what the backend needs: see `ports`
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from layoutmap.adapters.keras.training import training_wraps
-
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
-__all__ = ["wrap_layer", "wrap_optimizer"]
+__all__ = ["session_of", "wrap_layer", "wrap_optimizer"]
 
 _MARK = "_layoutmap_session"
 _BEFORE = "_layoutmap_before"
@@ -37,17 +35,27 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         if hasattr(layer, name)
     }
     wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
+    wraps |= session.port.layer_wraps(layer, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
-        wraps |= training_wraps(layer, session)
+        wraps |= session.port.training_wraps(layer, session)
     _put(layer, wraps)
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     """Make an optimizer open the scope again when it makes its slots; another scope lets go of it."""
     if _begin(optimizer, session):
-        _put(optimizer, {"build": _reopening(session, optimizer.build)})
+        wraps = {"build": _reopening(session, optimizer.build)}
+        _put(optimizer, wraps | session.port.optimizer_wraps(optimizer, session))
         session.optimizer_born(optimizer)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them
+        _put(inner, dict(session.port.optimizer_wraps(inner, session)))
+
+
+def session_of(thing: Any) -> KerasSession | None:
+    """The scope that looks after a layer, model or optimizer."""
+    return thing.__dict__.get(_MARK)
 
 
 def _begin(thing: Any, session: KerasSession) -> bool:

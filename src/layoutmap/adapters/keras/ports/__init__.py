@@ -1,0 +1,101 @@
+"""What differs between Keras's backends: one small port for each.
+
+A port knows how the backend's variables store a value, and how its compiled steps keep layouts. Engines know the
+arrays; ports know the few places where Keras's backends treat them each in its own way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import keras
+
+from layoutmap.errors import ScopeError
+from layoutmap.layout import Layout
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["Port", "backend_name", "port_of"]
+
+Wraps = Mapping[str, Callable[..., Any]]
+"""Methods to wrap on an instance, by name."""
+
+
+class Port(Protocol):
+    """One Keras backend."""
+
+    engine_name: str
+
+    drawn_whole: Mapping[str, str]
+    """Keras's own initializers, by class name, that this backend's engine draws whole, and why."""
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Leave any tracing that goes on, so that what is made in here are real arrays."""
+        ...
+
+    def is_tracing(self) -> bool:
+        """Whether the code runs inside a compiled function's trace."""
+        ...
+
+    def store(self, variable: Any, held: Any, layout: Layout, session: KerasSession) -> Any:
+        """Give a variable its value; later values keep the layout. Gives the tag that slots will carry."""
+        ...
+
+    def read(self, variable: Any) -> Any:
+        """The whole value of a variable, as a numpy array."""
+        ...
+
+    def settled(self, optimizers: Sequence[Any]) -> None:
+        """Variables have got new values: mend what optimizers remember of them."""
+        ...
+
+    def own_memory(self, variables: Sequence[Any]) -> None:
+        """Make sure that no two variables share memory, where a step would give it away twice."""
+        ...
+
+    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+        """What to wrap on a layer or model so that it computes in its layouts."""
+        ...
+
+    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+        """What to wrap on a model so that `fit`, `evaluate` and `predict` work in its layouts."""
+        ...
+
+    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
+        """What to wrap on an optimizer so that it updates variables in their layouts."""
+        ...
+
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+        """The loss in training, and its gradient for each of the model's trainable variables, as numpy arrays."""
+        ...
+
+
+_PORTS = {
+    "jax": "layoutmap.adapters.keras.ports.jax:JaxPort",
+    "tensorflow": "layoutmap.adapters.keras.ports.tensorflow:TensorFlowPort",
+}
+
+
+def port_of(backend: str) -> Port:
+    """The port of a Keras backend.
+
+    Raises:
+        ScopeError: There is none.
+    """
+    if backend not in _PORTS:
+        raise ScopeError(
+            f"Keras runs on {backend}, where layout maps do not work yet",
+            why=f"the supported backends are {', '.join(_PORTS)}",
+            mend="set KERAS_BACKEND to one of them before Keras is imported",
+        )
+    module, _, name = _PORTS[backend].partition(":")
+    return getattr(importlib.import_module(module), name)()
+
+
+def backend_name() -> str:
+    """The backend that Keras runs on."""
+    return keras.backend.backend()

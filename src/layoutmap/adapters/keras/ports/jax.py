@@ -1,0 +1,147 @@
+"""Keras on JAX: `Variable._value` is a `jax.Array`, `Variable._layout` may be a `NamedSharding`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+import numpy as np
+
+from layoutmap.adapters.keras.ports import Wraps
+from layoutmap.adapters.keras.training import place_batch, settle_for_training
+from layoutmap.layout import Layout
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["JaxPort"]
+
+
+class JaxPort:
+    """Keras on JAX; see `layoutmap.adapters.keras.ports`."""
+
+    engine_name = "jax"
+    drawn_whole: dict[str, str] = {
+        "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it"
+    }
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Leave any tracing that goes on."""
+        # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, whole arrays of them.
+        return jax.core.eval_context()
+
+    def is_tracing(self) -> bool:
+        """Whether the code runs inside a compiled function's trace."""
+        return isinstance(jax.numpy.add(0, 0), jax.core.Tracer)
+
+    def store(self, variable: Any, held: Any, layout: Layout, session: KerasSession) -> Any:
+        """Give a variable its value and the sharding that later values keep."""
+        native = session.home.native(layout, layout.rank)
+        # A sharding object of its own for each variable: Keras hands a variable's `_layout` to the optimizer's slots,
+        # and by that very object a slot's weight is known again.
+        tag = jax.sharding.NamedSharding(native.mesh, native.spec)
+        variable._layout = tag
+        variable._value = held
+        return tag
+
+    def read(self, variable: Any) -> Any:
+        """The whole value of a variable."""
+        return np.asarray(variable.value)
+
+    def settled(self, optimizers: Sequence[Any]) -> None:
+        """Optimizers know variables by the variable, which stays."""
+
+    def own_memory(self, variables: Sequence[Any]) -> None:
+        """A step gives its buffers away, and each can be given away only once."""
+        held: set[int] = set()
+        for variable in variables:
+            if id(variable._value) in held:
+                variable._value = variable._value.copy()
+            held.add(id(variable._value))
+
+    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+        """JAX computes with arrays in layouts as with any others."""
+        return {}
+
+    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
+        """Keras's optimizers on JAX are functions of arrays."""
+        return {}
+
+    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+        """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
+        making = {
+            f"make_{name}_function": _making(model, session, name) for name in ("train", "test", "predict")
+        }
+        steps = ("train_step", "test_step", "predict_step")
+        return making | {name: _pinned(model, getattr(model, name)) for name in steps}
+
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+        """The loss in training, and its gradients."""
+        optimizer = getattr(model, "optimizer", None)
+        slots = [v.value for v in optimizer.variables] if optimizer is not None else None
+
+        def loss_of(trainable: Any, other: Any, metrics: Any) -> Any:
+            loss, _ = model.compute_loss_and_updates(
+                trainable, other, metrics, x, y, sample_weight, training=True, optimizer_variables=slots
+            )
+            return loss
+
+        values = [
+            [v.value for v in variables]
+            for variables in (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.metrics_variables,
+            )
+        ]
+        loss, gradients = jax.jit(jax.value_and_grad(loss_of))(*values)
+        return np.asarray(loss), [np.asarray(gradient) for gradient in gradients]
+
+
+def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    plain = getattr(model, f"make_{name}_function")
+    attribute = f"{name}_function"
+
+    @functools.wraps(plain)
+    def make(force: bool = False) -> Any:
+        settle_for_training(model, session)
+        if getattr(model, attribute) is None or force:
+            plain(force=force)
+            step = getattr(model, attribute)
+            setattr(
+                model, attribute, lambda state, data: step(state, (place_batch(b, session) for b in data))
+            )
+        return getattr(model, attribute)
+
+    return make
+
+
+def _pinned(model: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A step whose new variable values stay in the layouts of their variables."""
+
+    @functools.wraps(plain)
+    def step(state: Any, data: Any) -> Any:
+        result, new = plain(state, data)
+        if plain.__name__ == "predict_step":
+            return result, _pin(new, model.non_trainable_variables)
+        groups = [model.trainable_variables, model.non_trainable_variables]
+        if plain.__name__ == "train_step":
+            groups.append(model.optimizer.variables)
+        groups.append(model.metrics_variables)
+        return result, tuple(_pin(values, group) for values, group in zip(new, groups, strict=True))
+
+    return step
+
+
+def _pin(values: Any, variables: Any) -> list[Any]:
+    return [_pinned_value(value, v._layout) for value, v in zip(values, variables, strict=True)]
+
+
+def _pinned_value(array: Any, sharding: Any) -> Any:
+    if isinstance(sharding, jax.sharding.Sharding):
+        return jax.lax.with_sharding_constraint(array, sharding)
+    return array

@@ -1,0 +1,386 @@
+"""Keras on TensorFlow: `Variable._value` is a `tf.Variable`, here one in a layout.
+
+Private names of Keras's TensorFlow backend that are used here, besides those that `hooks` lists, tested on Keras 3.15:
+
+    keras.src.backend.tensorflow.optimizer.TFOptimizer      _var_key, and add_variable_from_reference of its base
+    keras.src.optimizers.base_optimizer.BaseOptimizer       _trainable_variables, _trainable_variables_indices
+    Trainer                                                 _symbolic_build
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from layoutmap.adapters.keras.hooks import in_stateless_scope
+from layoutmap.adapters.keras.pending import is_pending
+from layoutmap.adapters.keras.ports import Wraps
+from layoutmap.adapters.keras.ports.tensorflow_random import drawing_whole
+from layoutmap.adapters.keras.training import place_batch, settle_for_training
+from layoutmap.adapters.keras.wraps import session_of
+from layoutmap.errors import ScopeError
+from layoutmap.layout import Layout
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["TensorFlowPort"]
+
+dtensor: Any = tf.experimental.dtensor
+
+
+class TensorFlowPort:
+    """Keras on TensorFlow; see `layoutmap.adapters.keras.ports`."""
+
+    engine_name = "tensorflow"
+    drawn_whole: dict[str, str] = {
+        "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
+        "Identity": "TensorFlow makes a diagonal in one piece",
+    }
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Leave any tracing that goes on."""
+        return tf.init_scope()
+
+    def is_tracing(self) -> bool:
+        """Whether the code runs inside a compiled function's trace."""
+        return not tf.executing_eagerly()
+
+    def store(self, variable: Any, held: Any, layout: Layout, session: KerasSession) -> Any:
+        """Give a variable its value; a `DVariable` keeps its layout by itself."""
+        computing = session.home.computing_layout(layout)
+        if computing != layout:
+            held.value = _gathering(held, computing, session)
+        tag = object()
+        variable._layout = tag
+        variable._value = held
+        return tag
+
+    def read(self, variable: Any) -> Any:
+        """The whole value of a variable."""
+        return variable.value.numpy()
+
+    def settled(self, optimizers: Sequence[Any]) -> None:
+        """Optimizers know variables by their `tf.Variable`, which is another one now."""
+        for optimizer in optimizers:
+            for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+                if each is not None and each.built and hasattr(each, "_trainable_variables_indices"):
+                    numbered = enumerate(each._trainable_variables)
+                    each._trainable_variables_indices = {each._var_key(v): i for i, v in numbered}
+
+    def own_memory(self, variables: Sequence[Any]) -> None:
+        """Each `tf.Variable` has memory of its own."""
+
+    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+        """A call with plain tensors, outside of compiled functions, runs on the mesh."""
+        return {"call": _calling(layer, session)}
+
+    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
+        """Slots are made without reading the weight; gradients of rows become whole ones; updates run on the mesh."""
+        wraps: dict[str, Callable[..., Any]] = {
+            "add_variable_from_reference": functools.partial(
+                BaseOptimizer.add_variable_from_reference, optimizer
+            ),
+            "_var_key": _keying(optimizer),
+            "apply": _on_mesh(optimizer.apply, session),
+        }
+        for name in ("assign", "assign_add", "assign_sub"):
+            wraps[name] = _dense(getattr(optimizer, name))
+        return wraps
+
+    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+        """Steps that take each batch off the iterator, place it, and run compiled on the mesh."""
+        return {
+            f"make_{name}_function": _making(model, session, name) for name in ("train", "test", "predict")
+        }
+
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+        """The loss in training, and its gradients."""
+        session = session_of(model)
+        batch = (x, y, sample_weight)
+        if session is not None:
+            settle_for_training(model, session)
+            batch = _placed(batch, session)
+
+        @tf.function(autograph=False)
+        def compute(batch: Any) -> Any:
+            x, y, sample_weight = batch
+            with tf.GradientTape() as tape:
+                y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+                loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+            return loss, [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+        values = [self.read(v) for v in model.non_trainable_variables]
+        loss, gradients = compute(batch)
+        for variable, value in zip(model.non_trainable_variables, values, strict=True):
+            variable.assign(value)  # the call has moved statistics and seeds on
+        return _numpy(loss, session), [_numpy(gradient, session) for gradient in gradients]
+
+
+def _numpy(tensor: Any, session: KerasSession | None) -> Any:
+    return tensor.numpy() if session is None else session.home.whole(tensor)
+
+
+# -- calls
+
+
+def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
+    plain = layer.call
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if in_stateless_scope() or getattr(session.inside, "depth", 0):
+            return plain(*args, **kwargs)
+        with _inside(session):
+            given = keras.tree.flatten((args, kwargs))
+            on_mesh = not tf.executing_eagerly() or dtensor.get_default_mesh() is not None
+            if on_mesh or not any(_is_plain(each) for each in given):
+                return plain(*args, **kwargs)
+            args, kwargs = place_batch((args, kwargs), session)
+            with session.home.run_on_mesh():
+                results = plain(*args, **kwargs)
+            return keras.tree.map_structure(lambda each: _whole(each, session), results)
+
+    return call
+
+
+@contextmanager
+def _inside(session: KerasSession) -> Generator[None]:
+    """While open, a layer of the scope is being called, and the layers in it are not the outermost one."""
+    session.inside.depth = getattr(session.inside, "depth", 0) + 1
+    try:
+        with drawing_whole(functools.partial(_whole, session=session)):
+            yield
+    finally:
+        session.inside.depth -= 1
+
+
+def _gathering(held: Any, layout: Layout, session: KerasSession) -> Callable[[], Any]:
+    """Reading a weight that is cut over the dim of the batch: a layer that is called gets it put together over that dim.
+
+    DTensor does not do that by itself: an axis that is cut over two dims in two operands is an error there.
+    """
+    plain = held.value
+
+    def value() -> Any:
+        read = plain()
+        return session.home.place(read, layout) if getattr(session.inside, "depth", 0) else read
+
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and not dtensor.is_dtensor(value)
+
+
+def _whole(value: Any, session: KerasSession) -> Any:
+    """A tensor, of which every device holds all."""
+    if not isinstance(value, tf.Tensor):
+        return value
+    return session.home.place(value, session.home.replicated(len(value.shape)))
+
+
+def _on_mesh(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def on_mesh(*args: Any, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly() or dtensor.get_default_mesh() is not None:
+            return method(*args, **kwargs)
+        with session.home.run_on_mesh():
+            return method(*args, **kwargs)
+
+    return on_mesh
+
+
+# -- optimizers
+
+
+def _keying(optimizer: Any) -> Callable[..., Any]:
+    plain = optimizer._var_key
+
+    @functools.wraps(plain)
+    def key(variable: Any) -> Any:
+        # A variable without a value must not get one for the sake of a key; `settled` makes the keys anew.
+        return id(variable) if is_pending(variable) else plain(variable)
+
+    return key
+
+
+def _dense(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An assignment whose value is whole: DTensor cannot add rows to a variable one by one."""
+
+    @functools.wraps(method)
+    def dense(variable: Any, value: Any) -> Any:
+        return method(variable, tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value)
+
+    return dense
+
+
+# -- training
+
+
+def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    plain = getattr(model, f"make_{name}_function")
+    attribute = f"{name}_function"
+
+    @functools.wraps(plain)
+    def make(force: bool = False) -> Any:
+        settle_for_training(model, session)
+        if getattr(model, attribute) is None or force:
+            step = _Step(model, session, name)
+            setattr(model, attribute, step.on_list if name == "predict" else step.on_iterator)
+        return getattr(model, attribute)
+
+    return make
+
+
+class _Step:
+    """A training, test or predict step on the mesh."""
+
+    def __init__(self, model: Any, session: KerasSession, name: str):
+        self._model = model
+        self._session = session
+        self._name = name
+        self._checked: set[Any] = set()
+        self._compiled = tf.function(self._step, autograph=False, jit_compile=bool(model.jit_compile) or None)
+
+    def _step(self, batch: Any) -> Any:
+        with _outputs_by_rows(self._model, self._session):
+            return getattr(self._model, f"{self._name}_step")(batch)
+
+    def on_iterator(self, iterator: Iterator[Any]) -> Any:
+        """As many steps as one execution has; what the last one gives."""
+        logs: Any = None
+        for number in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if not number:
+                    raise
+                break
+            logs = self._run(batch)
+        return keras.tree.map_structure(self._plain, logs)
+
+    def on_list(self, batches: Sequence[Any]) -> Any:
+        """The predictions for some batches, one after the other."""
+        results = [keras.tree.map_structure(self._plain, self._run(batch)) for batch in batches]
+        if len(results) == 1:
+            return results[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
+
+    def _run(self, batch: Any) -> Any:
+        batch = keras.tree.map_structure(
+            lambda a: None if isinstance(a, tf.experimental.Optional) else a, batch, none_is_leaf=True
+        )
+        self._make_all(batch)
+        batch = _placed(batch, self._session)
+        if self._model.run_eagerly:
+            with self._session.home.run_on_mesh():
+                return self._step(batch)
+        self._check_captured(batch)
+        return self._compiled(batch)
+
+    def _make_all(self, batch: Any) -> None:
+        """Make what the step would make while it is traced: weights, metrics, slots."""
+        model = self._model
+        if self._name == "predict":
+            if not all(layer.built for layer in model._flatten_layers()):
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                with self._session.defer():
+                    model(keras.tree.map_structure(lambda a: keras.KerasTensor(a.shape, str(a.dtype)), x))
+        else:
+            with self._session.defer():
+                model._symbolic_build(data_batch=batch)
+        settle_for_training(model, self._session)
+
+    def _check_captured(self, batch: Any) -> None:
+        """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""
+        signature = tuple(
+            (tuple(a.shape), a.dtype) if isinstance(a, tf.Tensor) else a for a in keras.tree.flatten(batch)
+        )
+        if signature in self._checked:
+            return
+        traced = self._compiled.get_concrete_function(batch)
+        written = _written(traced.graph)
+        for variable in traced.graph.variables:
+            if not dtensor.is_dtensor(variable) and variable.handle.ref() in written:
+                raise ScopeError(
+                    f"{variable.name}: the {self._name} step writes to a variable that is not on the mesh",
+                    facts={"shape": str(tuple(variable.shape)), "model": self._model.name},
+                    why="every device would write to it, so a counter would count each step many times",
+                    mend="make it with self.add_weight or keras.Variable inside of the scope, as an attribute of a "
+                    "layer, or as layoutmap.DVariable",
+                )
+        self._checked.add(signature)
+
+    def _plain(self, value: Any) -> Any:
+        """A result as a plain tensor, which callbacks and `predict` can read."""
+        if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
+            return value
+        return tf.constant(self._session.home.whole(value))
+
+
+@contextmanager
+def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
+    """While open, what a model puts out is cut along the batch only.
+
+    Losses and metrics look along the other axes, and some of DTensor's operations are wrong on an axis that is cut.
+    """
+    call = model.call
+
+    @functools.wraps(call)
+    def by_rows(*args: Any, **kwargs: Any) -> Any:
+        if getattr(session.inside, "depth", 0):
+            return call(*args, **kwargs)
+        return keras.tree.map_structure(
+            lambda y: (
+                session.home.place(y, session.home.batch_layout(tuple(y.shape)))
+                if isinstance(y, tf.Tensor)
+                else y
+            ),
+            call(*args, **kwargs),
+        )
+
+    own = model.__dict__
+    own["call"] = by_rows
+    try:
+        yield
+    finally:
+        own["call"] = call
+
+
+def _placed(batch: Any, session: KerasSession) -> Any:
+    def as_numpy(value: Any) -> Any:
+        return value.numpy() if _is_plain(value) else value
+
+    return place_batch(keras.tree.map_structure(as_numpy, batch, none_is_leaf=True), session)
+
+
+def _written(graph: Any) -> set[Any]:
+    """The handles, outside of a graph, of the variables that it writes to, in functions that it calls too."""
+    written: set[Any] = set()
+    inside = {inner.ref(): outer for outer, inner in graph.captures}
+    for op in graph.get_operations():
+        if op.type.startswith(("Assign", "ResourceScatter", "ResourceApply", "ResourceSparse")):
+            handle = op.inputs[0]
+            if handle.ref() in inside:
+                written.add(inside[handle.ref()].ref())
+        elif op.type in (
+            "PartitionedCall",
+            "StatefulPartitionedCall",
+            "While",
+            "StatelessWhile",
+            "If",
+            "Case",
+        ):
+            # What a called function does is not looked into: taken as written to.
+            written |= {
+                inside[i.ref()].ref() for i in op.inputs if i.ref() in inside and i.dtype == tf.resource
+            }
+    return written

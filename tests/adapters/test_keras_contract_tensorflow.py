@@ -1,0 +1,34 @@
+"""The Keras adapter keeps the contract, with Keras on TensorFlow."""
+
+import gc
+
+import pytest
+import tensorflow as tf
+from keras_models import MODELS, RULES, batch, hooked
+
+from layoutmap.testing.adapter_contract import AdapterContract
+
+PROCESS = "tensorflow"
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+
+
+class TestKerasOnTensorFlow(AdapterContract):
+    library = "keras"
+
+    def models(self):
+        return MODELS
+
+    def rules(self, name):
+        return RULES[name]
+
+    def batch(self, name):
+        return batch(name)
+
+    def array_of(self, variable):
+        return variable.value
+
+    def num_arrays(self):
+        return sum(isinstance(thing, (tf.Tensor, tf.Variable)) for thing in gc.get_objects())
+
+    def hooked(self):
+        return hooked()
