@@ -42,7 +42,7 @@ class _Blocker(MetaPathFinder):
         if wanted:
             raise ModuleNotFoundError(
                 f"{fullname} was imported in the core test process, which a file gets that names no other; "
-                f'import {fullname} at its top, or write PROCESS = "{wanted}" there',
+                f'import {fullname} at its top, or write PROCESSES = ("{wanted}",) there',
                 name=fullname,
             )
         return None
@@ -77,12 +77,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return True
     if not RUNNING or not house.is_collected(collection_path):
         return None
-    return None if house.process_of(collection_path) == RUNNING else True
+    return None if RUNNING in house.processes_of(collection_path) else True
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
     """TensorFlow gets its devices before the first of its tests is imported: it makes none after its first operation."""
-    if house.process_of(module_path) == "tensorflow":
+    if (RUNNING or house.processes_of(module_path)[0]) == "tensorflow":
         _set_up_tensorflow()
 
 

@@ -145,11 +145,11 @@ class ProcessError(Exception):
     """A file that no test process, or more than one, can run."""
 
 
-def process_of(path: Path) -> str:
-    """The test process that runs a file: `core`, or the one that loads the framework that the file needs.
+def processes_of(path: Path) -> tuple[str, ...]:
+    """The test processes that run a file: `core`, or those that load the framework that the file needs.
 
-    A test file says so with `PROCESS = "jax"`, or else by what it imports, at any depth. Doctests of an edge run where
-    its framework is, and those of the front with JAX: the front joins a map with an engine.
+    A test file says so with `PROCESSES = ("jax", "tensorflow")`, or else by what it imports, at any depth. Doctests of an
+    edge run where its framework is, and those of the front with JAX: the front joins a map with an engine.
 
     Raises:
         ProcessError: It imports frameworks of two processes, or names one that does not exist; or it is a module that
@@ -160,29 +160,30 @@ def process_of(path: Path) -> str:
         if part is None:
             raise ProcessError(f"{path.name} is in no part of the house: list it in tests/house.py")
         if part in EDGES:
-            return FRAMEWORKS[min(EDGES[part])]
-        return "jax" if part in FRONT or part in SHIPPED_TESTS else "core"
+            return (FRAMEWORKS[min(EDGES[part])],)
+        return ("jax",) if part in FRONT or part in SHIPPED_TESTS else ("core",)
     source = path.read_text(encoding="utf-8")
-    said = _process_said(source)
-    if said is not None:
-        if said not in PROCESSES:
+    said = _processes_said(source)
+    for process in said:
+        if process not in PROCESSES:
             raise ProcessError(
-                f"{path.name}: there is no test process {said!r}; there are {', '.join(PROCESSES)}"
+                f"{path.name}: there is no test process {process!r}; there are {', '.join(PROCESSES)}"
             )
+    if said:
         return said
     found = {_process_imported(i.target) for i in read_imports(source)} - {None}
     if len(found) > 1:
         raise ProcessError(
             f"{path.name} imports frameworks of {' and '.join(sorted(map(str, found)))}; split it"
         )
-    return str(found.pop()) if found else "core"
+    return tuple(map(str, found)) or ("core",)
 
 
-def _process_said(source: str) -> str | None:
+def _processes_said(source: str) -> tuple[str, ...]:
     for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["PROCESS"]:
-            return str(ast.literal_eval(node.value))
-    return None
+        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["PROCESSES"]:
+            return tuple(ast.literal_eval(node.value))
+    return ()
 
 
 def _process_imported(target: str) -> str | None:

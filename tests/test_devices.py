@@ -9,7 +9,7 @@ from layoutmap.devices import create_mesh, default_engine_name, devices
 from layoutmap.errors import EngineError, MeshError
 from layoutmap.mesh import Mesh
 
-PROCESS = "jax"
+PROCESSES = ("jax",)
 
 ALL = tuple(f"CPU:{i}" for i in range(8))
 

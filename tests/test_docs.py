@@ -16,7 +16,7 @@ from pathlib import Path
 import house
 import pytest
 
-PROCESS = "jax"
+PROCESSES = ("jax",)
 
 FENCE = re.compile(r"^( *)(`{3,})([^`\n]*)\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
 PAGES = [house.ROOT / "README.md", *sorted((house.ROOT / "docs").rglob("*.md"))]

@@ -9,7 +9,7 @@ import pytest
 import layoutmap as lm
 from layoutmap.parity import ParityReport, ParityRow
 
-PROCESS = "jax"
+PROCESSES = ("jax",)
 L = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 MESHES = ("model=8", "batch=2,model=4", "batch=4,model=2")

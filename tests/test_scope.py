@@ -10,7 +10,7 @@ import pytest
 import layoutmap as lm
 from layoutmap.active import current, entered
 
-PROCESS = "jax"
+PROCESSES = ("jax",)
 L = keras.layers
 RULES = {r".*kernel": (None, "model"), r".*bias": (None,)}
 

@@ -65,7 +65,7 @@ def _singular(word: str) -> str:
 def main(arguments: list[str]) -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     asked, for_pytest = arguments[:cut], arguments[cut + 1 :]
-    files = Counter(house.process_of(p) for p in house.collected_files())
+    files = Counter(process for p in house.collected_files() for process in house.processes_of(p))
     wanted = asked or [p for p in house.PROCESSES if files[p]]
     started = time.monotonic()
     outcomes = [run(process, for_pytest) for process in wanted]

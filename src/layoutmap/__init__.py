@@ -23,8 +23,9 @@ from layoutmap.scope import Scope, apply, build, layout_map_scope, plan, scope
 
 if TYPE_CHECKING:
     from layoutmap import dtensor
-    from layoutmap.engines.tensorflow_variable import DVariable
     from layoutmap.parity import ParityReport, check_parity
+
+    DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
 
 __version__ = "0.1.0"
 
@@ -73,5 +74,10 @@ def __getattr__(name: str) -> Any:
     if name == "dtensor":
         return importlib.import_module("layoutmap.dtensor")
     if name in _LATE:
-        return getattr(importlib.import_module(_LATE[name]), name)
+        try:
+            return getattr(importlib.import_module(_LATE[name]), name)
+        except ModuleNotFoundError as error:
+            raise AttributeError(
+                f'layoutmap.{name} needs {error.name}, which is not installed: pip install "layoutmap[{error.name}]"'
+            ) from error
     raise AttributeError(f"module 'layoutmap' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from keras_models import MODELS, RULES, batch, hooked
 
 from layoutmap.testing.adapter_contract import AdapterContract
 
-PROCESS = "tensorflow"
+PROCESSES = ("tensorflow",)
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
 

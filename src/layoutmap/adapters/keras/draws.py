@@ -68,12 +68,12 @@ class _Given(keras.random.SeedGenerator):
     """A seed that is drawn already, in the form in which every backend takes one."""
 
     def __init__(self, seed: Any):
-        # Not the base's: that makes a variable to draw from.
-        object.__setattr__(self, "_given", seed)
+        # Not the base's, which makes a variable to draw from; and past its tracking of what it is given.
+        self.__dict__["seed"] = seed
 
     def next(self, ordered: bool = True) -> Any:
         """The seed."""
-        return self._given
+        return self.__dict__["seed"]
 
 
 def _exactly(value: Any) -> Any:

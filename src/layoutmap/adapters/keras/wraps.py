@@ -46,7 +46,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     """Make an optimizer open the scope again when it makes its slots; another scope lets go of it."""
     if _begin(optimizer, session):
         wraps = {"build": _reopening(session, optimizer.build)}
-        _put(optimizer, wraps | session.port.optimizer_wraps(optimizer, session))
+        _put(optimizer, {**wraps, **session.port.optimizer_wraps(optimizer, session)})
         session.optimizer_born(optimizer)
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them

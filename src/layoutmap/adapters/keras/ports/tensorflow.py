@@ -340,7 +340,7 @@ def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
             return call(*args, **kwargs)
         return keras.tree.map_structure(
             lambda y: (
-                session.home.place(y, session.home.batch_layout(tuple(y.shape)))
+                session.home.place(y, session.home.batch_layout(y.shape.as_list()))
                 if isinstance(y, tf.Tensor)
                 else y
             ),
