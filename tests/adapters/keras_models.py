@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from layoutmap.adapters.keras.hooks import CommonVariable
+from layoutmap.engines import get_engine
 
 L = keras.layers
 
@@ -114,3 +115,13 @@ def hooked():
     names = {f"{c.__module__}.{c.__qualname__}.{n}": value for c in classes for n, value in vars(c).items()}
     module = inspect.getmodule(CommonVariable)
     return names | {f"module.{name}": value for name, value in vars(module).items()}
+
+
+def assert_held(variable):
+    """The devices hold the shards of the variable's layout and nothing else."""
+    shape, layout = tuple(variable.shape), variable.layout
+    shards = get_engine(keras.backend.backend()).to_shards(variable.value)
+
+    assert {str(layout.shard_slices(shape, i)) for i in range(layout.mesh.size)} == {
+        str(i) for i, _ in shards
+    }

@@ -5,10 +5,12 @@ import collections
 import keras
 import numpy as np
 import pytest
+from keras_models import assert_held
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
 
+PROCESSES = ("jax", "tensorflow")
 L = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 X = np.ones((8, 8), "float32")
@@ -41,9 +43,11 @@ class Twins(keras.Model):
 class OwnStep(Twins):
     """A model with a training step of its own."""
 
-    def train_step(self, state, data):
-        logs, state = super().train_step(state, data)
-        return logs | {"extra": 1.0}, state
+    def train_step(self, *args):
+        result = super().train_step(*args)
+        if isinstance(result, tuple):  # on JAX a step also takes and gives all values
+            return result[0] | {"extra": 1.0}, *result[1:]
+        return result | {"extra": 1.0}
 
 
 def trained(make=Twins, optimizer="adam"):
@@ -80,7 +84,7 @@ def test_slots_follow_weights_that_share_a_name(how):
             slot = slots[f"blocks.{number}.d.kernel.{kind}"]
 
             assert specs == slot.layout.sharding_specs == model.blocks[number].d.kernel.layout.sharding_specs
-            assert slot.value.sharding.is_equivalent_to(model.blocks[number].d.kernel.value.sharding, 2)
+            assert_held(slot)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adafactor", "muon", "ftrl", "nadam", "lion"])
@@ -135,15 +139,3 @@ def test_a_sequential_model_that_grows():
         a.variable.path for a in scope.plan
     ]
     assert [layout_map["a.kernel"]] * 3 == [layer.kernel.layout for layer in model.layers]
-
-
-def test_an_optimizer_by_hand_after_the_scope():
-    """Slots that are built by hand outside follow at once on JAX, since Keras hands the weight's sharding on."""
-    with make_map().scope():
-        model = Twins()
-    model(X)
-    optimizer = keras.optimizers.Adam()
-    optimizer.build(model.trainable_variables)
-    momentum = next(v for v in optimizer.variables if v.name.endswith("kernel_momentum"))
-
-    assert momentum.value.sharding.is_equivalent_to(model.blocks[0].d.kernel.value.sharding, 2)

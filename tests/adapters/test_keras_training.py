@@ -3,14 +3,14 @@
 import gc
 import weakref
 
-import jax
 import keras
 import numpy as np
 import pytest
-from keras_models import batch, compiled
+from keras_models import assert_held, batch, compiled
 
 import layoutmap as lm
 
+PROCESSES = ("jax", "tensorflow")
 L = keras.layers
 pytestmark = [
     pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
@@ -73,14 +73,14 @@ def assert_close(expected, actual, tolerance=1e-5):
 def assert_in_layouts(model, the_map):
     """Every weight is still in the layout of its rule, and every slot of its shape where its weight is."""
     for variable in model.variables:
-        assert variable.value.sharding.is_equivalent_to(variable._layout, variable.ndim), variable.path
+        assert_held(variable)
     for number, name in ((0, "d1"), (1, "d2")):
         kernel = model.layers[number].kernel
         assert the_map[f"{name}.kernel"] == kernel.layout
         for slot in model.optimizer.variables:
             if slot.name.startswith(kernel.path.replace("/", "_")) and slot.shape == kernel.shape:
                 assert kernel.layout == slot.layout, slot.name
-                assert slot.value.sharding.is_equivalent_to(kernel.value.sharding, 2), slot.name
+                assert_held(slot)
 
 
 def test_fit_evaluate_and_predict_give_the_numbers_of_one_device():
@@ -150,7 +150,7 @@ def test_mixed_precision_trains_like_one_device():
 
     expected, actual, model = both(make_model, fit)
 
-    assert {"float32"} == {str(v.value.dtype) for v in model.trainable_variables}
+    assert {"float32"} == {keras.backend.standardize_dtype(v.value.dtype) for v in model.trainable_variables}
     assert_close({"loss": expected["loss"]}, {"loss": actual["loss"]}, tolerance=1e-2)
 
 
@@ -232,41 +232,6 @@ def test_dropout_masks_are_those_of_one_device():
 
     assert_close(expected, actual)
     assert ("model",) == model.layers[2].moving_mean.layout.sharding_specs
-
-
-def test_a_loop_by_hand_works():
-    """`stateless_call` under `jax.jit` and `stateless_apply` keep values right, and `assign` keeps layouts."""
-    x, y = batch("sequential")
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    def train(model):
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        optimizer.build(model.trainable_variables)
-
-        @jax.jit
-        def step(trainable, other, slots):
-            def loss_of(trainable):
-                out, new = model.stateless_call(trainable, other, x)
-                return loss(y, out), new
-
-            (value, new), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
-            return value, *optimizer.stateless_apply(slots, gradients, trainable), new
-
-        losses = []
-        for _ in range(3):
-            groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
-            value, trainable, slots, other = step(*([v.value for v in group] for group in groups))
-            for group, new in zip(groups, (trainable, other, slots), strict=True):
-                for variable, array in zip(group, new, strict=True):
-                    variable.assign(array)
-            losses.append(float(value))
-        return {"loss": losses}
-
-    expected, actual, model = both(mlp, train)
-
-    assert_close(expected, actual)
-    kernel = model.layers[0].kernel
-    assert kernel.value.sharding.is_equivalent_to(kernel._layout, 2)
 
 
 def test_an_optimizer_made_elsewhere_follows_when_training_begins():

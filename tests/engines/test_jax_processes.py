@@ -12,7 +12,7 @@ import numpy as np
 from layoutmap.blocks import assemble
 from layoutmap.testing.engine_contract import assert_same_bits
 
-PROCESS = "jax"
+PROCESSES = ("jax",)
 
 WORKER = Path(__file__).with_name("two_processes.py")
 TIMEOUT_SECONDS = 120

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -44,9 +44,11 @@ class TensorFlowPort:
         "Identity": "TensorFlow makes a diagonal in one piece",
     }
 
-    def outside(self) -> AbstractContextManager[Any]:
-        """Leave any tracing that goes on."""
-        return tf.init_scope()
+    @contextmanager
+    def outside(self) -> Generator[None]:
+        """Leave any tracing that goes on, and the mesh, if what is called now runs on it."""
+        with tf.init_scope(), tf.device(None):
+            yield
 
     def is_tracing(self) -> bool:
         """Whether the code runs inside a compiled function's trace."""
@@ -293,7 +295,7 @@ class _Step:
             if not all(layer.built for layer in model._flatten_layers()):
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
                 with self._session.defer():
-                    model(keras.tree.map_structure(lambda a: keras.KerasTensor(a.shape, str(a.dtype)), x))
+                    model(keras.tree.map_structure(_symbolic, x))
         else:
             with self._session.defer():
                 model._symbolic_build(data_batch=batch)
@@ -324,6 +326,10 @@ class _Step:
         if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
             return value
         return tf.constant(self._session.home.whole(value))
+
+
+def _symbolic(array: Any) -> Any:
+    return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
 
 
 @contextmanager
