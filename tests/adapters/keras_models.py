@@ -1,5 +1,6 @@
 """Small Keras models of every style, for the tests of the adapter."""
 
+import gc
 import inspect
 
 import keras
@@ -125,3 +126,34 @@ def assert_held(variable):
     assert {str(layout.shard_slices(shape, i)) for i in range(layout.mesh.size)} == {
         str(i) for i, _ in shards
     }
+
+
+ON_JAX = keras.backend.backend() == "jax"
+if ON_JAX:
+    import jax
+
+    def num_arrays():
+        """How many arrays are alive."""
+        jax.numpy.add(0, 0)  # whatever JAX makes on its first use
+        return len(jax.live_arrays())
+
+    compiled_function = jax.jit
+
+    def is_traced(value):
+        """Whether it is made in a compiled function's trace."""
+        return isinstance(value, jax.core.Tracer)
+
+else:
+    import tensorflow as tf
+
+    def num_arrays():
+        """How many tensors and variables are alive."""
+        return sum(isinstance(thing, (tf.Tensor, tf.Variable)) for thing in gc.get_objects())
+
+    def compiled_function(function):
+        """As `jax.jit`."""
+        return tf.function(function, autograph=False)
+
+    def is_traced(value):
+        """Whether it is made in a compiled function's trace."""
+        return tf.is_symbolic_tensor(value)

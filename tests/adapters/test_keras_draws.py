@@ -6,8 +6,10 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.adapters.keras.draws import draw_of, why_whole
+from layoutmap.adapters.keras.ports import backend_name, port_of
 from layoutmap.engines import get_engine
 
+PROCESSES = ("jax", "tensorflow")
 I = keras.initializers  # noqa: E741 - as Keras's users abbreviate it
 SHAPE = (64, 64)
 
@@ -32,9 +34,10 @@ SHAPE = (64, 64)
 )
 def test_the_plan_names_what_the_engine_draws_whole(initializer):
     """A dry run says of an initializer what the engine finds out when it traces it."""
-    expected = bool(get_engine("jax").why_whole(draw_of(initializer, SHAPE, "float32")))
+    port = port_of(backend_name())
+    expected = bool(get_engine(port.engine_name).why_whole(draw_of(initializer, SHAPE, "float32")))
 
-    assert expected == bool(why_whole(initializer))
+    assert expected == bool(why_whole(initializer, port.drawn_whole))
 
 
 def test_draws_that_differ_in_a_digit_are_not_one_program():

@@ -8,18 +8,19 @@ import sys
 import textwrap
 import threading
 
-import jax
 import keras
 import numpy as np
 import pytest
-from test_keras_contract import hooked
+from keras_models import compiled_function, hooked, num_arrays
 
 import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending
 
+PROCESSES = ("jax", "tensorflow")
 L = keras.layers
 MESH = "batch=2,model=4"
+FRAMEWORK = {"jax": "JAX", "tensorflow": "TensorFlow"}[keras.backend.backend()]
 
 
 def make_model(units=8):
@@ -35,14 +36,12 @@ def nothing_is_left():
     """No array is made and no class of Keras is changed."""
     keras.utils.clear_session()
     gc.collect()
-    jax.numpy.add(0, 0)  # whatever JAX makes on its first use
-    gc.collect()
-    classes, arrays = hooked(), len(jax.live_arrays())
+    classes, arrays = hooked(), num_arrays()
     yield
     gc.collect()
 
     assert classes == hooked()
-    assert arrays == len(jax.live_arrays())
+    assert arrays == num_arrays()
 
 
 def text(message):
@@ -133,7 +132,7 @@ def test_more_devices_than_there_are():
     called = []
     said = raised(lm.MeshError, lambda: layout_map.build(lambda: called.append(1)))
 
-    assert said.startswith("mesh of 16 devices, and JAX has 8\n")
+    assert said.startswith(f"mesh of 16 devices, and {FRAMEWORK} has 8\n")
     assert [] == called
     assert 16 == lm.plan(lambda: make_model(16), layout_map).mesh.size
 
@@ -146,7 +145,7 @@ def test_a_scope_inside_a_compiled_function():
         with layout_map.scope():
             make_model()
 
-    assert raised(lm.ScopeError, lambda: jax.jit(traced)()) == text("""
+    assert raised(lm.ScopeError, lambda: compiled_function(traced)()) == text("""
         a scope was opened inside a compiled function
           why   variables are real arrays on real devices, and inside a trace there are none
           mend  build the model outside, and call it inside
@@ -213,14 +212,14 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
     keras.utils.set_random_seed(3)
     model = None
     gc.collect()
-    classes, arrays = hooked(), len(jax.live_arrays())
+    classes, arrays = hooked(), num_arrays()
     with pytest.raises(KeyboardInterrupt), layout_map.scope():
         model = make_model()
     gc.collect()
 
     assert 3 == len(made)
     assert classes == hooked()
-    assert arrays == len(jax.live_arrays())
+    assert arrays == num_arrays()
     assert all(is_pending(v) for v in model.variables)
     monkeypatch.undo()
     assert all(np.array_equal(a, np.asarray(v.value)) for a, v in zip(expected, model.variables, strict=True))
@@ -408,8 +407,8 @@ def test_a_backend_without_a_port():
 
     assert run_python(source) == text("""
         Keras runs on numpy, where layout maps do not work yet
-          why   the supported backends are jax
-          mend  set KERAS_BACKEND=jax before Keras is imported
+          why   the supported backends are jax, tensorflow
+          mend  set KERAS_BACKEND to one of them before Keras is imported
         """)
 
 

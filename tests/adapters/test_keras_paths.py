@@ -8,6 +8,7 @@ import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending
 
+PROCESSES = ("jax", "tensorflow")
 L = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 

@@ -26,6 +26,7 @@ from layoutmap.mesh import Mesh
 __all__ = [
     "canonical",
     "check_placed",
+    "default_mesh_lock",
     "from_blocks",
     "layout_of",
     "move",
@@ -41,6 +42,9 @@ Ends = tuple[tuple[int, int], ...]
 dtensor: Any = tf.experimental.dtensor
 
 _MAX_MESHES = 1024
+default_mesh_lock = threading.RLock()
+"""Held while DTensor's default mesh is set, which it does for itself, too, where it makes a variable or a relayout."""
+
 _lock = threading.Lock()
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 
@@ -141,13 +145,17 @@ def from_blocks(
 
 @contextmanager
 def run_on(native_mesh: Any) -> Generator[None]:
-    """While open, operations on plain tensors run on the mesh. An exception ends that, too, as in DTensor it does not."""
-    inside = dtensor.default_mesh(native_mesh)
-    inside.__enter__()
-    try:
-        yield
-    finally:
-        inside.__exit__(None, None, None)
+    """While open, operations on plain tensors run on the mesh. An exception ends that, too, as in DTensor it does not.
+
+    DTensor has one such mesh for all threads, so a thread waits here for another one that is inside.
+    """
+    with default_mesh_lock:
+        inside = dtensor.default_mesh(native_mesh)
+        inside.__enter__()
+        try:
+            yield
+        finally:
+            inside.__exit__(None, None, None)
 
 
 def whole(array: Any) -> NumpyArray:
@@ -193,7 +201,8 @@ def _constrained(tensor: Any, native: Any) -> Any:
     def constrained(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
         return dtensor.relayout(tensor, native), lambda upstream: upstream
 
-    return constrained(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
+    with default_mesh_lock:
+        return constrained(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
 
 
 def _moved(tensor: Any, layout: Layout) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from layoutmap.engines.tensorflow_arrays import check_placed, layout_of, move, whole
+from layoutmap.engines.tensorflow_arrays import check_placed, default_mesh_lock, layout_of, move, whole
 from layoutmap.engines.tensorflow_canary import check_training
 from layoutmap.engines.tensorflow_devices import native_layout
 from layoutmap.errors import LayoutError
@@ -80,7 +80,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         native = check_placed(used, tuple(initial_value.shape))
         check_training(native.mesh)
         value = initial_value if present is not None else move(initial_value, used)
-        super().__init__(value, *args, **kwargs)
+        with default_mesh_lock:
+            super().__init__(value, *args, **kwargs)
 
     @property
     def layout(self) -> Layout:
@@ -114,7 +115,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     def _placed(self, value: Any) -> Any:
         """A value in the variable's layout; inside a `tf.function` DTensor does that itself."""
-        if not tf.executing_eagerly() or dtensor.get_default_mesh() is not None:
+        if not tf.executing_eagerly():
             return value
         if not isinstance(value, (tf.Tensor, tf.Variable)):
             value = tf.convert_to_tensor(value, dtype=self.dtype)

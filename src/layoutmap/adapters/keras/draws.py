@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -37,13 +37,16 @@ def why_whole(initializer: Any, drawn_whole: Mapping[str, str]) -> str:
     return ""
 
 
-def draw_of(initializer: Any, shape: tuple[int, ...], dtype: str) -> Draw:
+def draw_of(
+    initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[Any], Any] = lambda seed: seed
+) -> Draw:
     """The draw of a variable's first value.
 
     Args:
         initializer: What Keras would call for the value.
         shape: The variable's shape.
         dtype: The variable's type.
+        plain: Takes a seed off the mesh, where its generator may have been laid out.
     """
     if not _is_kerass_own(initializer):
         return Draw(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
@@ -51,7 +54,7 @@ def draw_of(initializer: Any, shape: tuple[int, ...], dtype: str) -> Draw:
     config.pop("seed", None)
     seed: Any = ()
     if hasattr(initializer, "seed"):
-        seed = draw_seed(initializer.seed)  # advances a seed generator, once
+        seed = plain(draw_seed(initializer.seed))  # advances a seed generator, once
     seeded = copy.copy(initializer)
 
     def function(seed: Any) -> Any:

@@ -58,6 +58,8 @@ _BOOKKEEPING = frozenset(
     }
 )
 
+_TENSORFLOWS = "_self_"  # what TensorFlow notes, on each layer, about the others that it saves with it
+
 
 @dataclass(slots=True)
 class Found:
@@ -170,7 +172,7 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     return [
         (_public_name(owner, name, values), value)
         for name, value in values.items()
-        if name not in _BOOKKEEPING and _is_walked(value)
+        if name not in _BOOKKEEPING and not name.startswith(_TENSORFLOWS) and _is_walked(value)
     ]
 
 

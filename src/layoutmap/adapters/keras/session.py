@@ -343,7 +343,9 @@ class KerasSession:
         todo = sorted(todo, key=lambda pair: birth.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
         draws = {
-            key: draw_of(v._initializer, tuple(v.shape), keras.backend.standardize_dtype(v._dtype))
+            key: draw_of(
+                v._initializer, tuple(v.shape), keras.backend.standardize_dtype(v._dtype), self._off_mesh
+            )
             for key, (v, _) in keyed.items()
         }
         arrays = self.home.create({key: a for key, (_, a) in keyed.items()}, draws)
@@ -351,6 +353,9 @@ class KerasSession:
             settle(variable)
             variable._initializer = None
             self._store(variable, assignment, arrays[key])
+
+    def _off_mesh(self, seed: Any) -> Any:
+        return keras.ops.convert_to_tensor(self.home.whole(seed))
 
     def _make_plain(self, variable: Any) -> None:
         settle(variable)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -142,11 +143,12 @@ def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
             return plain(*args, **kwargs)
         with _inside(session):
             given = keras.tree.flatten((args, kwargs))
-            on_mesh = not tf.executing_eagerly() or dtensor.get_default_mesh() is not None
-            if on_mesh or not any(_is_plain(each) for each in given):
+            if not tf.executing_eagerly() or not any(_is_plain(each) for each in given):
                 return plain(*args, **kwargs)
+            session.refuse_in_a_plan(layer.name)
             args, kwargs = place_batch((args, kwargs), session)
-            with session.home.run_on_mesh():
+            # The session's lock first, as where weights are made: two threads would else wait for each other.
+            with session.lock, session.home.run_on_mesh():
                 results = plain(*args, **kwargs)
             return keras.tree.map_structure(lambda each: _whole(each, session), results)
 
@@ -179,7 +181,7 @@ def _gathering(held: Any, layout: Layout, session: KerasSession) -> Callable[[],
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and not dtensor.is_dtensor(value)
+    return isinstance(value, np.ndarray) or (isinstance(value, tf.Tensor) and not dtensor.is_dtensor(value))
 
 
 def _whole(value: Any, session: KerasSession) -> Any:
@@ -192,9 +194,9 @@ def _whole(value: Any, session: KerasSession) -> Any:
 def _on_mesh(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
     @functools.wraps(method)
     def on_mesh(*args: Any, **kwargs: Any) -> Any:
-        if not tf.executing_eagerly() or dtensor.get_default_mesh() is not None:
+        if not tf.executing_eagerly():
             return method(*args, **kwargs)
-        with session.home.run_on_mesh():
+        with session.lock, session.home.run_on_mesh():
             return method(*args, **kwargs)
 
     return on_mesh
@@ -283,7 +285,7 @@ class _Step:
         self._make_all(batch)
         batch = _placed(batch, self._session)
         if self._model.run_eagerly:
-            with self._session.home.run_on_mesh():
+            with self._session.lock, self._session.home.run_on_mesh():
                 return self._step(batch)
         self._check_captured(batch)
         return self._compiled(batch)
@@ -363,7 +365,7 @@ def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
 
 def _placed(batch: Any, session: KerasSession) -> Any:
     def as_numpy(value: Any) -> Any:
-        return value.numpy() if _is_plain(value) else value
+        return value.numpy() if isinstance(value, tf.Tensor) and _is_plain(value) else value
 
     return place_batch(keras.tree.map_structure(as_numpy, batch, none_is_leaf=True), session)
 

@@ -1,0 +1,97 @@
+"""What only Keras on JAX can do: loops of pure functions, reads under `jax.jit`."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras_models import assert_held, batch
+
+import layoutmap as lm
+
+L = keras.layers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+    ),
+]
+
+
+def mlp():
+    layers = [keras.Input((16,)), L.Dense(32, name="d1", activation="relu"), L.Dense(64, name="d2")]
+    return keras.Sequential(layers)
+
+
+def make_map():
+    rules = {r"d1\.kernel": (None, "model"), r"d2\.kernel": ("model", "batch")}
+    return lm.LayoutMap(lm.create_mesh("batch=2,model=4"), rules)
+
+
+def test_a_loop_by_hand_works():
+    """`stateless_call` under `jax.jit` and `stateless_apply` keep values right, and `assign` keeps layouts."""
+    x, y = batch("sequential")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def train(model):
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+        @jax.jit
+        def step(trainable, other, slots):
+            def loss_of(trainable):
+                out, new = model.stateless_call(trainable, other, x)
+                return loss(y, out), new
+
+            (value, new), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+            return value, *optimizer.stateless_apply(slots, gradients, trainable), new
+
+        losses = []
+        for _ in range(3):
+            groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+            value, trainable, slots, other = step(*([v.value for v in group] for group in groups))
+            for group, new in zip(groups, (trainable, other, slots), strict=True):
+                for variable, array in zip(group, new, strict=True):
+                    variable.assign(array)
+            losses.append(float(value))
+        return losses
+
+    keras.utils.set_random_seed(1)
+    expected = train(mlp())
+    keras.utils.set_random_seed(1)
+    with make_map().scope():
+        model = mlp()
+
+    np.testing.assert_allclose(train(model), expected, rtol=1e-5)
+    for variable in model.variables:
+        assert_held(variable)
+
+
+def test_an_optimizer_by_hand_after_the_scope():
+    """Slots that are built by hand outside follow at once on JAX, since Keras hands the weight's sharding on."""
+    with make_map().scope():
+        model = mlp()
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    momentum = next(v for v in optimizer.variables if v.name.endswith("kernel_momentum"))
+
+    assert momentum.value.sharding.is_equivalent_to(model.layers[0].kernel.value.sharding, 2)
+
+
+def test_states_of_a_recurrent_layer_are_placed():
+    """States of a stateful layer are arrays from the start; they join the mesh, and outputs are the plain ones."""
+    x = np.ones((4, 3, 8), "float32")
+
+    def make_model():
+        return keras.Sequential([keras.Input((3, 8), batch_size=4), L.LSTM(8, stateful=True, name="r")])
+
+    keras.utils.set_random_seed(11)
+    expected = make_model()
+    expected(x)
+    with make_map().scope() as scope:
+        keras.utils.set_random_seed(11)
+        model = make_model()
+    model(x)
+
+    np.testing.assert_allclose(np.asarray(model(x)), np.asarray(expected(x)), rtol=1e-5, atol=1e-6)
+    assert {"r.states.0", "r.states.1"} <= {a.variable.path for a in scope.plan}
+    assert all(hasattr(v, "layout") for v in model.variables)
