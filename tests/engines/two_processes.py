@@ -1,113 +1,216 @@
-"""One of two processes; run by test_jax_processes.py."""
+"""Two processes with four devices each make arrays together: what each does, and what must come of it, for any engine.
+
+A test runs a worker file twice, which joins the other process and calls `work`; `check` compares what the two wrote.
+"""
 
 import json
+import os
+import socket
+import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import layoutmap.dtensor
+from layoutmap.blocks import assemble
 from layoutmap.draws import Draw, Program
-from layoutmap.engines.jax import engine
+from layoutmap.engines import Engine
 from layoutmap.errors import EngineError
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
+from layoutmap.testing.engine_contract import assert_same_bits, random_values
 from layoutmap.variables import Assignment, VariableSpec
 
+SHAPE = (16, 8)
+TIMEOUT_SECONDS = 120
 
-def main():
-    address, number, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    jax.distributed.initialize(address, num_processes=2, process_id=number)
-    jax_engine = engine()
-    mesh = jax_engine.bind(Mesh(None, "x=2,y=4"))
-    SHAPE = (16, 8)
 
-    def assignment(name, *specs):
-        return Assignment(VariableSpec(name, SHAPE, "float32"), Layout(specs, mesh))
+def free_ports(number: int) -> list[int]:
+    probes = [socket.socket() for _ in range(number)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
 
-    def normal(seed):
-        return jax.random.normal(seed, SHAPE) * 0.3 + 0.1
 
-    def seed_of(process):
-        return jnp.array([process, 0], jnp.uint32)
+def run(worker: Path, folder: Path, environments: Sequence[Mapping[str, str]], *arguments: str) -> list[Any]:
+    """What each of two processes that run the worker wrote: what it tells, and its arrays."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(worker), str(i), str(folder), *arguments],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, environment in enumerate(environments)
+    ]
+    try:
+        texts = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, text in zip(processes, texts, strict=True):
+        assert 0 == process.returncode, text[-4000:]
+    return [
+        (json.loads((folder / f"{i}.json").read_text()), dict(np.load(folder / f"{i}.npz"))) for i in range(2)
+    ]
 
-    def drawn(function, name):
+
+# -- in a worker
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a framework is asked to draw and to hold.
+
+    Attributes:
+        seed: A seed of the framework, from a number.
+        normal: Draws an array of `SHAPE` from a seed, by a program that can be cut.
+        summed: Draws one by a program that needs all of it.
+        plain: A plain array of the framework.
+        dtypes: The element types to move between layouts.
+        cuts_over_several_dims: Whether one axis may be cut over several mesh dims.
+    """
+
+    seed: Callable[[int], Any]
+    normal: Callable[[Any], Any]
+    summed: Callable[[Any], Any]
+    plain: Callable[[Any], Any]
+    dtypes: Sequence[str]
+    cuts_over_several_dims: bool
+
+
+def work(engine: Engine, framework: Framework, number: int, folder: Path, **more: Any) -> None:
+    """Make arrays as process `number`, and write what came of it, and what else there is to tell."""
+    mesh = engine.bind(Mesh(None, "x=2,y=4"))
+    layouts = {
+        "program": Layout(["x", "y"], mesh),
+        "crossed": Layout(["y", "x"], mesh),
+        "replicated": Layout([None, None], mesh),
+        "summed": Layout(["x", None], mesh),
+        "whole": Layout([None, "x"], mesh),
+    }
+    if framework.cuts_over_several_dims:
+        layouts["tuple"] = Layout([("y", "x"), None], mesh)
+    values = np.arange(128, dtype=np.float32).reshape(SHAPE)
+
+    def drawn(function: Callable[[Any], Any], name: str) -> Draw:
         """A draw with another seed in each process: that of process 0 counts."""
-        seed = seed_of(number)
+        seed = framework.seed(number)
         return Draw(whole=lambda: function(seed), program=Program(name, seed, function))
 
-    def summed(seed):
-        return normal(seed) / jnp.linalg.norm(normal(seed))
-
-    values = np.arange(128, dtype=np.float32).reshape(SHAPE)
-    assignments = {
-        "program": assignment("program", "x", "y"),
-        "crossed": assignment("crossed", "y", "x"),
-        "tuple": assignment("tuple", ("y", "x"), None),
-        "replicated": assignment("replicated", None, None),
-        "summed": assignment("summed", "x", None),
-        "whole": assignment("whole", None, "x"),
-    }
     draws = {
-        **dict.fromkeys(("program", "crossed", "tuple", "replicated"), drawn(normal, "normal")),
-        "summed": drawn(summed, "summed"),
+        **dict.fromkeys(layouts, drawn(framework.normal, "normal")),
+        "summed": drawn(framework.summed, "summed"),
         "whole": Draw(whole=lambda: values),
     }
-    arrays = jax_engine.create(assignments, draws)
-    expected = {
-        **dict.fromkeys(("program", "crossed", "tuple", "replicated"), np.asarray(normal(seed_of(0)))),
-        "summed": np.asarray(summed(seed_of(0))),
+    assignments = {
+        key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key, layout in layouts.items()
+    }
+    arrays = engine.create(assignments, draws)
+    seed = framework.seed(0)
+    expected: dict[str, Any] = {
+        **dict.fromkeys(layouts, np.asarray(framework.normal(seed))),
+        "summed": np.asarray(framework.summed(seed)),
         "whole": values,
     }
-    layouts = {name: each.layout for name, each in assignments.items()}
 
-    arrays["from_numpy"] = jax_engine.relayout(values, Layout(["x", "y"], mesh))
-    arrays["moved"] = jax_engine.relayout(arrays["from_numpy"], Layout([None, ("y", "x")], mesh))
-    arrays["plain"] = jax_engine.relayout(jnp.asarray(values), Layout(["y", None], mesh))
-    arrays["packed"] = layoutmap.dtensor.pack(
-        layoutmap.dtensor.unpack(arrays["from_numpy"]), Layout(["x", "y"], mesh)
+    def add(name: str, array: Any, layout: Layout, wanted: Any) -> None:
+        arrays[name], layouts[name], expected[name] = array, layout, wanted
+
+    add(
+        "plain",
+        engine.relayout(framework.plain(values), Layout(["y", None], mesh)),
+        Layout(["y", None], mesh),
+        values,
     )
-    layouts |= {
-        "from_numpy": Layout(["x", "y"], mesh),
-        "moved": Layout([None, ("y", "x")], mesh),
-        "plain": Layout(["y", None], mesh),
-        "packed": Layout(["x", "y"], mesh),
-    }
-    expected |= dict.fromkeys(("from_numpy", "moved", "plain", "packed"), values)
-
-    try:
-        jax_engine.create(
-            {"other": assignment("other", "x", None)},
-            {"other": Draw(whole=lambda: np.full(SHAPE, number, np.float32))},
+    for dtype in framework.dtypes:
+        bits = random_values(SHAPE, dtype, seed=1)
+        cut, crossed = Layout(["x", "y"], mesh), Layout([None, "x"], mesh)
+        add(f"numpy {dtype}", engine.relayout(bits, cut), cut, bits)
+        add(f"moved {dtype}", engine.relayout(arrays[f"numpy {dtype}"], crossed), crossed, bits)
+        add(
+            f"packed {dtype}",
+            layoutmap.dtensor.pack(layoutmap.dtensor.unpack(arrays[f"moved {dtype}"]), crossed),
+            crossed,
+            bits,
         )
-        said = ""
-    except EngineError as error:
-        said = str(error)
 
-    held, shards = {}, {}
+    held: dict[str, Any] = {}
+    shards: dict[str, Any] = {}
     for name, array in arrays.items():
-        held[f"{name}.expected"] = expected[name]
+        held[f"{name}.expected"] = _bytes_of(expected[name])
+        held[f"{name}.gathered"] = _bytes_of(engine.whole(array))
         shards[name] = []
-        for i, (index, shard) in enumerate(jax_engine.to_shards(array)):
-            held[f"{name}.{i}"] = shard
+        for i, (index, shard) in enumerate(engine.to_shards(array)):
+            held[f"{name}.{i}"] = _bytes_of(shard)
             shards[name].append([(part.start, part.stop) for part in index])
     np.savez(folder / f"{number}.npz", **held)
     told = {
-        "devices": jax_engine.devices(),
+        "devices": engine.devices(),
         "local_device_ids": mesh.local_device_ids,
-        "layouts_equal": {
-            name: jax_engine.layout_of(array) == layouts[name] for name, array in arrays.items()
-        },
+        "layouts_equal": {name: engine.layout_of(array) == layouts[name] for name, array in arrays.items()},
         "shards": shards,
         "expected": list(expected),
-        "whole_of_other_seeds": said,
-        "unpacked": len(layoutmap.dtensor.unpack(arrays["tuple"])),
+        "other_values": refusal(
+            lambda: engine.create(
+                {"other": assignments["summed"]},
+                {"other": Draw(whole=lambda: np.full(SHAPE, number, np.float32))},
+            )
+        ),
+        "unpacked": len(layoutmap.dtensor.unpack(arrays["crossed"])),
+        **more,
     }
     (folder / f"{number}.json").write_text(json.dumps(told))
-    jax.distributed.shutdown()
 
 
-if __name__ == "__main__":
-    main()
+def _bytes_of(values: Any) -> Any:
+    """The bytes of each element along one more axis: a file of numpy does not know the types of frameworks."""
+    return np.ascontiguousarray(values)[..., None].view(np.uint8)
+
+
+def refusal(function: Callable[[], object]) -> str:
+    """What an error of the engine says."""
+    try:
+        function()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+# -- in a test
+
+
+def check(results: Sequence[Any]) -> None:
+    """Fail unless the values of two processes are those of one, each element held once, and wrong draws noticed."""
+    (first, values), (second, more) = results
+
+    assert ["CPU:0", "CPU:1", "CPU:2", "CPU:3"] == first["devices"][:4]
+    assert first["devices"] == second["devices"]
+    assert [0, 1, 2, 3] == first["local_device_ids"]
+    assert [4, 5, 6, 7] == second["local_device_ids"]
+    assert first["other_values"] == second["other_values"]
+    assert "other: the processes drew different values" in first["other_values"]
+    assert 4 == first["unpacked"] == second["unpacked"]
+    for name in first["expected"]:
+        shards: dict[tuple[tuple[int, int], ...], Any] = {}
+        for told, held in ((first, values), (second, more)):
+            assert told["layouts_equal"][name]
+            for i, ends in enumerate(told["shards"][name]):
+                shard = held[f"{name}.{i}"]
+                known = shards.setdefault((*map(tuple, ends), (0, shard.shape[-1])), shard)
+                assert_same_bits(known, shard)
+        expected = values[f"{name}.expected"]
+        blocks = [(tuple(slice(*pair) for pair in ends), shard) for ends, shard in shards.items()]
+
+        assert_same_bits(expected, assemble(blocks, expected.shape, expected.dtype))
+        assert_same_bits(expected, values[f"{name}.gathered"])
+        assert_same_bits(expected, more[f"{name}.gathered"])

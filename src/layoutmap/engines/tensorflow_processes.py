@@ -24,18 +24,20 @@ def common_seeds(draws: Mapping[str, Draw]) -> dict[str, Any]:
 
     Args:
         draws: The draws by key, in the same order in all processes.
+
+    Raises:
+        EngineError: The processes have different numbers of draws.
     """
     seeds = {key: draw.program.seed for key, draw in draws.items() if draw.program is not None}
-    if dtensor.num_clients() == 1 or not seeds:
+    if dtensor.num_clients() == 1:
         return seeds
-    leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seeds)]
-    flat = [np.asarray(leaf.numpy()).astype(np.int64).ravel() for leaf in leaves]
-    first = _gathered(_all_devices(), np.concatenate([np.zeros(1, np.int64), *flat]))[0, 1:]
-    parts = np.split(first, np.cumsum([len(part) for part in flat])[:-1])
-    common = [
-        tf.constant(part.astype(leaf.dtype.as_numpy_dtype).reshape(leaf.shape))
-        for part, leaf in zip(parts, leaves, strict=True)
-    ]
+    leaves = [tf.convert_to_tensor(leaf).numpy() for leaf in tf.nest.flatten(seeds)]
+    mine = np.frombuffer(b"".join(leaf.tobytes() for leaf in leaves), np.uint8)
+    first = _gathered_alike(mine)[0].astype(np.uint8).tobytes()
+    common: list[Any] = []
+    for leaf in leaves:
+        part, first = first[: leaf.nbytes], first[leaf.nbytes :]
+        common.append(tf.constant(np.frombuffer(part, leaf.dtype).reshape(leaf.shape)))
     return tf.nest.pack_sequence_as(seeds, common)
 
 
@@ -48,24 +50,31 @@ def check_equal_everywhere(checksums: Mapping[str, int]) -> None:
     Raises:
         EngineError: They differ; names the first key.
     """
-    mesh = _all_devices()
-    # Each device shows its process's checksums to all others: first how many there are, which gives the shapes.
-    mine = np.array([zlib.crc32(key.encode()) ^ value for key, value in checksums.items()], np.int64)
-    rows = _gathered(mesh, np.array([len(mine)], np.int64))
-    if len(set(rows[:, 0].tolist())) == 1:
-        rows = _gathered(mesh, mine)
-        different = np.flatnonzero((rows != rows[:1]).any(axis=0))
-        if not different.size:
-            return
-        first = list(checksums)[int(different[0])]
-        what = f"{first}: the processes drew different values"
-    else:
-        what = f"the processes create different numbers of variables: {sorted(set(rows[:, 0].tolist()))}"
-    raise EngineError(
+    rows = _gathered_alike([zlib.crc32(key.encode()) ^ value for key, value in checksums.items()])
+    for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
+        raise _differing(f"{list(checksums)[int(i)]}: the processes drew different values")
+
+
+def _differing(what: str) -> EngineError:
+    return EngineError(
         what,
         why="each process draws for itself, so all must draw the same",
-        mend="seed all processes alike, before the model is made",
+        mend="make the same model in all processes, and seed all alike before it is made",
     )
+
+
+def _gathered_alike(numbers: Any) -> Any:
+    """Whole numbers of every device's process, one row for each device.
+
+    Raises:
+        EngineError: The processes have different numbers of them.
+    """
+    mesh = _all_devices()
+    mine = np.asarray(numbers, np.int64)
+    sizes = _gathered(mesh, np.array([mine.size], np.int64))[:, 0]
+    if len(set(sizes.tolist())) > 1:
+        raise _differing("the processes create different variables")
+    return _gathered(mesh, mine) if mine.size else np.zeros((mesh.size, 0), np.int64)
 
 
 def _all_devices() -> Any:

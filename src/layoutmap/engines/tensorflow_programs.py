@@ -4,6 +4,8 @@ TensorFlow's stateless random numbers come from a counter: number `i` of an arra
 plus a multiple of `i`, and on nothing else. So any run of them can be drawn alone, by moving the counter on. A draw's
 program is traced once; if it is such a source with operations on single elements after it, as the usual initializers
 are, then it is evaluated for a run of elements, one operation after the other, as the plain program evaluates them.
+Only operations whose result IEEE 754 fixes are taken: TensorFlow computes `Exp` and its like in other ways for the last
+few elements of a run than for the rest, so a run would differ from the whole in its last bits.
 
 How far the counter moves is not documented; it was found out by comparing runs with the whole, for TensorFlow 2.21 on
 CPU, and the tests compare them again.
@@ -11,8 +13,9 @@ CPU, and the tests compare them again.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -35,9 +38,24 @@ _COUNTS = {
     "StatelessTruncatedNormalV2": (64, 64),
 }
 _ON_ELEMENTS = frozenset(
-    "Abs AddV2 Cast Div DivNoNan Exp Identity Log Maximum Minimum Mul Neg Pow RealDiv Reciprocal Rsqrt Sigmoid Sqrt "
-    "Square Sub Tanh".split()
+    (
+        *(
+            "Abs",
+            "AddV2",
+            "Cast",
+            "Div",
+            "DivNoNan",
+            "Identity",
+            "Maximum",
+            "Minimum",
+            "Mul",
+            "Neg",
+            "RealDiv",
+        ),
+        *("Sqrt", "Square", "Sub"),
+    )
 )
+_SMALL = 1024  # elements of what is made whole on the way to a run: seeds, counters, single numbers
 
 
 class PieceProgram:
@@ -91,49 +109,63 @@ class PieceProgram:
 
     # -- reading the graph
 
-    def is_seed(self, tensor: Any) -> bool:
-        """Whether a tensor is an input that stands for the seed."""
-        return tensor.ref() in self._inputs[: self._num_seeds]
+    def seed_number(self, tensor: Any) -> int | None:
+        """Which leaf of the seed a tensor stands for, if any."""
+        inputs = self._inputs[: self._num_seeds]
+        return inputs.index(tensor.ref()) if tensor.ref() in inputs else None
 
-    def seed_number(self, tensor: Any) -> int:
-        """Which leaf of the seed a tensor stands for."""
-        return self._inputs.index(tensor.ref())
-
-    def varies(self, tensor: Any) -> bool:
-        """Whether a tensor is as large as the output: a source, or made from one element by element."""
+    def in_runs(self, tensor: Any) -> bool:
+        """Whether an operand of what is made in runs is so, too; if not, it is a single number for all elements."""
         return tensor.shape == self.outputs[0].shape and tensor.shape.num_elements() != 1
 
     def _why_whole(self) -> str:
         if len(self.outputs) != 1:
             return f"its program gives {len(self.outputs)} values"
-        waiting, seen = [self.outputs[0]], set()
+        (output,) = self.outputs
+        waiting, seen = [(output, self.in_runs(output))], set()
         while waiting:
-            tensor = waiting.pop()
-            if tensor.ref() in seen:
+            tensor, in_runs = waiting.pop()
+            if (tensor.ref(), in_runs) in seen:
                 continue
-            seen.add(tensor.ref())
-            op = tensor.op
-            if self.is_seed(tensor):
-                continue
-            if op.type == "Placeholder":
-                return "its program uses an array that it is not given"
-            if not self.varies(tensor):
-                if tensor.shape.num_elements() is None or tensor.shape.num_elements() > _PIECE_BYTES:
-                    return f"its program uses an array of shape {tensor.shape} on the way"
-                waiting += op.inputs
-            elif op.type in _COUNTS:
-                waiting += op.inputs[1:]
-            elif op.type == "Fill":
-                waiting.append(op.inputs[1])
-            elif op.type == "Const":
-                values = tf.make_ndarray(op.get_attr("value"))
-                if values.size and not (values == values.flat[0]).all():
-                    return "its constant is an array, which is whole already"
-            elif op.type in _ON_ELEMENTS:
-                waiting += op.inputs
-            else:
-                return f"TensorFlow's {op.type} needs all of it"
+            seen.add((tensor.ref(), in_runs))
+            why, more = self._needs_in_runs(tensor) if in_runs else self._needs_whole(tensor)
+            if why:
+                return why
+            waiting += more
         return ""
+
+    def _needs_in_runs(self, tensor: Any) -> tuple[str, list[tuple[Any, bool]]]:
+        """Why a tensor cannot be made in runs; or what is needed for it, and whether that is made in runs."""
+        op = tensor.op
+        if op.type in _COUNTS:
+            return "", [(operand, False) for operand in op.inputs[1:]]
+        if op.type == "Fill":
+            return "", [(op.inputs[1], False)]
+        if op.type == "Const":
+            values = tf.make_ndarray(op.get_attr("value"))
+            same = not values.size or (values == values.flat[0]).all()
+            return "" if same else "its constant is an array, which is whole already", []
+        if op.type == "Placeholder":
+            return "its values are an array that is whole already", []
+        if op.type not in _ON_ELEMENTS:
+            return f"TensorFlow's {op.type} needs all of it", []
+        for operand in op.inputs:
+            if not self.in_runs(operand) and operand.shape.num_elements() != 1:
+                return f"it repeats an array of shape {operand.shape}", []
+        return "", [(operand, self.in_runs(operand)) for operand in op.inputs]
+
+    def _needs_whole(self, tensor: Any) -> tuple[str, list[tuple[Any, bool]]]:
+        """The same for a tensor that is made whole on the way."""
+        op, size = tensor.op, tensor.shape.num_elements()
+        if self.seed_number(tensor) is not None:
+            return "", []
+        if op.type == "Placeholder":
+            return "its program uses an array that it is not given", []
+        if size is None or size > _SMALL:
+            return f"its program needs all of an array of shape {tensor.shape} on the way", []
+        if op.type != "Const" and _names_of(op) is None:
+            return f"TensorFlow's {op.type} cannot be run by itself", []
+        return "", [(operand, False) for operand in op.inputs]
 
 
 class _Run:
@@ -142,43 +174,53 @@ class _Run:
     def __init__(self, program: PieceProgram, seed: Any):
         self._program = program
         self._seed = _leaves(seed)
-        self._known: dict[Any, Any] = {}
+        self._whole: dict[Any, Any] = {}
 
     def elements(self, start: int, count: int) -> NumpyArray:
         """A run of elements, in row-major order."""
+        (output,) = self._program.outputs
+        if not self._program.in_runs(output):
+            return self._of_whole(output).numpy().reshape(-1)
         aligned = start - start % _GROUP
-        known: dict[Any, Any] = {}
-        values = self._value(self._program.outputs[0], known, aligned, start - aligned + count)
-        values = values.numpy()
-        return values[start - aligned :] if values.ndim else values.reshape(1)
+        return self._of_run(output, {}, aligned, start - aligned + count).numpy()[start - aligned :]
 
-    def _value(self, tensor: Any, known: dict[Any, Any], start: int, count: int) -> Any:
-        varies = self._program.varies(tensor)
-        cache = known if varies else self._known
-        if tensor.ref() not in cache:
-            cache[tensor.ref()] = self._evaluate(tensor, varies, known, start, count)
-        return cache[tensor.ref()]
+    def _of_whole(self, tensor: Any) -> Any:
+        if tensor.ref() not in self._whole:
+            op, number = tensor.op, self._program.seed_number(tensor)
+            if number is not None:
+                value = self._seed[number]
+            elif op.type == "Const":
+                value = tf.constant(tf.make_ndarray(op.get_attr("value")))
+            else:
+                value = tf.nest.flatten(_result(op, map(self._of_whole, op.inputs)))[tensor.value_index]
+            self._whole[tensor.ref()] = value
+        return self._whole[tensor.ref()]
 
-    def _evaluate(self, tensor: Any, varies: bool, known: dict[Any, Any], start: int, count: int) -> Any:
+    def _of_run(self, tensor: Any, known: dict[Any, Any], start: int, count: int) -> Any:
+        if tensor.ref() not in known:
+            known[tensor.ref()] = self._made_in_run(tensor, known, start, count)
+        return known[tensor.ref()]
+
+    def _made_in_run(self, tensor: Any, known: dict[Any, Any], start: int, count: int) -> Any:
         op = tensor.op
-        if self._program.is_seed(tensor):
-            return self._seed[self._program.seed_number(tensor)]
-        if varies and op.type == "Const":
+        if op.type == "Const":
             value = tf.make_ndarray(op.get_attr("value"))
             return tf.fill([count], tf.constant(value.flat[0])) if value.size else tf.zeros([0], tensor.dtype)
-        if op.type == "Const":
-            return tf.constant(tf.make_ndarray(op.get_attr("value")))
-        if varies and op.type == "Fill":
-            return tf.fill([count], self._value(op.inputs[1], known, start, count))
-        if varies and op.type in _COUNTS:
-            key, counter, algorithm = (self._value(i, known, start, count) for i in op.inputs[1:])
+        if op.type == "Fill":
+            return tf.fill([count], self._of_whole(op.inputs[1]))
+        if op.type in _COUNTS:
+            key, counter, algorithm = map(self._of_whole, op.inputs[1:])
             per_element = _COUNTS[op.type][tensor.dtype.size > 4]
             moved = _moved(counter, int(start * per_element))
             source = getattr(tf.raw_ops, op.type)
             return source(shape=[count], key=key, counter=moved, alg=algorithm, dtype=tensor.dtype)
-        inputs = [self._value(i, known, start, count) for i in op.inputs]
-        results = tf.nest.flatten(_run(op, inputs))
-        return results[tensor.value_index]
+        operands = [
+            self._of_run(operand, known, start, count)
+            if self._program.in_runs(operand)
+            else tf.reshape(self._of_whole(operand), [])
+            for operand in op.inputs
+        ]
+        return _result(op, operands)
 
 
 def _moved(counter: Any, counts: int) -> Any:
@@ -188,22 +230,41 @@ def _moved(counter: Any, counts: int) -> Any:
     return tf.constant(np.array([total % (1 << 64), (total >> 64) % (1 << 64)], np.uint64))
 
 
-def _run(op: Any, inputs: Sequence[Any]) -> Any:
-    """One operation of a graph, on values."""
-    given = list(inputs)
+def _result(op: Any, operands: Iterable[Any]) -> Any:
+    """What one operation of a graph gives for values."""
+    given = list(operands)
+    names = _names_of(op)
+    assert names is not None
     arguments: dict[str, Any] = {}
-    inferred: set[str] = set()
     for argument in op.op_def.input_arg:
-        inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}
+        name = names.pop(argument.name)
         if argument.number_attr:
             number = op.get_attr(argument.number_attr)
-            arguments[argument.name], given = given[:number], given[number:]
+            arguments[name], given = given[:number], given[number:]
         else:
-            arguments[argument.name] = given.pop(0)
-    for attribute in op.op_def.attr:
-        if attribute.name not in inferred:
-            arguments[attribute.name] = op.get_attr(attribute.name)
+            arguments[name] = given.pop(0)
+    arguments |= {name: op.get_attr(attribute) for attribute, name in names.items()}
     return getattr(tf.raw_ops, op.type)(**arguments)
+
+
+def _names_of(op: Any) -> dict[str, str] | None:
+    """What a raw operation calls its operands and attributes, by their names in the graph; `None` if it cannot run."""
+    raw, inferred = getattr(tf.raw_ops, op.type, None), set()
+    for argument in op.op_def.input_arg:
+        inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}
+    attributes = [attribute for attribute in op.op_def.attr if attribute.name not in inferred]
+    if (
+        raw is None
+        or op.op_def.is_stateful
+        or any(argument.type_list_attr for argument in op.op_def.input_arg)
+        or any("func" in attribute.type for attribute in attributes)
+    ):
+        return None
+    names = [each.name for each in (*op.op_def.input_arg, *attributes)]
+    there = [name for name in inspect.signature(raw).parameters if name != "name"]
+    # A few have other names: the graph's `reduction_indices` is the raw operation's `axis`.
+    renamed = iter([name for name in there if name not in names])
+    return {name: name if name in there else next(renamed) for name in names}
 
 
 def trace(function: Callable[[Any], Any], seed: Any) -> PieceProgram:
