@@ -1,13 +1,13 @@
 """Tensors in layouts, by hand: take apart, put together, move. For the arrays of any engine.
 
 The names and meanings are those of `tf.experimental.dtensor`. What it answers with a crash or with wrong values
-(replicas that differ, components of several ranks) is an error here. Its `run_on` has no counterpart: there the place
-of a result follows from a scope, in the other frameworks from its operands.
+(replicas that differ, components of several ranks) is an error here. Layouts and meshes may be TensorFlow's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from layoutmap.blocks import Index, assemble
 from layoutmap.devices import default_engine_name
 from layoutmap.engines import Engine, engine_of_array, get_engine
 from layoutmap.errors import EngineError, LayoutError
-from layoutmap.layout import Layout
+from layoutmap.layout import Layout, as_layout
+from layoutmap.mesh import Mesh, as_mesh
 from layoutmap.variables import Assignment, VariableSpec
 
-__all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "unpack"]
+__all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "run_on", "unpack"]
 
 NumpyArray = npt.NDArray[Any]
 Ends = tuple[tuple[int, int], ...]
@@ -62,6 +63,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     References:
         `tf.experimental.dtensor.pack`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/pack
     """
+    layout = as_layout(layout)
     held_by = _engine_for(tensors[0] if len(tensors) else None, engine)
     mesh = held_by.bind(layout.mesh)
     places = mesh.local_device_ids
@@ -155,7 +157,7 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
         `tf.experimental.dtensor.relayout`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/relayout
     """
-    return _engine_for(tensor, engine).relayout(tensor, layout)
+    return _engine_for(tensor, engine).relayout(tensor, as_layout(layout))
 
 
 def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
@@ -185,7 +187,7 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
             why="copy_to_mesh takes a plain tensor",
             mend="use relayout(tensor, layout)",
         )
-    return held_by.relayout(tensor, layout)
+    return held_by.relayout(tensor, as_layout(layout))
 
 
 def call_with_layout(
@@ -220,7 +222,37 @@ def call_with_layout(
     if layout is None:
         return fn(*args, **kwargs)
     array = next((each for each in (*args, *kwargs.values()) if _is_held(each)), None)
-    return _engine_for(array, engine).call(fn, layout, args, kwargs)
+    return _engine_for(array, engine).call(fn, as_layout(layout), args, kwargs)
+
+
+@contextmanager
+def run_on(mesh: Mesh, *, engine: str | None = None) -> Generator[None]:
+    """While open, what is computed from plain values is computed on a mesh, each of its devices having all of it.
+
+    Such scopes nest, the innermost counts, and an exception closes them.
+
+    Args:
+        mesh: The mesh.
+        engine: The engine that is to compute; `None` means the framework that is in use.
+
+    Raises:
+        MeshError: The machine does not have the mesh's devices.
+        EngineError: No framework is in use, or several are.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from layoutmap import Mesh
+        >>> with run_on(Mesh(None, [("x", 2)]), engine="jax"):
+        ...     tensor = jnp.ones((2, 3)) @ jnp.ones(3)
+        >>> unpack(tensor)
+        [array([3., 3.], dtype=float32), array([3., 3.], dtype=float32)]
+
+    References:
+        `tf.experimental.dtensor.run_on`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/run_on
+    """
+    with _engine_for(None, engine).run_on(as_mesh(mesh)):
+        yield
 
 
 def fetch_layout(tensor: Any) -> Layout:

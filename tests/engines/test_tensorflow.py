@@ -225,7 +225,7 @@ def normal(seed):
             "constant is an array",
             lambda seed: normal(seed) + tf.constant(np.arange(48.0**2, dtype=np.float32).reshape(48, 48)),
         ),
-        ("RandomStandardNormal", lambda seed: normal(seed) * 0 + tf.random.normal(()) * 0),
+        ("RandomUniform", lambda seed: normal(seed) + tf.random.uniform(()) * 0),
     ],
 )
 def test_what_would_change_when_cut_is_drawn_whole(why, function):
