@@ -1,0 +1,197 @@
+"""Tensors in layouts, by hand: what only TensorFlow can be asked, and what its own DTensor cannot do."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import layoutmap as lm
+from layoutmap.dtensor import call_with_layout, copy_to_mesh, fetch_layout, pack, relayout, run_on, unpack
+from layoutmap.engines.tensorflow import engine
+from layoutmap.errors import EngineError, LayoutError
+from layoutmap.layout import Layout, as_layout
+from layoutmap.mesh import Mesh
+from layoutmap.testing.engine_contract import assert_same_bits, random_values
+
+dtensor = tf.experimental.dtensor
+
+GRID = Mesh(None, [("x", 3), ("y", 2)])
+X_Y = Layout(["x", "y"], GRID)
+
+
+def own_mesh():
+    return dtensor.create_mesh([("x", 3), ("y", 2)], devices=[f"CPU:{i}" for i in range(6)])
+
+
+# -- layouts of either kind
+
+
+def test_layouts_and_meshes_may_be_tensorflows_own():
+    """Every function takes TensorFlow's own layout or mesh for ours, and its tensors are TensorFlow's own."""
+    own = dtensor.Layout(["x", "y"], own_mesh())
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    made = [
+        relayout(values, own, engine="tensorflow"),
+        copy_to_mesh(tf.constant(values), own),
+        call_with_layout(lambda: tf.reshape(tf.range(24.0), (6, 4)), own, engine="tensorflow"),
+        pack([values[X_Y.shard_slices((6, 4), i)] for i in range(6)], own, engine="tensorflow"),
+    ]
+    for tensor in made:
+        assert own == dtensor.fetch_layout(tensor)
+        assert as_layout(own) == fetch_layout(tensor)
+        assert_same_bits(values, engine().whole(tensor))
+    with run_on(own_mesh(), engine="tensorflow"):
+        assert Layout.replicated(as_layout(own).mesh, 1) == fetch_layout(tf.ones(3) + 1)
+
+
+def test_components_are_those_of_tensorflow():
+    """`unpack` gives what TensorFlow's gives, and `pack` makes the tensor that TensorFlow's makes."""
+    values = random_values((6, 4), "float32", seed=3)
+    tensor = relayout(values, X_Y, engine="tensorflow")
+    parts = [part.numpy() for part in dtensor.unpack(tensor)]
+    packed = dtensor.pack(parts, engine().native(X_Y, 2))
+
+    assert len(parts) == len(unpack(tensor))
+    for theirs, ours in zip(parts, unpack(tensor), strict=True):
+        assert_same_bits(theirs, ours)
+    assert X_Y == fetch_layout(packed)
+    assert_same_bits(engine().whole(packed), engine().whole(pack(parts, X_Y, engine="tensorflow")))
+
+
+def test_variables_have_layouts_and_components():
+    """A variable in a layout is taken where a tensor is."""
+    variable = lm.DVariable(tf.ones((6, 4)), layout=X_Y)
+    moved = relayout(variable, Layout([None, "y"], GRID))
+
+    assert X_Y == fetch_layout(variable)
+    assert [(2, 2)] * 6 == [part.shape for part in unpack(variable)]
+    assert Layout([None, "y"], GRID) == fetch_layout(moved)
+    assert_same_bits(variable.numpy(), engine().whole(moved))
+    with pytest.raises(LayoutError, match="on a mesh already"):
+        copy_to_mesh(variable, X_Y)
+    with pytest.raises(LayoutError, match="has no layout"):
+        fetch_layout(tf.Variable(3.0))
+
+
+def test_elements_of_64_bits_stay():
+    """TensorFlow holds elements of 64 bits, so they are not made smaller."""
+    tensor = pack([3.0] * 6, Layout([], GRID), engine="tensorflow")
+
+    assert tf.float64 == tensor.dtype
+    assert 3.0 == engine().whole(tensor)
+
+
+# -- functions with a layout
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs"),
+    [
+        (tf.zeros, ((6, 4),), {}),
+        (tf.fill, ([6, 4], 2.5), {}),
+        (tf.random.stateless_uniform, ((6, 4), (1, 2)), {}),
+        (tf.random.stateless_uniform, (), {"shape": (6, 4), "seed": (3, 4), "minval": -0.1, "maxval": 0.3}),
+        (tf.random.stateless_normal, ((6, 4), (1, 2)), {"dtype": tf.bfloat16}),
+        (tf.random.stateless_uniform, ((6, 4), (1, 2), 0, 9, tf.int32), {}),
+        (tf.eye, (6, 4), {}),
+        (lambda x: x * 0.3, (tf.reshape(tf.range(24.0), (6, 4)),), {}),
+    ],
+)
+def test_a_function_called_with_a_layout_gives_its_plain_result(function, args, kwargs):
+    """Fills and random numbers in a layout, of any rank, have the bits of the plain call."""
+    tensor = call_with_layout(function, X_Y, *args, engine="tensorflow", **kwargs)
+
+    assert X_Y == fetch_layout(tensor)
+    assert_same_bits(function(*args, **kwargs).numpy(), engine().whole(tensor))
+
+
+def test_tensorflow_cannot_draw_random_numbers_with_a_layout():
+    """TensorFlow itself refuses `stateless_uniform` of rank 2 and `tf.random.normal`; here we hear if it learns."""
+    own = dtensor.Layout(["x", "y"], own_mesh())
+
+    with pytest.raises(tf.errors.UnknownError, match="matching rank"):
+        dtensor.call_with_layout(tf.random.stateless_uniform, own, (6, 4), (1, 2))
+    with pytest.raises(tf.errors.UnimplementedError, match="got a regular tensor"):
+        dtensor.call_with_layout(tf.random.normal, own, (6, 4))
+
+
+def test_a_function_with_a_state_draws_once():
+    """`tf.random.normal`, which has a state, gives what the plain call would, and moves the state on once."""
+    tf.random.set_seed(7)
+    plain = [tf.random.normal((6, 4)).numpy() for _ in range(2)]
+    tf.random.set_seed(7)
+    first = call_with_layout(tf.random.normal, X_Y, (6, 4), engine="tensorflow")
+
+    assert X_Y == fetch_layout(first)
+    assert_same_bits(plain[0], engine().whole(first))
+    assert_same_bits(plain[1], tf.random.normal((6, 4)).numpy())
+
+
+def test_a_product_of_tensors_in_layouts_is_called_with_a_layout():
+    """A function of tensors in layouts is computed by DTensor, and its result is put in the layout."""
+    a = random_values((6, 6), "int8", 3).astype(np.float32)
+    b = random_values((6, 4), "int8", 4).astype(np.float32)
+    left = relayout(a, Layout(["x", "y"], GRID), engine="tensorflow")
+    right = relayout(b, Layout(["y", None], GRID), engine="tensorflow")
+    tensor = call_with_layout(tf.matmul, X_Y, left, right)
+
+    assert X_Y == fetch_layout(tensor)
+    assert_same_bits(a @ b, engine().whole(tensor))
+
+
+# -- inside a compiled function, and gradients
+
+
+@pytest.mark.parametrize("autograph", [False, True])
+def test_a_tensor_is_relaid_out_inside_a_compiled_function(autograph):
+    """Inside a `tf.function`, relayout puts the result in the layout."""
+
+    @tf.function(autograph=autograph)
+    def step(x):
+        return relayout(x * 2, Layout(["y", None], GRID))
+
+    values = random_values((6, 4), "int8", 5).astype(np.float32)
+    tensor = step(relayout(values, X_Y, engine="tensorflow"))
+
+    assert Layout(["y", None], GRID) == fetch_layout(tensor)
+    assert_same_bits(values * 2, engine().whole(tensor))
+
+
+@pytest.mark.parametrize("start", [None, Layout(["x", None], GRID)])
+def test_gradients_pass_through_relayout(start):
+    """The gradient of a tensor that is watched and then relaid out is the plain one, and lies as the tensor does."""
+    values = tf.reshape(tf.range(24.0), (6, 4))
+    watched = values if start is None else relayout(values, start)
+    with tf.GradientTape() as tape:
+        tape.watch(watched)
+        moved = relayout(watched, X_Y)
+        loss = tf.reduce_sum(moved * moved * 3)
+    with run_on(GRID, engine="tensorflow"):  # the tape starts from a plain 1
+        gradient = tape.gradient(loss, watched)
+
+    assert_same_bits(values.numpy() * 6, engine().whole(gradient))
+    assert start == engine().layout_of(gradient)
+
+
+def test_gradients_pass_through_relayout_in_a_compiled_function():
+    """In a `tf.function` the gradient of a variable through relayout is the plain one, in the variable's layout."""
+    variable = lm.DVariable(tf.reshape(tf.range(24.0), (6, 4)), layout=X_Y)
+
+    @tf.function(autograph=False)
+    def gradient():
+        with tf.GradientTape() as tape:
+            moved = relayout(variable * 1.0, Layout(["y", None], GRID))
+            loss = tf.reduce_sum(moved * moved * 3)
+        return relayout(tape.gradient(loss, variable), X_Y)
+
+    made = gradient()
+
+    assert X_Y == fetch_layout(made)
+    assert_same_bits(variable.numpy() * 6, engine().whole(made))
+
+
+def test_an_axis_over_several_dims_is_refused_by_name():
+    """TensorFlow cuts an axis over one dim; a layout with two is refused with the mend."""
+    with pytest.raises(EngineError, match="axis 0 over x, y") as caught:
+        relayout(np.zeros((6, 4)), Layout([("x", "y"), None], GRID), engine="tensorflow")
+
+    assert "make a mesh with one dim of size 6" in caught.value.mend
