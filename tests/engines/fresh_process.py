@@ -1,0 +1,32 @@
+"""Python text, run in a process of its own: for what is decided once in a process, and for what ends it."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+TIMEOUT_SECONDS = 120
+
+EIGHT_DEVICES = """
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
+mesh = dtensor.create_mesh([("x", 4), ("y", 2)], device_type="CPU")
+"""
+
+
+def run(text: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Run a text, with these changes of the environment; `None` takes a name out."""
+    changed = {**os.environ, **{name: value for name, value in environment.items() if value is not None}}
+    for name in [name for name, value in environment.items() if value is None]:
+        changed.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-c", text], env=changed, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+
+
+def run_all(texts: list[str], **environment: str | None) -> list[subprocess.CompletedProcess[str]]:
+    """Run several texts, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda text: run(text, **environment), texts))

@@ -1,0 +1,93 @@
+"""Where DTensor would train wrongly it is not used; each test has a process of its own, as DTensor decides once."""
+
+import pytest
+from engines.fresh_process import EIGHT_DEVICES, run
+
+from layoutmap.engines.tensorflow_canary import SETTING
+
+PROCESSES = ("tensorflow",)
+
+STEP = """
+whole = dtensor.Layout.replicated(mesh, 1)
+first, second, first_sum, second_sum = (
+    dtensor.DVariable(dtensor.relayout(tf.zeros(4), whole)) for _ in range(4)
+)
+rows = dtensor.relayout(tf.ones((8, 4)), dtensor.Layout(["x", "unsharded"], mesh))
+
+@tf.function
+def step(rows):
+    total, double = tf.reduce_sum(rows, 0), tf.reduce_sum(rows * 2, 0)
+    first_sum.assign(first_sum * 0.9 + total)
+    first.assign_add(first_sum)
+    second_sum.assign(second_sum * 0.9 + double)
+    second.assign_add(second_sum)
+
+step(rows)
+print(first.numpy()[0])
+"""
+FIRST_USE = 'dtensor.relayout(tf.zeros(8), dtensor.Layout(["x"], mesh))\n'
+REFUSAL = """
+import layoutmap as lm
+from layoutmap.draws import Draw
+from layoutmap.engines.tensorflow import engine
+from layoutmap.variables import Assignment, VariableSpec
+
+layout = lm.Layout(["x"], lm.Mesh(None, "x=4"))
+zeros = Draw(whole=lambda: np.zeros(8, np.float32))
+made = []
+for make in (
+    lambda: lm.DVariable(tf.zeros(8), layout=layout),
+    lambda: engine().create({"w": Assignment(VariableSpec("w", (8,), "float32"), layout)}, {"w": zeros}),
+    lambda: engine().variable(engine().relayout(np.zeros(8, np.float32), layout)),
+):
+    try:
+        made.append(make())
+    except lm.EngineError as error:
+        print(error)
+print(len(made), "made")
+on_one_device = lm.DVariable(tf.zeros(8), layout=lm.Layout(["x"], lm.Mesh(None, "x=1")))
+"""
+
+
+def output(text, setting):
+    ran = run(EIGHT_DEVICES + text, **{SETTING: setting})
+    assert 0 == ran.returncode, ran.stderr[-3000:]
+    return ran.stdout
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, 0.0), ("0", 8.0)])
+def test_tensorflow_trains_wrongly_unless_it_is_set_right(setting, expected):
+    """A step whose variable must become 8 leaves it at 0 in TensorFlow 2.21; with the setting it is right."""
+    assert f"{expected}\n" == output(STEP, setting)
+
+
+def test_a_process_that_would_train_wrongly_is_refused():
+    """Once DTensor was used without the setting, variables are refused, saying why and what to type."""
+    said = output(FIRST_USE + REFUSAL, None)
+
+    assert 3 == said.count("DTensor computes training steps wrongly in this process")
+    assert f"  {SETTING}  0\n" in said
+    assert "combines all-reduces reads variables before they are written" in said
+    assert f"start again with {SETTING}=0 in the environment" in said
+    assert "0 made" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("import layoutmap.engines.tensorflow\n" + FIRST_USE + REFUSAL, None),
+        (FIRST_USE + REFUSAL, "0"),
+        (REFUSAL, None),
+    ],
+)
+def test_a_process_that_trains_right_is_not_refused(text, setting):
+    """With the engine loaded before DTensor's first use, or with the setting in the environment, variables are made."""
+    assert "3 made\n" == output(text, setting)
+
+
+def test_a_setting_of_the_user_is_left_as_it_is():
+    """A process that is told to combine all-reduces keeps its setting, and is refused."""
+    said = output("import layoutmap.engines.tensorflow\n" + REFUSAL, "1")
+
+    assert f"  {SETTING}  1\n" in said
+    assert "0 made" in said
