@@ -1,0 +1,233 @@
+"""What ends TensorFlow's process, or goes wrong there without a word, is an error here, or goes right.
+
+Each test shows first that TensorFlow still does what it is guarded against.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from engines.fresh_process import EIGHT_DEVICES, run_all
+
+import layoutmap as lm
+from layoutmap.engines.tensorflow import engine
+from layoutmap.errors import LayoutError, LayoutMapError, MeshError
+from layoutmap.layout import Layout
+from layoutmap.mesh import Mesh
+from layoutmap.testing.engine_contract import assert_same_bits
+
+dtensor = tf.experimental.dtensor
+
+GRID = Mesh(None, "x=4,y=2")
+X = Layout(["x"], GRID)
+SEGMENTATION_FAULT, ABORTED, OUT_OF_MEMORY = -11, -6, 77
+NAMED_BADLY = 'dtensor.Mesh(["x", "a%sb"], np.arange(2).reshape(2, 1), [0, 1], mesh.local_devices()[:2])'
+
+FATAL = {
+    "pack components of several ranks": (
+        'dtensor.pack([tf.zeros((2, 1))] * 7 + [tf.zeros(2)], dtensor.Layout(["x", "unsharded"], mesh))',
+        lambda: lm.dtensor.pack([tf.zeros((2, 1))] * 7 + [tf.zeros(2)], Layout(["x", None], GRID)),
+        r"component 7 differs from component 0\n  component 0  float32\[2, 1\]\n  component 7  float32\[2\]",
+    ),
+    "the shards of an axis beyond the rank": (
+        'dtensor.Layout(["x"], mesh).num_shards(9)',
+        lambda: X.num_shards(9),
+        "axis 9 of a layout of rank 1",
+    ),
+    "the shards of an axis far beyond the rank": (
+        'dtensor.Layout(["x"], mesh).num_shards(10**9)',
+        lambda: X.num_shards(10**9),
+        "axis 1000000000 of a layout of rank 1",
+    ),
+    "the text of a mesh with a bar in a name": (
+        f"dtensor.Mesh.from_string(({NAMED_BADLY % '|'}).to_string())",
+        lambda: Mesh.from_string("|x=2,a|b=1|0,1|0,1|CPU:0,CPU:1"),
+        "'a' is not name=size",
+    ),
+    "the text of a layout with a bar in a name": (
+        f'dtensor.Layout.from_string(dtensor.Layout(["x"], {NAMED_BADLY % "|"}).to_string())',
+        lambda: Layout.from_string("sharding_specs:x, mesh:|x=2,a|b=1|0,1|0,1|CPU:0,CPU:1"),
+        "'a' is not name=size",
+    ),
+    "the text of a mesh with a comma in a name": (
+        f"dtensor.Mesh.from_string(({NAMED_BADLY % ','}).to_string())",
+        lambda: Mesh.from_string("|x=2,a,b=1|0,1|0,1|CPU:0,CPU:1"),
+        "'a' is not name=size",
+    ),
+    "a mesh with a comma in a name": (
+        f"dtensor.Mesh.from_string(({NAMED_BADLY % ','}).to_string())",
+        lambda: Mesh(["CPU:0", "CPU:1"], [("x", 2), ("a,b", 1)]),
+        "separate the parts of a mesh",
+    ),
+    "batch_sharded of a scalar": (
+        'dtensor.Layout.batch_sharded(mesh, "x", 0)',
+        lambda: Layout.batch_sharded(GRID, "x", 0),
+        "axis 0 of a layout of rank 0",
+    ),
+    "inner_sharded of a scalar": (
+        'dtensor.Layout.inner_sharded(mesh, "x", 0)',
+        lambda: Layout.inner_sharded(GRID, "x", 0),
+        "a layout of rank 0 has no inner axis",
+    ),
+    "replicated with rank -1": (
+        "dtensor.Layout.replicated(mesh, -1)",
+        lambda: Layout.replicated(GRID, -1),
+        "a layout of rank -1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def endings():
+    """How a process ends that makes each of the calls: two processes run at a time, and each call once."""
+    calls = list(dict.fromkeys(call for call, _, _ in FATAL.values()))
+    caught = "try:\n    {}\nexcept MemoryError:\n    raise SystemExit(77)\n"
+    ran = run_all([EIGHT_DEVICES + caught.format(call) for call in calls])
+    return dict(zip(calls, ran, strict=True))
+
+
+@pytest.mark.parametrize("case", FATAL)
+def test_what_ends_tensorflows_process_is_an_error_here(case, endings):
+    """The call ends TensorFlow's process or fails to allocate; here it is an error with what, why and the mend."""
+    call, ours, message = FATAL[case]
+    ending = endings[call]
+
+    # 1 would be an error that was raised: then TensorFlow has learnt to refuse it.
+    assert ending.returncode in (SEGMENTATION_FAULT, ABORTED, OUT_OF_MEMORY), ending.stderr[-2000:]
+    with pytest.raises(LayoutMapError, match=message) as caught:
+        ours()
+    assert caught.value.why
+    assert caught.value.mend
+
+
+# -- where TensorFlow does not crash, and gives something wrong or says something unreadable
+
+
+def mesh_put_right():
+    """A scope around TensorFlow's relayout: when that fails, TensorFlow goes on computing on its mesh."""
+    return lm.dtensor.run_on(GRID, engine="tensorflow")
+
+
+def own_layout(*specs):
+    return engine().native(Layout(specs, GRID), len(specs))
+
+
+def test_replicas_that_differ_are_refused():
+    """TensorFlow packs replicas that differ, and takes the first for the value; here it is an error."""
+    parts = [tf.constant(float(i)) for i in range(8)]
+
+    assert 0.0 == dtensor.pack(parts, own_layout()).numpy()
+    with pytest.raises(LayoutError, match="components 0 and 1 differ, and are the same shard"):
+        lm.dtensor.pack(parts, Layout([], GRID))
+
+
+def test_a_component_of_another_rank_is_refused():
+    """TensorFlow packs a component of a higher rank among others; here it is an error."""
+    parts = [tf.zeros(2)] * 7 + [tf.zeros((2, 1))]
+
+    assert (8,) == dtensor.pack(parts, own_layout("x")).shape
+    with pytest.raises(LayoutError, match="component 7 differs from component 0"):
+        lm.dtensor.pack(parts, X)
+
+
+@pytest.mark.parametrize(
+    ("native_error", "words", "parts"),
+    [
+        (tf.errors.InvalidArgumentError, "7 components for 8 devices", [np.zeros(2, np.float32)] * 7),
+        (tf.errors.InternalError, "component 7 differs", [np.zeros(2)] * 7 + [np.zeros(2, np.int32)]),
+        (tf.errors.UnimplementedError, "component 7 differs", [np.zeros(2)] * 7 + [np.zeros(3)]),
+    ],
+)
+def test_components_that_do_not_fit_are_named(native_error, words, parts):
+    """Where TensorFlow answers a wrong `pack` with an internal error, the component is named here."""
+    with pytest.raises(native_error):
+        dtensor.pack([tf.constant(part) for part in parts], own_layout("x"))
+    with pytest.raises(LayoutError, match=words):
+        lm.dtensor.pack([tf.constant(part) for part in parts], X)
+
+
+def test_what_does_not_divide_is_named():
+    """TensorFlow answers with the text of its compiler; here the axis, the sizes and the mend are named."""
+    values = np.zeros(6, np.float32)
+    with mesh_put_right(), pytest.raises(tf.errors.UnknownError, match="DTensorLayout"):
+        dtensor.relayout(values, own_layout("x"))
+    for refuse in (
+        lambda: lm.dtensor.relayout(tf.zeros(6), X),
+        lambda: lm.dtensor.copy_to_mesh(tf.zeros(6), X),
+        lambda: lm.dtensor.call_with_layout(tf.zeros, X, 6, engine="tensorflow"),
+        lambda: lm.DVariable(tf.zeros(6), layout=X),
+        lambda: tf.function(lambda x: engine().relayout(x, X), autograph=False)(tf.zeros(6)),
+    ):
+        with pytest.raises(LayoutError, match="6 is not a multiple of 4") as caught:
+            refuse()
+        assert "pad axis 0 to 8" in caught.value.mend
+
+
+def test_a_scalar_has_a_layout_of_rank_0():
+    """TensorFlow accepts a layout of rank 1 for a scalar; here the ranks are compared."""
+    assert [] == dtensor.fetch_layout(dtensor.relayout(tf.constant(1.0), own_layout(None))).sharding_specs
+    with pytest.raises(LayoutError, match="a layout of rank 1 for a tensor of rank 0"):
+        lm.dtensor.relayout(tf.constant(1.0), Layout([None], GRID))
+
+
+def test_devices_that_are_not_there_are_named():
+    """TensorFlow makes a mesh of devices that do not exist, and fails at its first use; here they are named."""
+    own = dtensor.create_mesh([("x", 2)], devices=["CPU:0", "CPU:77"])
+    values = np.zeros(2, np.float32)
+    with mesh_put_right(), pytest.raises(tf.errors.InternalError, match="CPU:77 unknown device"):
+        dtensor.relayout(values, dtensor.Layout(["x"], own))
+    with pytest.raises(MeshError, match=r"device '.*CPU:77' does not exist"):
+        lm.dtensor.relayout(tf.zeros(2), dtensor.Layout(["x"], own))
+
+
+def test_relayout_keeps_zeros_and_nans():
+    """TensorFlow's relayout loses the sign of a zero; here all bits stay."""
+    values = np.array([-0.0] * 8 + [np.nan] * 8, np.float32)
+    cut = lm.dtensor.relayout(values, X, engine="tensorflow")
+    raw = dtensor.relayout(cut, own_layout(None))
+
+    assert not np.signbit(raw.numpy()[:8]).any()
+    assert_same_bits(values, engine().whole(lm.dtensor.relayout(cut, Layout([None], GRID))))
+
+
+def test_an_exception_leaves_no_mesh_behind():
+    """TensorFlow goes on computing on a mesh after an exception; here the scope ends."""
+    native = own_layout().mesh
+    around = engine().native(Layout([], Mesh(None, "a=2")), 0).mesh
+    left = []
+    for run_on in (dtensor.default_mesh, lm.dtensor.run_on):
+        with lm.dtensor.run_on(around, engine="tensorflow"):
+            with pytest.raises(ZeroDivisionError), run_on(native):
+                raise ZeroDivisionError
+            left.append(dtensor.get_default_mesh())
+
+    assert [native, around] == left
+    assert dtensor.get_default_mesh() is None
+
+
+def test_a_shard_can_be_read_whole():
+    """TensorFlow cannot read a variable that is cut; here `numpy` gives all of it."""
+    values = np.arange(8, dtype=np.float32)
+    own = dtensor.DVariable(dtensor.relayout(values, own_layout("x")))
+    with pytest.raises(tf.errors.UnimplementedError, match="non-replicated DTensor"):
+        own.numpy()
+
+    assert_same_bits(values, lm.DVariable(values, layout=X).numpy())
+
+
+def counted(variable, rows):
+    @tf.function(autograph=False)
+    def step(rows):
+        variable.assign_add(1.0)
+        return tf.reduce_sum(rows)
+
+    for _ in range(3):
+        step(rows)
+    return variable.numpy()
+
+
+def test_a_counter_counts_steps():
+    """A `tf.Variable` that a step on a mesh captures is counted up by each device; a DVariable counts the steps."""
+    rows = lm.dtensor.relayout(np.ones((8, 2), np.float32), Layout(["x", None], GRID), engine="tensorflow")
+
+    assert 3.0 < counted(tf.Variable(0.0), rows)  # up to 24, as the devices come and go
+    assert 3.0 == counted(lm.DVariable(0.0, layout=Layout([], GRID)), rows)
