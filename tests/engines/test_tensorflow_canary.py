@@ -78,6 +78,10 @@ def test_a_process_that_would_train_wrongly_is_refused():
         ("import layoutmap.engines.tensorflow\n" + FIRST_USE + REFUSAL, None),
         (FIRST_USE + REFUSAL, "0"),
         (REFUSAL, None),
+        (
+            "import layoutmap as lm\nlm.DVariable(0, layout=lm.Layout([], lm.Mesh(None, 'x=4')))\n" + REFUSAL,
+            None,
+        ),
     ],
 )
 def test_a_process_that_trains_right_is_not_refused(text, setting):

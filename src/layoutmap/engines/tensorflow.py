@@ -35,7 +35,7 @@ from layoutmap.engines.tensorflow_arrays import (
     shards_of,
     whole,
 )
-from layoutmap.engines.tensorflow_canary import check_training, switch_off_combining
+from layoutmap.engines.tensorflow_canary import check_training
 from layoutmap.engines.tensorflow_devices import bound_mesh, device_names
 from layoutmap.engines.tensorflow_processes import check_equal_everywhere, common_seeds
 from layoutmap.engines.tensorflow_programs import PieceProgram, trace
@@ -51,8 +51,6 @@ NumpyArray = npt.NDArray[Any]
 dtensor: Any = tf.experimental.dtensor
 
 _MAX_PROGRAMS = 512
-
-switch_off_combining()  # before DTensor's first operation, at which the setting is read
 
 
 class TensorFlowEngine:

@@ -60,7 +60,7 @@ def native_of(layout: Layout) -> Any:
 
 
 def layout_of(array: Any) -> Layout | None:
-    """The layout of a tensor or variable, or `None` if it lies on no mesh, or inside a `tf.function`: not known there."""
+    """The layout of a tensor or variable; `None` if it lies on no mesh, and in a `tf.function`, where none is known."""
     if not isinstance(array, (tf.Tensor, tf.Variable)) or not tf.executing_eagerly():
         return None
     if not dtensor.is_dtensor(array):

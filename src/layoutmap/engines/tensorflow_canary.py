@@ -2,7 +2,7 @@
 
 DTensor's pass that combines all-reduces is switched on by default, and moves reads of variables before the writes that
 they come after: every optimizer with state then trains wrongly, without a word. The setting that switches it off is
-read once, at the process's first DTensor operation. It is made when this engine is loaded; should something else have
+read once, at the process's first DTensor operation. It is made when this module is loaded; should something else have
 used DTensor before, that is too late, and only an experiment can tell.
 """
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from layoutmap.errors import EngineError
 
-__all__ = ["SETTING", "check_training", "switch_off_combining"]
+__all__ = ["SETTING", "check_training"]
 
 dtensor: Any = tf.experimental.dtensor
 
@@ -24,10 +24,8 @@ SETTING = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
 _lock = threading.Lock()
 _sound: dict[str, bool] = {}
 
-
-def switch_off_combining() -> None:
-    """Make the setting with which steps are right, unless somebody has made it."""
-    os.environ.setdefault(SETTING, "0")
+# Steps are right with it; who has set it otherwise is refused by name, not overruled.
+os.environ.setdefault(SETTING, "0")
 
 
 def check_training(native_mesh: Any) -> None:

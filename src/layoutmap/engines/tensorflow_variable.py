@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from layoutmap.engines.tensorflow_arrays import check_placed, default_mesh_lock, layout_of, move, whole
+from layoutmap.engines.tensorflow_arrays import (
+    canonical,
+    check_placed,
+    default_mesh_lock,
+    layout_of,
+    move,
+    whole,
+)
 from layoutmap.engines.tensorflow_canary import check_training
 from layoutmap.engines.tensorflow_devices import native_layout
-from layoutmap.errors import LayoutError
+from layoutmap.errors import EngineError, LayoutError
 from layoutmap.layout import Layout, as_layout
 
 __all__ = ["DVariable"]
@@ -24,9 +32,11 @@ dtensor: Any = tf.experimental.dtensor
 class DVariable(dtensor.DVariable):  # type: ignore[misc]
     """A `tf.Variable` whose value lies in a layout.
 
+    Copies and what comes out of a pickle lie in the same layout.
+
     Args:
-        initial_value: The first value: a tensor in a layout, or with `layout` a plain one, a number or a numpy array; or
-            a function without arguments that gives one.
+        initial_value: The first value: a tensor in a layout, or with `layout` a plain one, a number or a numpy array;
+            or a function without arguments that gives one.
         *args: See `tf.Variable`.
         layout: The layout; may be left out if the first value has one.
         **kwargs: See `tf.Variable`.
@@ -36,7 +46,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     Raises:
         LayoutError: There is no layout, it does not fit, or the first value has another one.
-        EngineError: TensorFlow cannot hold the layout, or would compute training steps wrongly.
+        EngineError: TensorFlow cannot hold the layout or the value, or would compute training steps wrongly.
 
     Example:
         >>> import tensorflow as tf
@@ -44,7 +54,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         >>> variable = lm.DVariable(tf.ones((4, 3)), layout=layout)
         >>> variable.layout == layout
         True
-        >>> variable.assign_add(tf.ones((4, 3))).numpy().sum()
+        >>> float(variable.assign_add(tf.ones((4, 3))).numpy().sum())
         24.0
 
     References:
@@ -56,7 +66,18 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         self, initial_value: Any, *args: Any, layout: Layout | None = None, dtype: Any = None, **kwargs: Any
     ):
         if callable(initial_value) and not isinstance(initial_value, (tf.Tensor, tf.Variable)):
-            initial_value = initial_value()
+            with tf.init_scope():
+                initial_value = initial_value()
+        if tf.is_symbolic_tensor(initial_value):
+            raise EngineError(
+                "the first value of a DVariable is not computed yet",
+                why="inside a tf.function a tensor has no values",
+                mend="make the variable outside of it, or pass a function without arguments that gives the value",
+            )
+        with tf.init_scope():
+            self._make(initial_value, layout, args, dtype, kwargs)
+
+    def _make(self, initial_value: Any, layout: Any, args: Any, dtype: Any, kwargs: Any) -> None:
         wanted = as_layout(layout) if layout is not None else None
         if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             initial_value = _plain(initial_value, dtype)
@@ -77,7 +98,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         used = present if wanted is None else wanted
         assert used is not None
         self._layout: Layout = used
-        native = check_placed(used, tuple(initial_value.shape))
+        shape: Any = initial_value.shape
+        native = check_placed(used, tuple(shape), kwargs.get("name") or "DVariable")
         check_training(native.mesh)
         value = initial_value if present is not None else move(initial_value, used)
         with default_mesh_lock:
@@ -95,23 +117,50 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     def numpy(self) -> Any:
         """The whole value."""
-        return whole(self)
+        return whole(self) if tf.executing_eagerly() else super().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        values = whole(self)
+        values = self.numpy()
         return values if dtype is None else values.astype(dtype)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DVariable:
+        memo[id(self)] = copied = DVariable(tf.identity(self.read_value()), **self._settings())
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _made_again, (self.numpy(), self._layout, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "name": self.name.removesuffix(":0"),
+            "trainable": self.trainable,
+            "constraint": self.constraint,
+            "synchronization": self.synchronization,
+            "aggregation": self.aggregation,
+        }
+
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Give it a value, plain or in any layout; it keeps its own."""
-        return super().assign(self._placed(value), *args, **kwargs)
+        """Give it a value, plain or in any layout; it keeps its own.
+
+        Returns:
+            The variable; inside a `tf.function` what `tf.Variable.assign` returns.
+
+        Raises:
+            LayoutError: The value has another shape.
+        """
+        return self._updated(super().assign(self._placed(value), *args, **kwargs))
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add a value, plain or in any layout."""
-        return super().assign_add(self._placed(delta), *args, **kwargs)
+        """Add a value, plain or in any layout; see `assign`."""
+        return self._updated(super().assign_add(self._placed(delta), *args, **kwargs))
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Subtract a value, plain or in any layout."""
-        return super().assign_sub(self._placed(delta), *args, **kwargs)
+        """Subtract a value, plain or in any layout; see `assign`."""
+        return self._updated(super().assign_sub(self._placed(delta), *args, **kwargs))
+
+    def _updated(self, result: Any) -> Any:
+        """The variable in place of TensorFlow's stand-in for its new value, which cannot be read whole."""
+        return self if result is not None and tf.executing_eagerly() else result
 
     def _placed(self, value: Any) -> Any:
         """A value in the variable's layout; inside a `tf.function` DTensor does that itself."""
@@ -119,11 +168,26 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             return value
         if not isinstance(value, (tf.Tensor, tf.Variable)):
             value = tf.convert_to_tensor(value, dtype=self.dtype)
-        return move(tf.broadcast_to(value, self.shape) if value.shape != self.shape else value, self._layout)
+        if value.shape != self.shape:
+            raise LayoutError(
+                f"{self.name}: a value of another shape than the variable",
+                facts={"variable": tuple(self.shape), "value": tuple(value.shape)},
+                why="a variable keeps its shape, and nothing is repeated to fill it",
+                mend="assign a value of the variable's shape",
+            )
+        return move(value, self._layout)
 
     def __repr__(self) -> str:
         return f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"
 
 
+def _made_again(values: Any, layout: Layout, settings: dict[str, Any]) -> DVariable:
+    return DVariable(values, layout=layout, **settings)
+
+
 def _plain(value: Any, dtype: Any) -> Any:
-    return tf.convert_to_tensor(value) if dtype is None else tf.cast(tf.convert_to_tensor(value), dtype)
+    """A tensor of numbers."""
+    if not isinstance(value, (tf.Tensor, tf.Variable)):
+        canonical(np.asarray(value))
+    tensor = tf.convert_to_tensor(value)
+    return tensor if dtype is None else tf.cast(tensor, dtype)
