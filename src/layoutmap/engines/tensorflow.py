@@ -28,6 +28,7 @@ from layoutmap.engines.tensorflow_arrays import (
     canonical,
     check_placed,
     from_blocks,
+    is_number,
     layout_of,
     move,
     native_of,
@@ -350,7 +351,7 @@ def _dtype_of(name: str, path: str) -> np.dtype[Any]:
         dtype = tf.as_dtype(name)
     except TypeError:
         dtype = tf.string
-    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
+    if not is_number(dtype):
         raise EngineError(
             f"{path}: TensorFlow holds no {name!r} in a layout",
             why="tensors in layouts hold numbers and truth values",

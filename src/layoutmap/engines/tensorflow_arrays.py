@@ -28,6 +28,7 @@ __all__ = [
     "check_placed",
     "default_mesh_lock",
     "from_blocks",
+    "is_number",
     "layout_of",
     "move",
     "native_of",
@@ -85,20 +86,27 @@ def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -
     return native_of(layout)
 
 
+def is_number(dtype: Any) -> bool:
+    """Whether elements of one of TensorFlow's types can lie in layouts."""
+    return dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool
+
+
 def canonical(values: NumpyArray) -> NumpyArray:
     """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are."""
-    why = "arrays of TensorFlow hold numbers and truth values in layouts"
     try:
-        dtype = tf.as_dtype(values.dtype)
+        _check_elements(tf.as_dtype(values.dtype), values.dtype)
     except TypeError:
-        dtype = None
-    if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
+        _check_elements(tf.string, values.dtype)
+    return values
+
+
+def _check_elements(dtype: Any, name: object) -> None:
+    if not is_number(dtype):
         raise EngineError(
-            f"TensorFlow cannot hold an array of {values.dtype} in a layout",
-            why=why,
+            f"TensorFlow cannot hold an array of {name} in a layout",
+            why="arrays of TensorFlow hold numbers and truth values in layouts",
             mend="pass an array of numbers",
         )
-    return values
 
 
 def tensor_of(array: Any) -> Any:
@@ -171,6 +179,7 @@ def whole(array: Any) -> NumpyArray:
 
 def move(array: Any, layout: Layout) -> Any:
     """A tensor, plain or in a layout, in another layout, with all its bits. Gradients pass through it."""
+    _check_elements(array.dtype, array.dtype.name)
     if not tf.executing_eagerly():
         return _constrained(array, native_of(layout))
     present = layout_of(array)
