@@ -146,11 +146,12 @@ def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
             if not tf.executing_eagerly() or not any(_is_plain(each) for each in given):
                 return plain(*args, **kwargs)
             session.refuse_in_a_plan(layer.name)
-            args, kwargs = place_batch((args, kwargs), session)
             # The session's lock first, as where weights are made: two threads would else wait for each other.
-            with session.lock, session.home.run_on_mesh():
-                results = plain(*args, **kwargs)
-            return keras.tree.map_structure(lambda each: _whole(each, session), results)
+            with session.lock:
+                args, kwargs = place_batch((args, kwargs), session)
+                with session.home.run_on_mesh():
+                    results = plain(*args, **kwargs)
+                return keras.tree.map_structure(lambda each: _off_mesh(each, session), results)
 
     return call
 
@@ -182,6 +183,20 @@ def _gathering(held: Any, layout: Layout, session: KerasSession) -> Callable[[],
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, np.ndarray) or (isinstance(value, tf.Tensor) and not dtensor.is_dtensor(value))
+
+
+def _off_mesh(value: Any, session: KerasSession) -> Any:
+    """A result as a plain tensor, so that what follows need not run on the mesh; gradients find their way back."""
+    if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
+        return value
+
+    def off_mesh(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def back(upstream: Any) -> Any:
+            return session.home.place(upstream, session.home.batch_layout(tuple(upstream.shape)))
+
+        return tf.constant(session.home.whole(tensor)), back
+
+    return tf.custom_gradient(off_mesh)(value) if value.dtype.is_floating else off_mesh(value)[0]
 
 
 def _whole(value: Any, session: KerasSession) -> Any:

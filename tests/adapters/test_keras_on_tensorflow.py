@@ -1,0 +1,256 @@
+"""What only Keras on TensorFlow can do: `tf.data`, loops with a `GradientTape`, checkpoints, SavedModels."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_models import assert_held, batch, compiled
+
+import layoutmap as lm
+
+PROCESSES = ("tensorflow",)
+L = keras.layers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
+    # Keras 3.15's own variables know only the older form of __array__.
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+    ),
+]
+MESH = "batch=2,model=4"
+RULES = {r"d1\.kernel": (None, "model"), r"d2\.kernel": ("model", "batch"), r"d1\.bias": ("model",)}
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def mlp():
+    layers = [keras.Input((16,)), L.Dense(32, name="d1", activation="relu"), L.Dense(64, name="d2")]
+    return keras.Sequential(layers)
+
+
+def make_map():
+    return lm.LayoutMap(lm.create_mesh(MESH), RULES)
+
+
+def scoped(make=mlp, **options):
+    keras.utils.set_random_seed(1)
+    with make_map().scope(batch_dim="batch", **options):
+        return make()
+
+
+def plain(make=mlp):
+    keras.utils.set_random_seed(1)
+    return make()
+
+
+def assert_same_weights(expected, actual, tolerance=0.0):
+    for a, b in zip(expected.variables, actual.variables, strict=True):
+        np.testing.assert_allclose(b.numpy(), a.numpy(), rtol=tolerance, atol=tolerance, err_msg=a.path)
+
+
+def test_a_variable_is_a_dvariable():
+    """A weight is a real `tf.Variable` in its layout, and can be read, printed and compared as any other."""
+    kernel = scoped().layers[0].kernel
+
+    assert isinstance(kernel.value, tf.Variable)
+    assert isinstance(kernel.value, lm.DVariable)
+    assert make_map()["d1.kernel"] == kernel.layout == kernel.value.layout
+    assert ["unsharded", "model"] == tf.experimental.dtensor.fetch_layout(kernel.value).sharding_specs
+    assert np.array_equal(plain().layers[0].kernel.numpy(), kernel.numpy())
+    assert np.array_equal(kernel.numpy(), np.asarray(kernel))
+    assert "d1/kernel" in repr(kernel)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "tensor", "list of rows"])
+def test_a_model_may_be_called_with_what_one_has(kind):
+    """Plain tensors in give plain tensors out, with the plain model's numbers, for any number of rows."""
+    x = batch("sequential", 5)[0]
+    given = {"numpy": x, "tensor": tf.constant(x), "list of rows": tf.constant(x.tolist())}[kind]
+    expected, actual = plain()(given), scoped()(given)
+
+    assert not tf.experimental.dtensor.is_dtensor(actual)
+    np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def train_by_hand(model, optimizer, metric, x, y, function):
+    """Three steps; their losses, the metric, and how many steps the optimizer has counted."""
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            out = model(x, training=True)
+            loss = LOSS(y, out)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        metric.update_state(y, out)
+        return loss
+
+    step = function(step)
+    losses = [float(step(x, y)) for _ in range(3)]
+    return [*losses, float(metric.result()), int(optimizer.iterations.numpy())]
+
+
+@pytest.mark.parametrize("how", ["eager", "tf.function"])
+def test_a_loop_by_hand_with_a_tape(how):
+    """A `GradientTape` loop trains like one device, and three steps count as three."""
+    x, y = batch("sequential")
+
+    def parts():
+        model = mlp()
+        optimizer, metric = keras.optimizers.Adam(1e-2), keras.metrics.SparseCategoricalAccuracy()
+        optimizer.build(model.trainable_variables)
+        return model, optimizer, metric
+
+    function = tf.function if how == "tf.function" else lambda step: step
+    expected_parts, actual_parts = plain(parts), scoped(parts)
+    expected = train_by_hand(*expected_parts, x, y, function)
+    if how == "tf.function":
+        mesh = lm.create_mesh(MESH)
+        x, y = (lm.dtensor.relayout(a, lm.Layout.batch_sharded(mesh, "batch", a.ndim)) for a in (x, y))
+    actual = train_by_hand(*actual_parts, x, y, function)
+
+    assert 3 == actual[-1]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert_same_weights(expected_parts[0], actual_parts[0], 1e-5)
+    for variable in actual_parts[0].variables:
+        assert_held(variable)
+
+
+@pytest.mark.parametrize("kind", ["batches", "generator", "with weights"])
+def test_fit_takes_a_dataset(kind):
+    """`tf.data` pipelines, with an odd last batch, give the losses and metrics of one device."""
+    x, y = batch("sequential", 14)
+    data = {
+        "batches": lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(4).prefetch(1),
+        "generator": lambda: tf.data.Dataset.from_generator(
+            lambda: iter(zip(x, y, strict=True)),
+            output_signature=(tf.TensorSpec((16,)), tf.TensorSpec((), tf.int32)),
+        ).batch(5),
+        "with weights": lambda: tf.data.Dataset.from_tensor_slices(
+            (x, y, np.linspace(0, 1, 14, dtype="float32"))
+        ).batch(6),
+    }[kind]
+
+    def train(model):
+        model.compile("adam", LOSS, metrics=["accuracy"])
+        history = model.fit(data(), epochs=2, verbose=0, shuffle=False).history
+        return [*history["loss"], *history["accuracy"], *model.evaluate(data(), verbose=0)]
+
+    np.testing.assert_allclose(train(scoped()), train(plain()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_compiling_with_xla_gives_the_same(jit_compile):
+    """`jit_compile` changes no number."""
+
+    def train(model):
+        model.compile("sgd", LOSS, jit_compile=jit_compile)
+        return [model.train_on_batch(*batch("sequential")) for _ in range(3)]
+
+    np.testing.assert_allclose(train(scoped()), train(plain()), rtol=1e-5)
+
+
+def test_rows_of_an_embedding_train_like_one_device():
+    """Gradients of single rows, which DTensor cannot add to a variable, do with any optimizer."""
+
+    def make_model():
+        layers = [keras.Input((6,), dtype="int32"), L.Embedding(32, 8, name="e"), L.GlobalAveragePooling1D()]
+        model = keras.Sequential([*layers, L.Dense(8, name="d1")])
+        model.compile("sgd", LOSS)
+        return model
+
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 32, (8, 6), "int32"), random.integers(0, 8, (8,), "int32")
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), {r"e\.embeddings": ("model", None)})
+    expected = plain(make_model)
+    keras.utils.set_random_seed(1)
+    actual = layout_map.build(make_model, batch_dim="batch")
+    for _ in range(2):
+        np.testing.assert_allclose(actual.train_on_batch(x, y), expected.train_on_batch(x, y), rtol=1e-5)
+
+    assert_same_weights(expected, actual, 1e-6)
+
+
+def test_a_step_that_writes_to_a_variable_off_the_mesh_is_refused():
+    """Every device would write to it: a counter would count eight for one."""
+
+    class Counting(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.d1 = L.Dense(64)
+            self.counter = tf.Variable(0.0, name="calls")
+
+        def call(self, x):
+            self.counter.assign_add(1.0)
+            return self.d1(x)
+
+    model = scoped(lambda: compiled(Counting()))
+    with pytest.raises(lm.ScopeError, match="calls:0: the train step writes to a variable that is not on the mesh"):
+        model.fit(*batch("sequential"), verbose=0)
+
+    assert 0.0 == model.counter.numpy()
+
+
+def trained(model):
+    model = compiled(model)
+    model.train_on_batch(*batch("sequential"))
+    return model
+
+
+@pytest.mark.parametrize(("source", "target"), [(scoped, plain), (plain, scoped), (scoped, scoped)])
+def test_a_checkpoint_of_tensorflow_goes_both_ways(source, target, tmp_path):
+    """`tf.train.Checkpoint` saves and restores weights and slots, exactly, from layouts and into them."""
+    expected, actual = trained(source()), trained(target())
+    layouts = [getattr(v, "layout", None) for v in actual.variables]
+    actual.layers[0].kernel.assign(np.zeros((16, 32)))
+    path = tf.train.Checkpoint(model=expected, optimizer=expected.optimizer).write(str(tmp_path / "c"))
+    restored = tf.train.Checkpoint(model=actual, optimizer=actual.optimizer).read(path)
+    restored.assert_consumed()
+
+    assert_same_weights(expected, actual)
+    assert_same_weights(expected.optimizer, actual.optimizer)
+    assert layouts == [getattr(v, "layout", None) for v in actual.variables]
+    if target is scoped:
+        for variable in actual.variables:
+            assert_held(variable)
+    rows = batch("sequential")
+    np.testing.assert_allclose(actual.train_on_batch(*rows), expected.train_on_batch(*rows), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("source", "target"), [(scoped, plain), (plain, scoped)])
+@pytest.mark.parametrize("form", ["weights.h5", "keras"])
+def test_files_of_keras_go_both_ways(source, target, form, tmp_path):
+    """What is saved from layouts is an ordinary file, and an ordinary file is loaded into layouts."""
+    expected = trained(source())
+    path = tmp_path / f"model.{form}"
+    if form == "keras":
+        expected.save(path)
+        actual = target(lambda: keras.models.load_model(path))
+        assert_same_weights(expected.optimizer, actual.optimizer)
+    else:
+        expected.save_weights(path)
+        actual = target()
+        actual.load_weights(path)
+
+    assert_same_weights(expected, actual)
+    if target is scoped:
+        assert make_map()["d1.kernel"] == actual.layers[0].kernel.layout
+        assert_held(actual.layers[0].kernel)
+
+
+def test_an_exported_model_knows_nothing_of_layouts(tmp_path):
+    """`export` writes a SavedModel that a process with one device and without this library loads and runs."""
+    model = trained(scoped())
+    x = batch("sequential")[0]
+    model.export(tmp_path / "exported", verbose=False)
+    np.save(tmp_path / "x.npy", x)
+    code = (
+        "import sys, numpy as np, tensorflow as tf\n"
+        "loaded = tf.saved_model.load(sys.argv[1] + '/exported')\n"
+        "np.save(sys.argv[1] + '/y.npy', loaded.serve(np.load(sys.argv[1] + '/x.npy')).numpy())\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+    assert_held(model.layers[0].kernel)
