@@ -190,6 +190,59 @@ def test_gradients_pass_through_relayout_in_a_compiled_function():
     assert_same_bits(variable.numpy() * 6, engine().whole(made))
 
 
+def compiled(function, *args, **settings):
+    """What a function gives when it is compiled."""
+    return tf.function(function, **{"autograph": False, **settings})(*args)
+
+
+@pytest.mark.parametrize("autograph", [False, True])
+def test_what_is_made_while_a_function_is_traced_is_a_constant_of_it(autograph):
+    """Inside a `tf.function`, numpy values and drawn numbers are put in the layout, as outside."""
+    values = random_values((6, 4), "int8", 6).astype(np.float32)
+
+    def of_numpy():
+        return relayout(values, X_Y, engine="tensorflow") * 1.0
+
+    def drawn():
+        return call_with_layout(tf.random.stateless_normal, X_Y, (6, 4), (1, 2), engine="tensorflow") * 1.0
+
+    for function, expected in (
+        (of_numpy, values),
+        (drawn, tf.random.stateless_normal((6, 4), (1, 2)).numpy()),
+    ):
+        made = compiled(function, autograph=autograph)
+
+        assert X_Y == fetch_layout(made)
+        assert_same_bits(expected, engine().whole(made))
+
+
+@pytest.mark.parametrize("shape", [(None, 4), (6, None), None])
+def test_sizes_may_be_unknown_inside_a_compiled_function(shape):
+    """Inside a `tf.function` a tensor whose shape is not known yet is relaid out."""
+    values = random_values((6, 4), "int8", 7).astype(np.float32)
+    made = compiled(
+        lambda x: relayout(x * 1.0, Layout(["y", None], GRID)),
+        relayout(values, X_Y, engine="tensorflow"),
+        input_signature=[tf.TensorSpec(shape, tf.float32)],
+    )
+
+    assert Layout(["y", None], GRID) == fetch_layout(made)
+    assert_same_bits(values, engine().whole(made))
+
+
+def test_what_needs_values_is_refused_inside_a_compiled_function():
+    """Taking apart and putting together tensors that are not computed yet is refused, saying so."""
+    tensor = relayout(np.zeros((6, 4), np.float32), X_Y, engine="tensorflow")
+    with pytest.raises(LayoutError, match="has yet to compute it"):
+        compiled(unpack, tensor)
+    with pytest.raises(LayoutError, match="has yet to compute it"):
+        compiled(fetch_layout, tensor)
+    with pytest.raises(EngineError, match="has no values yet"):
+        compiled(lambda x: pack([x] * 6, X_Y), tf.zeros((2, 2)))
+    with pytest.raises(EngineError, match="has no values yet"):
+        compiled(lambda x: engine().whole(x), tensor)
+
+
 def test_an_axis_over_several_dims_is_refused_by_name():
     """TensorFlow cuts an axis over one dim; a layout with two is refused with the mend."""
     with pytest.raises(EngineError, match="axis 0 over x, y") as caught:

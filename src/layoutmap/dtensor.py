@@ -266,7 +266,7 @@ def fetch_layout(tensor: Any) -> Layout:
         Traceback (most recent call last):
         ...
         layoutmap.errors.LayoutError: the numpy.ndarray has no layout
-          why   it lies on no mesh
+          why   it lies on no mesh, or a function that is compiled has yet to compute it
           mend  give it one: relayout(tensor, layout)
 
     References:
@@ -277,7 +277,7 @@ def fetch_layout(tensor: Any) -> Layout:
     if layout is None:
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
-            why="it lies on no mesh",
+            why="it lies on no mesh, or a function that is compiled has yet to compute it",
             mend="give it one: relayout(tensor, layout)",
         )
     return layout

@@ -174,12 +174,13 @@ def test_a_value_is_given_in_any_form(kind):
         assert X_Y == engine().layout_of(held)
 
 
+@pytest.mark.parametrize("autograph", [False, True])
 @pytest.mark.parametrize("kind", ["the same layout", "another layout", "lists"])
-def test_a_value_is_given_in_a_compiled_function(kind):
+def test_a_value_is_given_in_a_compiled_function(kind, autograph):
     """In a `tf.function` a value in any layout of the mesh is assigned; the variable keeps its layout."""
     held, value = variable(), GIVEN[kind]()
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=autograph)
     def give():
         held.assign(value)
         held.assign_add(held * 2.0)

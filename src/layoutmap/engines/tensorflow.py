@@ -115,6 +115,7 @@ class TensorFlowEngine:
 
     # -- arrays
 
+    @tf.autograph.experimental.do_not_convert
     def create(
         self,
         assignments: Mapping[str, Assignment],
@@ -210,6 +211,7 @@ class TensorFlowEngine:
         """The shards that this process holds, each index once, with both ends."""
         return shards_of(array)
 
+    @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> Any:
         """The same values in another layout; also takes plain tensors, numpy arrays and what numpy makes arrays of.
 
@@ -221,11 +223,13 @@ class TensorFlowEngine:
             MeshError: The machine does not have the mesh's devices.
         """
         if self.holds(array):
-            check_placed(layout, tuple(array.shape))
+            if array.shape.rank is not None:  # inside a tf.function it may be unknown
+                check_placed(layout, tuple(array.shape))
             return move(array, layout)
         values = canonical(np.asarray(array))
         check_placed(layout, values.shape)
-        return from_blocks(values.shape, layout, values.__getitem__)
+        with tf.init_scope():
+            return from_blocks(values.shape, layout, values.__getitem__)
 
     def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> DVariable:
         """A `DVariable` that holds the tensor.
@@ -258,6 +262,7 @@ class TensorFlowEngine:
         """
         return canonical(values)
 
+    @tf.autograph.experimental.do_not_convert
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -277,7 +282,8 @@ class TensorFlowEngine:
             if not program.why_whole:
                 shape = tuple(program.outputs[0].shape)
                 check_placed(layout, shape)
-                return _in_pieces(program, (), shape, layout)
+                with tf.init_scope():
+                    return _in_pieces(program, (), shape, layout)
         results = tf.nest.flatten(function(*args, **kwargs))
         if len(results) != 1:
             raise EngineError(

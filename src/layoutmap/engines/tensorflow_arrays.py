@@ -114,9 +114,21 @@ def tensor_of(array: Any) -> Any:
     return array.read_value() if isinstance(array, tf.Variable) else array
 
 
+def _with_values(array: Any) -> Any:
+    """The tensor in a variable, or a tensor, that has values."""
+    tensor = tensor_of(array)
+    if tf.is_symbolic_tensor(tensor):
+        raise EngineError(
+            "a tensor inside a tf.function has no values yet",
+            why="the function is being traced, and computes them later",
+            mend="take it apart, or put it together, outside of the function; relayout works inside",
+        )
+    return tensor
+
+
 def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
     """The shards that this process holds, each index once, with both ends."""
-    tensor = tensor_of(array)
+    tensor = _with_values(array)
     layout = layout_of(tensor)
     shape = tuple(tensor.shape)
     if layout is None:
@@ -168,7 +180,7 @@ def run_on(native_mesh: Any) -> Generator[None]:
 
 def whole(array: Any) -> NumpyArray:
     """All of an array's values."""
-    tensor = tensor_of(array)
+    tensor = _with_values(array)
     layout = layout_of(tensor)
     if layout is None:
         return tensor.numpy()

@@ -139,6 +139,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             "aggregation": self.aggregation,
         }
 
+    @tf.autograph.experimental.do_not_convert
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Give it a value, plain or in any layout; it keeps its own.
 
@@ -150,10 +151,12 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         """
         return self._updated(super().assign(self._placed(value), *args, **kwargs))
 
+    @tf.autograph.experimental.do_not_convert
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Add a value, plain or in any layout; see `assign`."""
         return self._updated(super().assign_add(self._placed(delta), *args, **kwargs))
 
+    @tf.autograph.experimental.do_not_convert
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Subtract a value, plain or in any layout; see `assign`."""
         return self._updated(super().assign_sub(self._placed(delta), *args, **kwargs))
