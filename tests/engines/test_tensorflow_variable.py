@@ -8,12 +8,14 @@ import pytest
 import tensorflow as tf
 
 import layoutmap as lm
-from layoutmap.dtensor import relayout
+from layoutmap.draws import Draw, Program
+from layoutmap.dtensor import relayout, unpack
 from layoutmap.engines.tensorflow import engine
 from layoutmap.errors import EngineError, LayoutError
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
 from layoutmap.testing.engine_contract import assert_same_bits
+from layoutmap.variables import Assignment, VariableSpec
 
 dtensor = tf.experimental.dtensor
 
@@ -190,6 +192,33 @@ def test_a_value_is_given_in_a_compiled_function(kind, autograph):
 
     assert_same_bits(VALUES * 6, held.numpy())
     assert X_Y == engine().layout_of(held)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replicas_do_not_share_memory(compiled):
+    """Adding to a variable adds once on each device, and changes neither its copies nor what it was made of."""
+    source = np.zeros(1 << 16, np.float32)
+    layout = Layout([None], GRID)
+    tensor = relayout(source, layout, engine="tensorflow")
+    key = tf.constant([1, 2])
+    program = Program("zeros of replicas", key, lambda seed: tf.zeros(1 << 16))
+    drawn = engine().create(
+        {"w": Assignment(VariableSpec("w", (1 << 16,), "float32"), layout)},
+        {"w": Draw(whole=lambda: source, program=program)},
+    )["w"]
+    for start in (tensor, drawn):
+        held, other = lm.DVariable(start), lm.DVariable(start)
+        one = on_grid(np.ones(1 << 16, np.float32), None)
+
+        def add(held=held, one=one):
+            held.assign_add(one)
+
+        add = tf.function(add, autograph=False) if compiled else add
+        for _ in range(3):
+            add()
+
+        assert [3.0] * 8 == [part.max() for part in unpack(held)] == [part.min() for part in unpack(held)]
+        assert 0 == source.max() == max(part.max() for array in (start, other) for part in unpack(array))
 
 
 def test_a_value_of_another_shape_is_refused():

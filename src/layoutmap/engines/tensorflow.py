@@ -343,7 +343,9 @@ def _in_pieces(program: PieceProgram, seed: Any, shape: tuple[int, ...], layout:
     native = native_of(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]
     blocks = program.blocks(seed, indices)
-    return from_blocks(shape, layout, lambda index: blocks.pop(tuple((p.start, p.stop) for p in index)))
+    return from_blocks(
+        shape, layout, lambda index: blocks.pop(tuple((p.start, p.stop) for p in index)), copy=False
+    )
 
 
 def _signature(seed: Any) -> Hashable:

@@ -144,11 +144,16 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
 
 
 def from_blocks(
-    shape: tuple[int, ...],
-    layout: Layout,
-    read: Callable[[Index], NumpyArray],
+    shape: tuple[int, ...], layout: Layout, read: Callable[[Index], NumpyArray], *, copy: bool = True
 ) -> Any:
-    """A tensor put together from blocks, each read once."""
+    """A tensor put together from blocks, each read once.
+
+    Args:
+        shape: The shape of the whole.
+        layout: Its layout.
+        read: Gives the values at an index.
+        copy: Whether what is read may change later: TensorFlow may share the memory of a numpy array.
+    """
     native = native_of(layout)
     devices = native.mesh.local_devices()
     held: dict[Ends, NumpyArray] = {}
@@ -156,8 +161,7 @@ def from_blocks(
     for place, device in zip(native.mesh.local_device_ids(), devices, strict=True):
         index = layout.shard_slices(shape, place)
         if _ends(index) not in held:
-            # A copy: TensorFlow may share the memory of a numpy array, and a later change of it would show.
-            held[_ends(index)] = np.array(read(index), copy=True, order="C")
+            held[_ends(index)] = np.array(read(index), copy=copy or None, order="C")
         with tf.device(device):
             components.append(tf.constant(held[_ends(index)]))
     return dtensor.pack(components, native)
