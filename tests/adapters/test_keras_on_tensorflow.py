@@ -123,10 +123,14 @@ def test_fit_takes_a_dataset(kind):
     x, y = batch("sequential", 14)
     data = {
         "batches": lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(4).prefetch(1),
-        "generator": lambda: tf.data.Dataset.from_generator(
-            lambda: iter(zip(x, y, strict=True)),
-            output_signature=(tf.TensorSpec((16,)), tf.TensorSpec((), tf.int32)),
-        ).batch(5),
+        "generator": lambda: (
+            tf.data.Dataset.from_generator(
+                lambda: iter(zip(x, y, strict=True)),
+                output_signature=(tf.TensorSpec((16,)), tf.TensorSpec((), tf.int32)),
+            )
+            .batch(5)
+            .apply(tf.data.experimental.assert_cardinality(3))
+        ),
         "with weights": lambda: tf.data.Dataset.from_tensor_slices(
             (x, y, np.linspace(0, 1, 14, dtype="float32"))
         ).batch(6),

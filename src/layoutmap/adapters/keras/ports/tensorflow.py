@@ -81,8 +81,11 @@ class TensorFlowPort:
         """Each `tf.Variable` has memory of its own."""
 
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
-        """A call with plain tensors, outside of compiled functions, runs on the mesh."""
-        return {"call": _calling(layer, session)}
+        """A call with plain tensors, outside of compiled functions, runs on the mesh; an export knows no mesh."""
+        wraps = {"call": _calling(layer, session)}
+        if isinstance(layer, keras.Model):
+            wraps["export"] = _exporting(layer, session)
+        return wraps
 
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
         """Slots are made without reading the weight; gradients of rows become whole ones; updates run on the mesh."""
@@ -139,7 +142,8 @@ def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if in_stateless_scope() or getattr(session.inside, "depth", 0):
+        exporting = getattr(session.inside, "exporting", False)
+        if exporting or in_stateless_scope() or getattr(session.inside, "depth", 0):
             return plain(*args, **kwargs)
         with _inside(session):
             given = keras.tree.flatten((args, kwargs))
@@ -165,6 +169,21 @@ def _inside(session: KerasSession) -> Generator[None]:
             yield
     finally:
         session.inside.depth -= 1
+
+
+def _exporting(model: Any, session: KerasSession) -> Callable[..., Any]:
+    """An export that is traced as a model of one device is: what runs it has no mesh."""
+    plain = model.export
+
+    @functools.wraps(plain)
+    def export(*args: Any, **kwargs: Any) -> Any:
+        session.inside.exporting = True
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            session.inside.exporting = False
+
+    return export
 
 
 def _gathering(held: Any, layout: Layout, session: KerasSession) -> Callable[[], Any]:
