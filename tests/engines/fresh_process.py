@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 TIMEOUT_SECONDS = 120
@@ -16,17 +17,17 @@ mesh = dtensor.create_mesh([("x", 4), ("y", 2)], device_type="CPU")
 """
 
 
-def run(text: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+def run(text: str, environment: Mapping[str, str | None]) -> subprocess.CompletedProcess[str]:
     """Run a text, with these changes of the environment; `None` takes a name out."""
-    changed = {**os.environ, **{name: value for name, value in environment.items() if value is not None}}
-    for name in [name for name, value in environment.items() if value is None]:
-        changed.pop(name, None)
+    changed = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
     return subprocess.run(
         [sys.executable, "-c", text], env=changed, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
 
 
-def run_all(texts: list[str], **environment: str | None) -> list[subprocess.CompletedProcess[str]]:
-    """Run several texts, two at a time."""
+def run_all(
+    jobs: Iterable[tuple[str, Mapping[str, str | None]]],
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run several texts, each with its environment, two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda text: run(text, **environment), texts))
+        return list(pool.map(lambda job: run(*job), jobs))

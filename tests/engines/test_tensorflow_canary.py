@@ -1,7 +1,7 @@
 """Where DTensor would train wrongly it is not used; each test has a process of its own, as DTensor decides once."""
 
 import pytest
-from engines.fresh_process import EIGHT_DEVICES, run
+from engines.fresh_process import EIGHT_DEVICES, run_all
 
 from layoutmap.engines.tensorflow_canary import SETTING
 
@@ -49,49 +49,51 @@ on_one_device = lm.DVariable(tf.zeros(8), layout=lm.Layout(["x"], lm.Mesh(None, 
 """
 
 
-def output(text, setting):
-    ran = run(EIGHT_DEVICES + text, **{SETTING: setting})
-    assert 0 == ran.returncode, ran.stderr[-3000:]
-    return ran.stdout
+ENGINE_FIRST = "import layoutmap.engines.tensorflow\n"
+VARIABLE_FIRST = "import layoutmap as lm\nlm.DVariable(0, layout=lm.Layout([], lm.Mesh(None, 'x=4')))\n"
+
+WRONG = {
+    "DTensor is used first": (FIRST_USE + REFUSAL, None),
+    "the setting is made for combining": (ENGINE_FIRST + REFUSAL, "1"),
+}
+RIGHT = {
+    "the engine is loaded first": (ENGINE_FIRST + FIRST_USE + REFUSAL, None),
+    "the setting is in the environment": (FIRST_USE + REFUSAL, "0"),
+    "nothing is done before": (REFUSAL, None),
+    "a variable is the first thing that is made": (VARIABLE_FIRST + REFUSAL, None),
+}
+TENSORFLOWS = {"without the setting": (STEP, None), "with the setting": (STEP, "0")}
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(None, 0.0), ("0", 8.0)])
-def test_tensorflow_trains_wrongly_unless_it_is_set_right(setting, expected):
+@pytest.fixture(scope="module")
+def outputs():
+    """What each of the texts prints."""
+    jobs = {**WRONG, **RIGHT, **TENSORFLOWS}
+    ran = run_all((EIGHT_DEVICES + text, {SETTING: setting}) for text, setting in jobs.values())
+    for each in ran:
+        assert 0 == each.returncode, each.stderr[-3000:]
+    return {name: each.stdout for name, each in zip(jobs, ran, strict=True)}
+
+
+@pytest.mark.parametrize(("case", "expected"), [("without the setting", 0.0), ("with the setting", 8.0)])
+def test_tensorflow_trains_wrongly_unless_it_is_set_right(case, expected, outputs):
     """A step whose variable must become 8 leaves it at 0 in TensorFlow 2.21; with the setting it is right."""
-    assert f"{expected}\n" == output(STEP, setting)
+    assert f"{expected}\n" == outputs[case]
 
 
-def test_a_process_that_would_train_wrongly_is_refused():
-    """Once DTensor was used without the setting, variables are refused, saying why and what to type."""
-    said = output(FIRST_USE + REFUSAL, None)
+@pytest.mark.parametrize("case", WRONG)
+def test_a_process_that_would_train_wrongly_is_refused(case, outputs):
+    """Where steps would be wrong no variable is made, and the error says what, where, why and what to type."""
+    said = outputs[case]
 
     assert 3 == said.count("DTensor computes training steps wrongly in this process")
-    assert f"  {SETTING}  0\n" in said
+    assert f"  {SETTING}  {WRONG[case][1] or 0}\n" in said
     assert "combines all-reduces reads variables before they are written" in said
     assert f"start again with {SETTING}=0 in the environment" in said
-    assert "0 made" in said
+    assert said.endswith("0 made\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "setting"),
-    [
-        ("import layoutmap.engines.tensorflow\n" + FIRST_USE + REFUSAL, None),
-        (FIRST_USE + REFUSAL, "0"),
-        (REFUSAL, None),
-        (
-            "import layoutmap as lm\nlm.DVariable(0, layout=lm.Layout([], lm.Mesh(None, 'x=4')))\n" + REFUSAL,
-            None,
-        ),
-    ],
-)
-def test_a_process_that_trains_right_is_not_refused(text, setting):
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_process_that_trains_right_is_not_refused(case, outputs):
     """With the engine loaded before DTensor's first use, or with the setting in the environment, variables are made."""
-    assert "3 made\n" == output(text, setting)
-
-
-def test_a_setting_of_the_user_is_left_as_it_is():
-    """A process that is told to combine all-reduces keeps its setting, and is refused."""
-    said = output("import layoutmap.engines.tensorflow\n" + REFUSAL, "1")
-
-    assert f"  {SETTING}  1\n" in said
-    assert "0 made" in said
+    assert "3 made\n" == outputs[case]

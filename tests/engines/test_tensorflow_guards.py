@@ -52,7 +52,7 @@ def endings():
     """How a process ends that makes each of the calls; two run at a time."""
     calls = [call for call, _, _ in FATAL.values()]
     caught = "try:\n    {}\nexcept MemoryError:\n    raise SystemExit(77)\n"
-    ran = run_all([EIGHT_DEVICES + caught.format(call) for call in calls])
+    ran = run_all((EIGHT_DEVICES + caught.format(call), {}) for call in calls)
     return dict(zip(calls, ran, strict=True))
 
 
