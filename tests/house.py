@@ -26,6 +26,7 @@ VALUES = (
     "yaml_form",
     "layout_map",
     "variables",
+    "limits",
     "draws",
     "blocks",
     "path_groups",
@@ -52,6 +53,7 @@ EDGES = {
     # The files that know both Keras and its backend.
     "adapters.keras.ports.jax": {"keras", "jax"},
     "adapters.keras.ports.tensorflow": {"keras", "tensorflow"},
+    "adapters.keras.ports.tensorflow_limits": {"keras", "tensorflow"},
     "adapters.keras.ports.tensorflow_random": {"keras", "tensorflow"},
     "adapters.nnx": {"flax", "jax"},
     "adapters.torch": {"torch"},

@@ -13,6 +13,7 @@ from typing import Literal
 from layoutmap.errors import LayoutError, PlanError, format_message
 from layoutmap.layout import Layout
 from layoutmap.layout_map import LayoutMap, Match, Rule, nearest
+from layoutmap.limits import Limit
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import merge_paths, path_pattern, path_shape
 from layoutmap.variables import Assignment, Kind, VariableSpec
@@ -32,7 +33,8 @@ class Problem:
 
     Args:
         kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`,
-            `"tied"`, `"drawn whole"` or `"not built"`.
+            `"tied"`, `"drawn whole"`, `"not built"`, `"not held"` or
+            `"cannot run"`.
         severity: `"error"`: the model cannot be made so. `"warning"`: it can, and `strict` makes it an error. `"note"`:
             worth knowing, never an error.
         subject: The path or the pattern concerned.
@@ -120,7 +122,11 @@ class Plan:
 
     def with_problem(self, problem: Problem) -> Plan:
         """The same plan with one more problem."""
-        return replace(self, problems=(*self.problems, problem))
+        return self.with_problems([problem])
+
+    def with_problems(self, problems: Sequence[Problem]) -> Plan:
+        """The same plan with more problems."""
+        return replace(self, problems=_in_order([*self.problems, *problems]))
 
     def check(self, *, strict: bool = False) -> Plan:
         """Raise once, with every error; give the plan back if there is none.
@@ -178,6 +184,7 @@ def make_plan(
     layout_map: LayoutMap,
     *,
     drawn_whole: Mapping[str, str] | None = None,
+    limits: Sequence[Limit] = (),
     complete: bool = True,
 ) -> Plan:
     """Match every variable, collect every problem; pure.
@@ -186,6 +193,7 @@ def make_plan(
         variables: The variables, in the order of the model. A slot comes after its parent.
         layout_map: The rules.
         drawn_whole: For each path whose first value must be drawn whole: why.
+        limits: What the backend cannot do with layers and variables.
         complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
 
     Raises:
@@ -218,8 +226,14 @@ def make_plan(
         problems += _problems_of(assignment)
     if complete:
         problems += _problems_of_rules(layout_map, won, beaten, [v for v in variables if v.kind in _MATCHED])
+    problems += _problems_of_limits(limits, assignments)
+    return Plan(mesh, tuple(assignments), _in_order(problems))
+
+
+def _in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Errors first."""
     order = {"error": 0, "warning": 1, "note": 2}
-    return Plan(mesh, tuple(assignments), tuple(sorted(problems, key=lambda p: order[p.severity])))
+    return tuple(sorted(problems, key=lambda p: order[p.severity]))
 
 
 def _match(
@@ -291,6 +305,20 @@ def _problems_of(assignment: Assignment) -> Iterator[Problem]:
             assignment.drawn_whole,
             "use one of the library's own initializers, or load a checkpoint",
         )
+
+
+def _problems_of_limits(limits: Sequence[Limit], assignments: Sequence[Assignment]) -> Iterator[Problem]:
+    cut = {
+        (path, axis)
+        for a in assignments
+        for path in (a.variable.path, *a.variable.aliases)
+        for axis, count in enumerate(a.layout.shard_counts)
+        if count > 1
+    }
+    for limit in limits:
+        if limit.if_cut is None or any((limit.path, axis) in cut for axis in limit.if_cut):
+            what = f"{limit.path}: {limit.what}"
+            yield Problem("cannot run", limit.severity, limit.path, what, why=limit.why, mend=limit.mend)
 
 
 def _of_error(kind: str, error: LayoutError, assignment: Assignment) -> Problem:

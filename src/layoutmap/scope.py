@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_
 from layoutmap.adapters.protocol import Session
 from layoutmap.draws import Draw
 from layoutmap.engines import Engine, get_engine
-from layoutmap.errors import LayoutMapWarning, ScopeError
+from layoutmap.errors import EngineError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.layout import Layout
 from layoutmap.layout_map import LayoutMap
+from layoutmap.limits import Limit
 from layoutmap.mesh import Mesh
 from layoutmap.plan import Plan, Problem, make_plan
 from layoutmap.progress import Progress
@@ -55,6 +56,7 @@ class Scope:
         self._progress = progress
         self._warned: set[str] = set()
         self._adapter_name = adapter.name
+        self._engine_name = adapter.engine_name
         self.session: Session = adapter.begin(self)
 
     @property
@@ -76,10 +78,17 @@ class Scope:
         return mesh
 
     def assign(
-        self, variables: Sequence[VariableSpec], drawn_whole: Mapping[str, str], complete: bool
+        self,
+        variables: Sequence[VariableSpec],
+        drawn_whole: Mapping[str, str],
+        limits: Sequence[Limit],
+        complete: bool,
     ) -> Sequence[Assignment]:
         """A layout for each variable, in order; raises with all problems, before anything is made."""
-        self.plan = make_plan(variables, self.layout_map, drawn_whole=drawn_whole, complete=complete)
+        plan = make_plan(
+            variables, self.layout_map, drawn_whole=drawn_whole, limits=limits, complete=complete
+        )
+        self.plan = plan.with_problems(list(self._not_held(plan)))
         if not self.plan_only:
             self.plan.check(strict=self.strict)
             if complete:
@@ -133,6 +142,27 @@ class Scope:
         if dim is None or not shape or shape[0] % self.mesh.dim_size(dim):
             return self.replicated(len(shape))
         return Layout.batch_sharded(self.mesh, dim, len(shape))
+
+    def _not_held(self, plan: Plan) -> Iterator[Problem]:
+        """A problem for each variable whose layout the engine cannot hold."""
+        engine = get_engine(self._engine_name)
+        refusals: dict[Layout, EngineError | None] = {}
+        for assignment in plan:
+            layout, path = assignment.layout, assignment.variable.path
+            if layout not in refusals:
+                refusals[layout] = None
+                try:
+                    engine.native(layout, layout.rank)
+                except EngineError as error:
+                    refusals[layout] = error
+                except MeshError:
+                    pass  # a dry run needs no devices
+            error = refusals[layout]
+            if error is not None:
+                facts = tuple((name, str(value)) for name, value in error.facts.items())
+                yield Problem(
+                    "not held", "error", path, f"{path}: {error.what}", facts, error.why, error.mend
+                )
 
     def _warn(self) -> None:
         text = warning_text(self.plan)
@@ -290,7 +320,7 @@ def plan(
         [a.variable for a in found],
         layout_map,
         drawn_whole={a.variable.path: a.drawn_whole for a in found},
-    )
+    ).with_problems([problem for problem in found.problems if problem.kind in ("not held", "cannot run")])
     if unbuilt:
         shown = ", ".join(unbuilt[:5]) + (f" and {len(unbuilt) - 5} more" if len(unbuilt) > 5 else "")
         final = final.with_problem(

@@ -190,7 +190,9 @@ def test_a_step_that_writes_to_a_variable_off_the_mesh_is_refused():
             return self.d1(x)
 
     model = scoped(lambda: compiled(Counting()))
-    with pytest.raises(lm.ScopeError, match="calls:0: the train step writes to a variable that is not on the mesh"):
+    with pytest.raises(
+        lm.ScopeError, match="calls:0: the train step writes to a variable that is not on the mesh"
+    ):
         model.fit(*batch("sequential"), verbose=0)
 
     assert 0.0 == model.counter.numpy()

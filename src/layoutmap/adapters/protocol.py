@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from layoutmap.draws import Draw
 from layoutmap.layout import Layout
+from layoutmap.limits import Limit
 from layoutmap.variables import Assignment, VariableSpec
 
 __all__ = ["Adapter", "Home", "Session"]
@@ -25,7 +26,11 @@ class Home(Protocol):
     """Whether this is a dry run: nothing may get a value."""
 
     def assign(
-        self, variables: Sequence[VariableSpec], drawn_whole: Mapping[str, str], complete: bool
+        self,
+        variables: Sequence[VariableSpec],
+        drawn_whole: Mapping[str, str],
+        limits: Sequence[Limit],
+        complete: bool,
     ) -> Sequence[Assignment]:
         """A layout for each variable, in order; raises with all problems, before anything is made."""
         ...

@@ -166,9 +166,11 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return self if result is not None and tf.executing_eagerly() else result
 
     def _placed(self, value: Any) -> Any:
-        """A value in the variable's layout; inside a `tf.function` DTensor does that itself."""
+        """A value in the variable's layout."""
         if not tf.executing_eagerly():
-            return value
+            # DTensor would lay it out by itself, but fails where the variable is cut and what is assigned is whole.
+            cut = not self._layout.is_fully_replicated()
+            return move(tf.convert_to_tensor(value, dtype=self.dtype), self._layout) if cut else value
         if not isinstance(value, (tf.Tensor, tf.Variable)):
             value = tf.convert_to_tensor(value, dtype=self.dtype)
         if value.shape != self.shape:

@@ -31,6 +31,7 @@ from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
+from layoutmap.limits import Limit
 from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["KerasSession"]
@@ -258,7 +259,7 @@ class KerasSession:
         entries = self._describe()
         complete = not self.unbuilt()
         whole = {e.spec.path: why for e in entries if (why := self._why_whole(e))}
-        assignments = self.home.assign([e.spec for e in entries], whole, complete)
+        assignments = self.home.assign([e.spec for e in entries], whole, self._limits(entries), complete)
         self._num_planned = self._num_births
         if self.home.plan_only:
             return
@@ -271,6 +272,20 @@ class KerasSession:
             if is_pending(variable) and hooks.is_global_seed(variable):
                 self._make_plain(variable)
         self.port.settled([optimizer for ref in self._optimizers if (optimizer := ref()) is not None])
+
+    def _limits(self, entries: list[_Entry]) -> list[Limit]:
+        """What the backend cannot do with the layers that have weights."""
+        paths = {id(e.variable): e.spec.path for e in entries}
+        found: list[Limit] = []
+        for layer in self._alive():
+            own = [*layer._trainable_variables, *layer._non_trainable_variables]
+            # A layer without weights of its own is where the first below it is: an RNN where its cell is.
+            inner = own or [v for below in sublayers(layer) for v in below._trainable_variables]
+            known = [paths[id(v)] for v in inner if id(v) in paths]
+            if known:
+                weights = [paths[id(v)] for v in own if id(v) in paths]
+                found += self.port.limits_of(layer, known[0].rpartition(".")[0] or layer.name, weights)
+        return found
 
     def _why_whole(self, entry: _Entry) -> str:
         if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):

@@ -15,6 +15,7 @@ import keras
 
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
+from layoutmap.limits import Limit
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -67,6 +68,10 @@ class Port(Protocol):
 
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
         """What to wrap on an optimizer so that it updates variables in their layouts."""
+        ...
+
+    def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
+        """What the backend cannot do with a layer, given its path and those of its own weights."""
         ...
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:

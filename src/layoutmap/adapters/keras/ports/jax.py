@@ -14,6 +14,7 @@ import numpy as np
 from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
 from layoutmap.layout import Layout
+from layoutmap.limits import Limit
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -78,6 +79,10 @@ class JaxPort:
         }
         steps = ("train_step", "test_step", "predict_step")
         return making | {name: _pinned(model, getattr(model, name)) for name in steps}
+
+    def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
+        """JAX computes everything in every layout."""
+        return []
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
         """The loss in training, and its gradients."""

@@ -9,6 +9,7 @@ Private names of Keras's TensorFlow backend that are used here, besides those th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,13 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from layoutmap.adapters.keras.hooks import in_stateless_scope
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.ports import Wraps
+from layoutmap.adapters.keras.ports.tensorflow_limits import explained, limits_of, reading_layout
 from layoutmap.adapters.keras.ports.tensorflow_random import drawing_whole
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
 from layoutmap.adapters.keras.wraps import session_of
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
+from layoutmap.limits import Limit
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -57,9 +60,8 @@ class TensorFlowPort:
 
     def store(self, variable: Any, held: Any, layout: Layout, session: KerasSession) -> Any:
         """Give a variable its value; a `DVariable` keeps its layout by itself."""
-        computing = session.home.computing_layout(layout)
-        if computing != layout:
-            held.value = _gathering(held, computing, session)
+        if not layout.is_fully_replicated():
+            held.value = _gathering(held, layout, session)
         tag = object()
         variable._layout = tag
         variable._value = held
@@ -89,22 +91,24 @@ class TensorFlowPort:
 
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
         """Slots are made without reading the weight; gradients of rows become whole ones; updates run on the mesh."""
-        wraps: dict[str, Callable[..., Any]] = {
-            "add_variable_from_reference": functools.partial(
-                BaseOptimizer.add_variable_from_reference, optimizer
-            ),
+        add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
+        assigns = ("assign", "assign_add", "assign_sub")
+        return {
+            "add_variable_from_reference": add,
             "_var_key": _keying(optimizer),
-            "apply": _on_mesh(optimizer.apply, session),
+            "apply": _applying(optimizer, session),
+            **{name: _assigning(getattr(optimizer, name), session) for name in assigns},
         }
-        for name in ("assign", "assign_add", "assign_sub"):
-            wraps[name] = _dense(getattr(optimizer, name))
-        return wraps
 
     def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
         """Steps that take each batch off the iterator, place it, and run compiled on the mesh."""
         return {
             f"make_{name}_function": _making(model, session, name) for name in ("train", "test", "predict")
         }
+
+    def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
+        """What DTensor cannot do with a layer."""
+        return limits_of(layer, path, weights)
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
         """The loss in training, and its gradients."""
@@ -124,7 +128,8 @@ class TensorFlowPort:
             return loss, [tf.convert_to_tensor(gradient) for gradient in gradients]
 
         values = [self.read(v) for v in model.non_trainable_variables]
-        loss, gradients = compute(batch)
+        with explained(f"{model.name}: the gradient"):
+            loss, gradients = compute(batch)
         for variable, value in zip(model.non_trainable_variables, values, strict=True):
             variable.assign(value)  # the call has moved statistics and seeds on
         return _numpy(loss, session), [_numpy(gradient, session) for gradient in gradients]
@@ -138,7 +143,7 @@ def _numpy(tensor: Any, session: KerasSession | None) -> Any:
 
 
 def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
-    plain = layer.call
+    plain = _reading_in(layer, session)
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -153,9 +158,21 @@ def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
             # The session's lock first, as where weights are made: two threads would else wait for each other.
             with session.lock:
                 args, kwargs = place_batch((args, kwargs), session)
-                with session.home.run_on_mesh():
+                with explained(f"{layer.name}: the call"), session.home.run_on_mesh():
                     results = plain(*args, **kwargs)
                 return keras.tree.map_structure(lambda each: _off_mesh(each, session), results)
+
+    return call
+
+
+def _reading_in(layer: Any, session: KerasSession) -> Callable[..., Any]:
+    """The layer's `call`, in which its weights are read as DTensor can compute with them."""
+    plain, reading = layer.call, reading_layout(layer)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _reading(session, reading):
+            return plain(*args, **kwargs)
 
     return call
 
@@ -187,17 +204,34 @@ def _exporting(model: Any, session: KerasSession) -> Callable[..., Any]:
 
 
 def _gathering(held: Any, layout: Layout, session: KerasSession) -> Callable[[], Any]:
-    """Reading a weight that is cut over the dim of the batch: a layer that is called gets it put together over that dim.
+    """Reading a weight that is cut where the operations that use it cannot have it cut: they get it put together.
 
-    DTensor does not do that by itself: an axis that is cut over two dims in two operands is an error there.
+    That is over the dim of the batch, where DTensor does not join an axis that two operands cut over two dims; and
+    over all dims where the layer that is being called needs that.
     """
     plain = held.value
+    usual = session.home.computing_layout(layout)
 
     def value() -> Any:
         read = plain()
-        return session.home.place(read, layout) if getattr(session.inside, "depth", 0) else read
+        if not getattr(session.inside, "depth", 0):
+            return read
+        reading = getattr(session.inside, "reading", None)
+        wanted = reading(usual) if reading else usual
+        return read if wanted == layout else session.home.place(read, wanted)
 
     return value
+
+
+@contextmanager
+def _reading(session: KerasSession, reading: Callable[[Layout], Layout] | None) -> Generator[None]:
+    """While open, the weights that are read are those of a layer that needs them in a layout of its own."""
+    before = getattr(session.inside, "reading", None)
+    session.inside.reading = reading
+    try:
+        yield
+    finally:
+        session.inside.reading = before
 
 
 def _is_plain(value: Any) -> bool:
@@ -225,17 +259,6 @@ def _whole(value: Any, session: KerasSession) -> Any:
     return session.home.place(value, session.home.replicated(len(value.shape)))
 
 
-def _on_mesh(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def on_mesh(*args: Any, **kwargs: Any) -> Any:
-        if not tf.executing_eagerly():
-            return method(*args, **kwargs)
-        with session.lock, session.home.run_on_mesh():
-            return method(*args, **kwargs)
-
-    return on_mesh
-
-
 # -- optimizers
 
 
@@ -250,14 +273,52 @@ def _keying(optimizer: Any) -> Callable[..., Any]:
     return key
 
 
-def _dense(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An assignment whose value is whole: DTensor cannot add rows to a variable one by one."""
+def _applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
+    """An update on the mesh, with each gradient in the layout of its weight: else DTensor would lay out the backward
+    pass as suits the optimizer, and fails at that."""
+    plain = optimizer.apply
+
+    @functools.wraps(plain)
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        weights, grads = list(weights), list(grads)
+        with contextlib.ExitStack() as stack:
+            if tf.executing_eagerly():
+                stack.enter_context(session.lock)
+                stack.enter_context(session.home.run_on_mesh())
+            laid_out = [_laid_out(g, v, session) for g, v in zip(grads, weights, strict=True)]
+            return plain(laid_out, trainable_variables)
+
+    return apply
+
+
+def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
+    layout = getattr(weight, "layout", None)
+    if layout is None or not isinstance(gradient, tf.Tensor):
+        return _rows(gradient, session)
+    return session.home.place(gradient, layout)
+
+
+def _assigning(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+    """An assignment whose value is whole: DTensor cannot add rows to a variable one by one.
+
+    The rows stay rows until then, as in plain Keras, where a row that occurs twice counts twice in a mean of squares.
+    """
 
     @functools.wraps(method)
-    def dense(variable: Any, value: Any) -> Any:
-        return method(variable, tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value)
+    def assign(variable: Any, value: Any) -> Any:
+        rows = _rows(value, session)
+        return method(variable, tf.convert_to_tensor(rows) if isinstance(rows, tf.IndexedSlices) else rows)
 
-    return dense
+    return assign
+
+
+def _rows(value: Any, session: KerasSession) -> Any:
+    """Rows, each on every device: DTensor would sum up only those that a device has, and be silently wrong."""
+    if not isinstance(value, tf.IndexedSlices):
+        return value
+    values, indices = (_whole(tf.convert_to_tensor(part), session) for part in (value.values, value.indices))
+    return tf.IndexedSlices(values, indices, value.dense_shape)
 
 
 # -- training
@@ -318,11 +379,12 @@ class _Step:
         )
         self._make_all(batch)
         batch = _placed(batch, self._session)
-        if self._model.run_eagerly:
-            with self._session.lock, self._session.home.run_on_mesh():
-                return self._step(batch)
-        self._check_captured(batch)
-        return self._compiled(batch)
+        with explained(f"{self._model.name}: the {self._name} step"):
+            if self._model.run_eagerly:
+                with self._session.lock, self._session.home.run_on_mesh():
+                    return self._step(batch)
+            self._check_captured(batch)
+            return self._compiled(batch)
 
     def _make_all(self, batch: Any) -> None:
         """Make what the step would make while it is traced: weights, metrics, slots."""

@@ -1,0 +1,32 @@
+"""What a backend cannot do with a layer or a weight, said before the first step.
+
+An adapter knows its library's layers and what the backend's operations are short of; the plan tells it, with the mend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Something that a model cannot do, or not as one may think, on the backend that it runs on.
+
+    Args:
+        path: The layer's or the variable's path.
+        what: What it is, without the path.
+        why: The reason.
+        mend: What to type instead.
+        severity: `"error"`: it cannot run. `"warning"`: some of it cannot. `"note"`: it runs, at a price.
+        if_cut: The axes of a variable; it holds only if its layout cuts one of them. `None`: it holds in any case.
+    """
+
+    path: str
+    what: str
+    why: str
+    mend: str
+    severity: Literal["error", "warning", "note"] = "error"
+    if_cut: tuple[int, ...] | None = None
