@@ -81,7 +81,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """TensorFlow gets its devices before the first of its tests is imported: it makes none after its first operation."""
+    """TensorFlow gets its devices before the first of its tests is imported: it makes none later."""
     if (RUNNING or house.processes_of(module_path)[0]) == "tensorflow":
         _set_up_tensorflow()
 

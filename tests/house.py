@@ -150,8 +150,8 @@ class ProcessError(Exception):
 def processes_of(path: Path) -> tuple[str, ...]:
     """The test processes that run a file: `core`, or those that load the framework that the file needs.
 
-    A test file says so with `PROCESSES = ("jax", "tensorflow")`, or else by what it imports, at any depth. Doctests of an
-    edge run where its framework is, and those of the front with JAX: the front joins a map with an engine.
+    A test file says so with `PROCESSES = ("jax", "tensorflow")`, or else by what it imports, at any depth. Doctests of
+    an edge run where its framework is, and those of the front with JAX: the front joins a map with an engine.
 
     Raises:
         ProcessError: It imports frameworks of two processes, or names one that does not exist; or it is a module that

@@ -181,7 +181,7 @@ class LayoutMap(MutableMapping[str, Layout]):
 
         Args:
             pattern: A regex over paths.
-            layout: A `Layout`, one of `tf.experimental.dtensor`, or a tuple of sharding specs to bind to the map's mesh.
+            layout: A `Layout`, one of `tf.experimental.dtensor`, or a tuple of specs to bind to the map's mesh.
 
         Raises:
             RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does

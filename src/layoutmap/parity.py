@@ -195,7 +195,7 @@ def _compare(
     rounding: dict[str, npt.NDArray[np.bool_]] = {}
     for (path, actual), gradient in zip(other_gradients.items(), gradients.values(), strict=True):
         yield ParityRow("gradient", path, _difference(gradient, actual, least=largest), tolerance)
-        rounding[path] = _only_rounding(gradient, actual)
+        rounding[path] = _only_rounding(gradient, actual, largest)
     for step in range(1, steps + 1):
         losses.append((adapter.train_step(plain, batch), adapter.train_step(sharded, batch)))
         a, b = (np.asarray(loss) for loss in losses[-1])
@@ -240,11 +240,18 @@ def _rounding_of(
     return found if found is not None and found.shape == shape and found.any() else None
 
 
-def _only_rounding(expected: npt.NDArray[Any], actual: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """The elements that are no larger than a thousand times what rounding does to this gradient, and not plain zero."""
+def _only_rounding(
+    expected: npt.NDArray[Any], actual: npt.NDArray[Any], largest: float
+) -> npt.NDArray[np.bool_]:
+    """The elements that are no larger than a thousand times what rounding does to this gradient, and not plain zero.
+
+    Nor larger than ten times what it does to the model's largest gradient: all of a gradient may be rounding, in equal
+    bits on both sides.
+    """
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
     rounding = max(np.max(np.abs(a - b), initial=0.0), _EPSILON * np.max(np.abs(a), initial=0.0))
-    return (np.abs(a) < _ROUNDING * rounding) & ((a != 0) | (b != 0))
+    least = max(_ROUNDING * rounding, 10 * _EPSILON * largest)
+    return (np.abs(a) < least) & ((a != 0) | (b != 0))
 
 
 def _difference(expected: npt.NDArray[Any], actual: npt.NDArray[Any], *, least: float = 1.0) -> float:

@@ -7,16 +7,17 @@ made. A plan stops before the last step.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter
+from layoutmap.adapters import REFUSED, Adapter, adapter_of_model, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Session
 from layoutmap.draws import Draw
 from layoutmap.engines import Engine, get_engine
-from layoutmap.errors import EngineError, LayoutMapWarning, MeshError, ScopeError
+from layoutmap.errors import EngineError, LayoutMapWarning, MeshError, ScopeError, format_message
 from layoutmap.layout import Layout
 from layoutmap.layout_map import LayoutMap
 from layoutmap.limits import Limit
@@ -164,6 +165,19 @@ class Scope:
                     "not held", "error", path, f"{path}: {error.what}", facts, error.why, error.mend
                 )
 
+    def warn_of_nothing(self) -> None:
+        """Warn if nothing was made here, and a library is imported whose models a scope cannot see."""
+        unseen = [name for name in REFUSED if name in sys.modules]
+        if unseen and not len(self.plan) and not self.session.unbuilt():
+            why, mend = REFUSED[unseen[0]]
+            text = format_message(
+                f"the scope saw no layer and no variable; models of {unseen[0]} are not laid out",
+                {},
+                why,
+                mend,
+            )
+            warnings.warn(text, LayoutMapWarning, stacklevel=_level_of_user({self._adapter_name}))
+
     def _warn(self) -> None:
         text = warning_text(self.plan)
         if text and text not in self._warned:
@@ -220,6 +234,7 @@ def scope(
     opened = _open(layout_map, _adapter(library), strict=strict, batch_dim=batch_dim, progress=progress)
     with opened.session.defer():
         yield opened
+    opened.warn_of_nothing()
 
 
 @contextmanager

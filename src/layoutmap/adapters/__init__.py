@@ -5,15 +5,46 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from layoutmap.adapters.protocol import Adapter
 from layoutmap.errors import ScopeError
 
-__all__ = ["ADAPTERS", "Adapter", "adapter_of_model", "get_adapter", "imported_adapter"]
+__all__ = [
+    "ADAPTERS",
+    "REFUSED",
+    "Adapter",
+    "adapter_of_model",
+    "get_adapter",
+    "imported_adapter",
+    "refuse",
+]
 
 ADAPTERS = {"keras": "layoutmap.adapters.keras"}
 """Library name -> its adapter's module. The name is also that of the package and of the extra that installs it."""
+
+
+REFUSED = {
+    "tf_keras": (
+        "tf.keras of TF_USE_LEGACY_KERAS=1 makes variables and takes data in ways that DTensor trains wrongly",
+        "build the model with Keras 3: unset TF_USE_LEGACY_KERAS, or import keras with KERAS_BACKEND=tensorflow",
+    )
+}
+"""Libraries that may be meant and are not supported -> why, and the way out."""
+
+
+def refuse(library: str, what: str) -> NoReturn:
+    """Refuse a library by name.
+
+    Args:
+        library: One of `REFUSED`.
+        what: What was wanted of it.
+
+    Raises:
+        ScopeError: Always.
+    """
+    why, mend = REFUSED[library]
+    raise ScopeError(f"{what}: layout maps do not work with {library}", why=why, mend=mend)
 
 
 def get_adapter(name: str) -> Adapter:
@@ -25,6 +56,8 @@ def get_adapter(name: str) -> Adapter:
     Raises:
         ScopeError: There is no such adapter, or its library is not installed.
     """
+    if name in REFUSED:
+        refuse(name, f"library={name!r}")
     if name not in ADAPTERS:
         raise ScopeError(
             f"there is no adapter {name!r}",
@@ -49,6 +82,9 @@ def imported_adapter() -> Adapter:
     for name in ADAPTERS:
         if name in sys.modules:
             return get_adapter(name)
+    for name in REFUSED:
+        if name in sys.modules:
+            refuse(name, "the model library that is imported")
     raise ScopeError(
         "no model library is imported",
         why=f"a scope works inside one of {', '.join(ADAPTERS)}, and cannot know which is to come",
@@ -67,6 +103,10 @@ def adapter_of_model(model: Any) -> Adapter:
             found = get_adapter(name)
             if found.owns(model):
                 return found
+    for base in type(model).__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in REFUSED:
+            refuse(root, f"{type(model).__module__}.{type(model).__qualname__}")
     raise ScopeError(
         f"{type(model).__module__}.{type(model).__qualname__} is no model",
         why=f"it is of none of the supported libraries: {', '.join(ADAPTERS)}",

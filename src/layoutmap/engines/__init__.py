@@ -34,6 +34,9 @@ def get_engine(name: str) -> Engine:
             why=f"the engines are {', '.join(map(repr, ENGINES))}",
             mend="use one of them",
         )
+    loaded = sys.modules.get(ENGINES[name])
+    if loaded is not None:  # the usual case, and inside a trace no import may happen
+        return loaded.engine()
     if importlib.util.find_spec(name) is None:
         raise EngineError(
             f"the {name} engine needs {name}, which is not installed",

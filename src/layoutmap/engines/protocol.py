@@ -112,7 +112,7 @@ class Engine(Protocol):
         ...
 
     def variable(self, array: Array, *, name: str = "", trainable: bool = True) -> Any:
-        """What the framework's variables hold an array in: one of its own kind that can be assigned to, or the array."""
+        """What the framework's variables hold an array in: a thing that can be assigned to, or the array."""
         ...
 
     def whole(self, array: Array) -> NumpyArray:

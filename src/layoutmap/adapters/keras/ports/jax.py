@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,9 +27,9 @@ class JaxPort:
     """Keras on JAX; see `layoutmap.adapters.keras.ports`."""
 
     engine_name = "jax"
-    drawn_whole: dict[str, str] = {
-        "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it"
-    }
+    drawn_whole: Mapping[str, str] = MappingProxyType(
+        {"Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it"}
+    )
 
     def outside(self) -> AbstractContextManager[Any]:
         """Leave any tracing that goes on."""

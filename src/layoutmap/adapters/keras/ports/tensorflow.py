@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -43,10 +44,12 @@ class TensorFlowPort:
     """Keras on TensorFlow; see `layoutmap.adapters.keras.ports`."""
 
     engine_name = "tensorflow"
-    drawn_whole: dict[str, str] = {
-        "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
-        "Identity": "TensorFlow makes a diagonal in one piece",
-    }
+    drawn_whole: Mapping[str, str] = MappingProxyType(
+        {
+            "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
+            "Identity": "TensorFlow makes a diagonal in one piece",
+        }
+    )
 
     @contextmanager
     def outside(self) -> Generator[None]:
@@ -274,8 +277,10 @@ def _keying(optimizer: Any) -> Callable[..., Any]:
 
 
 def _applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
-    """An update on the mesh, with each gradient in the layout of its weight: else DTensor would lay out the backward
-    pass as suits the optimizer, and fails at that."""
+    """An update on the mesh, with each gradient in the layout of its weight.
+
+    Without that, DTensor lays the backward pass out as suits the optimizer, and fails at it (Muon on a transformer).
+    """
     plain = optimizer.apply
 
     @functools.wraps(plain)
@@ -295,7 +300,7 @@ def _applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
 def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, tf.Tensor):
-        return _rows(gradient, session)
+        return _rows(gradient, weight, session)
     return session.home.place(gradient, layout)
 
 
@@ -307,18 +312,23 @@ def _assigning(method: Callable[..., Any], session: KerasSession) -> Callable[..
 
     @functools.wraps(method)
     def assign(variable: Any, value: Any) -> Any:
-        rows = _rows(value, session)
+        rows = _rows(value, variable, session)
         return method(variable, tf.convert_to_tensor(rows) if isinstance(rows, tf.IndexedSlices) else rows)
 
     return assign
 
 
-def _rows(value: Any, session: KerasSession) -> Any:
-    """Rows, each on every device: DTensor would sum up only those that a device has, and be silently wrong."""
+def _rows(value: Any, variable: Any, session: KerasSession) -> Any:
+    """Rows of a variable, each on every device: DTensor would sum up only those that a device has, silently wrong.
+
+    Their number, and that of the variable's, are made constants: DTensor does not cut what has an unknown size.
+    """
     if not isinstance(value, tf.IndexedSlices):
         return value
-    values, indices = (_whole(tf.convert_to_tensor(part), session) for part in (value.values, value.indices))
-    return tf.IndexedSlices(values, indices, value.dense_shape)
+    shape = tuple(variable.shape)
+    indices = _whole(value.indices, session)
+    values = _whole(tf.reshape(value.values, [*indices.shape, *shape[1:]]), session)
+    return tf.IndexedSlices(values, indices, tf.constant(shape, indices.dtype))
 
 
 # -- training
@@ -430,6 +440,11 @@ def _symbolic(array: Any) -> Any:
     return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
 
 
+def _by_rows(output: Any, session: KerasSession) -> Any:
+    shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
+    return output if None in shape else session.home.place(output, session.home.batch_layout(shape))
+
+
 @contextmanager
 def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
     """While open, what a model puts out is cut along the batch only.
@@ -442,14 +457,7 @@ def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
     def by_rows(*args: Any, **kwargs: Any) -> Any:
         if getattr(session.inside, "depth", 0):
             return call(*args, **kwargs)
-        return keras.tree.map_structure(
-            lambda y: (
-                session.home.place(y, session.home.batch_layout(y.shape.as_list()))
-                if isinstance(y, tf.Tensor)
-                else y
-            ),
-            call(*args, **kwargs),
-        )
+        return keras.tree.map_structure(lambda y: _by_rows(y, session), call(*args, **kwargs))
 
     own = model.__dict__
     own["call"] = by_rows

@@ -42,7 +42,7 @@ _CANNOT_TRAIN = (L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.Sepa
 
 
 def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:
-    """From the layout of a layer's weight to the one in which DTensor can compute with it; `None`: they are the same."""
+    """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
     if isinstance(layer, _NEED_WHOLE_WEIGHTS):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
     if isinstance(layer, L.Embedding):  # rows may lie apart, and a row must be whole
