@@ -159,11 +159,13 @@ def memory(what: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
 
 
-def measure(method: str, model_name: str, flag: str = "--child", script: str = __file__) -> dict:
+def measure(
+    method: str, model_name: str, flag: str = "--child", script: str = __file__, backend: str = "jax"
+) -> dict:
     """One measurement by a script, in a fresh process."""
     environment = {
         **os.environ,
-        "KERAS_BACKEND": "jax",
+        "KERAS_BACKEND": backend,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }

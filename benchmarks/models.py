@@ -53,6 +53,10 @@ MODELS = {
     "wide": {"vocabulary": 2880, "width": 2880, "ffn": 2880, "heads": 16, "blocks": 6},
     "micro": {"vocabulary": 256, "width": 64, "ffn": 256, "heads": 4, "blocks": 2},
     "tiny": {"vocabulary": 1024, "width": 256, "ffn": 1024, "heads": 8, "blocks": 4},
+    # What a step costs besides its arithmetic, and how that grows with the number of operations.
+    **{
+        f"blocks-{n}": {"vocabulary": 256, "width": 64, "ffn": 256, "heads": 4, "blocks": n} for n in (1, 2, 4)
+    },
 }
 
 # Path in this library's form -> sharding specs; Keras's own path has the same words joined by slashes.
@@ -61,6 +65,8 @@ RULES = {
     r"blocks\.\d+\.(query|key|value|up)\.kernel": ("batch", "model"),
     r"blocks\.\d+\.(out|down)\.kernel": ("model", "batch"),
     r"head\.kernel": ("batch", "model"),
+    r"up\.kernel": ("batch", "model"),
+    r"down\.kernel": ("model", "batch"),
 }
 KERAS_RULES = {
     r".*tokens/embeddings": ("model", "batch"),
@@ -70,6 +76,10 @@ KERAS_RULES = {
 }
 
 
-def make_model(name: str) -> Decoder:
-    """One of the models, its weights waiting for the first call."""
+def make_model(name: str) -> keras.Model:
+    """One of the models, its weights waiting for the first call. `mlp` is two dense layers and takes numbers."""
+    if name == "mlp":
+        return keras.Sequential(
+            [keras.layers.Dense(256, activation="relu", name="up"), keras.layers.Dense(64, name="down")]
+        )
     return Decoder(**MODELS[name])

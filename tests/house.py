@@ -54,7 +54,7 @@ EDGES = {
     "adapters.keras.ports.jax": {"keras", "jax"},
     "adapters.keras.ports.tensorflow": {"keras", "tensorflow"},
     "adapters.keras.ports.tensorflow_limits": {"keras", "tensorflow"},
-    "adapters.keras.ports.tensorflow_random": {"keras", "tensorflow"},
+    "adapters.keras.ports.tensorflow_functions": {"keras", "tensorflow"},
     "adapters.nnx": {"flax", "jax"},
     "adapters.torch": {"torch"},
     "adapters.pytree": {"jax"},

@@ -24,8 +24,8 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from layoutmap.adapters.keras.hooks import in_stateless_scope
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.ports import Wraps
+from layoutmap.adapters.keras.ports.tensorflow_functions import computing_for_a_mesh
 from layoutmap.adapters.keras.ports.tensorflow_limits import explained, limits_of, reading_layout
-from layoutmap.adapters.keras.ports.tensorflow_random import drawing_whole
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
 from layoutmap.adapters.keras.wraps import session_of
 from layoutmap.errors import ScopeError
@@ -185,7 +185,7 @@ def _inside(session: KerasSession) -> Generator[None]:
     """While open, a layer of the scope is being called, and the layers in it are not the outermost one."""
     session.inside.depth = getattr(session.inside, "depth", 0) + 1
     try:
-        with drawing_whole(functools.partial(_whole, session=session)):
+        with computing_for_a_mesh(functools.partial(_whole, session=session)):
             yield
     finally:
         session.inside.depth -= 1
@@ -291,6 +291,7 @@ def _applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
             if tf.executing_eagerly():
                 stack.enter_context(session.lock)
                 stack.enter_context(session.home.run_on_mesh())
+            stack.enter_context(computing_for_a_mesh(functools.partial(_whole, session=session)))
             laid_out = [_laid_out(g, v, session) for g, v in zip(grads, weights, strict=True)]
             return plain(laid_out, trainable_variables)
 
@@ -327,7 +328,10 @@ def _rows(value: Any, variable: Any, session: KerasSession) -> Any:
         return value
     shape = tuple(variable.shape)
     indices = _whole(value.indices, session)
-    values = _whole(tf.reshape(value.values, [*indices.shape, *shape[1:]]), session)
+    values = value.values
+    if indices.shape.is_fully_defined():
+        values = tf.reshape(values, [*indices.shape, *shape[1:]])
+    values = _whole(values, session)
     return tf.IndexedSlices(values, indices, tf.constant(shape, indices.dtype))
 
 

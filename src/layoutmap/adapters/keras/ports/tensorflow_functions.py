@@ -1,0 +1,102 @@
+"""Functions of Keras that compute otherwise while a laid out model is called or updated.
+
+Random functions draw whole arrays: DTensor draws other numbers for each way in which it cuts a random array, so a
+dropout mask would depend on the mesh. Every device draws all of it and keeps its part; that costs drawing time, and no
+traffic.
+
+A division of rows (the gradient of an embedding) by an array divides the whole array: Keras looks for zeros in the
+divisor, to keep the rows few, and DTensor cannot lay out how many it finds.
+
+Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
+
+    keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
+    keras.src.backend.tensorflow.numpy          divide
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import numpy as keras_numpy
+from keras.src.backend.tensorflow import random as keras_random
+
+__all__ = ["computing_for_a_mesh"]
+
+Whole = Callable[[Any], Any]
+"""Puts a tensor in the layout in which every device holds all of it."""
+
+_RANDOM = ("uniform", "normal", "truncated_normal", "randint")
+_lock = threading.Lock()
+_users = 0
+_plain: list[tuple[Any, str, Callable[..., Any]]] = []
+_current = threading.local()
+
+
+@contextmanager
+def computing_for_a_mesh(whole: Whole) -> Generator[None]:
+    """While open, in this thread, Keras computes as DTensor can, with numbers that do not depend on the mesh.
+
+    Args:
+        whole: Puts a tensor in the layout in which every device holds all of it.
+    """
+    global _users
+    with _lock:
+        if not _users:
+            _install()
+        _users += 1
+    before = getattr(_current, "whole", None)
+    _current.whole = whole
+    try:
+        yield
+    finally:
+        _current.whole = before
+        with _lock:
+            _users -= 1
+            if not _users:
+                for module, name, function in _plain:
+                    setattr(module, name, function)
+                _plain.clear()
+
+
+def _install() -> None:
+    for name in _RANDOM:
+        _replace(keras_random, name, _drawn_whole)
+    _replace(keras_random, "dropout", _dropout)
+    _replace(keras_numpy, "divide", _divide)
+
+
+def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
+    """Have a function, called in a thread that computes for a mesh, be done by another, which is given the plain one."""
+    plain = getattr(module, name)
+
+    @functools.wraps(plain)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        whole: Whole | None = getattr(_current, "whole", None)
+        return plain(*args, **kwargs) if whole is None else by(plain, whole, *args, **kwargs)
+
+    _plain.append((module, name, plain))
+    setattr(module, name, replaced)
+
+
+def _drawn_whole(plain: Callable[..., Any], whole: Whole, *args: Any, **kwargs: Any) -> Any:
+    return whole(plain(*args, **kwargs))
+
+
+def _dropout(
+    plain: Callable[..., Any], whole: Whole, inputs: Any, rate: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if rate in (0.0, 1.0):
+        return plain(inputs, rate, *args, **kwargs)
+    # What dropout makes of ones is its mask: zero, or the factor that makes up for what was dropped.
+    return inputs * whole(plain(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
+
+
+def _divide(plain: Callable[..., Any], whole: Whole, x1: Any, x2: Any) -> Any:
+    if isinstance(x1, tf.IndexedSlices) and getattr(x2, "shape", ()):
+        return plain(tf.convert_to_tensor(x1), x2)
+    return plain(x1, x2)
