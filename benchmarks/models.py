@@ -55,7 +55,8 @@ MODELS = {
     "tiny": {"vocabulary": 1024, "width": 256, "ffn": 1024, "heads": 8, "blocks": 4},
     # What a step costs besides its arithmetic, and how that grows with the number of operations.
     **{
-        f"blocks-{n}": {"vocabulary": 256, "width": 64, "ffn": 256, "heads": 4, "blocks": n} for n in (1, 2, 4)
+        f"blocks-{n}": {"vocabulary": 256, "width": 64, "ffn": 256, "heads": 4, "blocks": n}
+        for n in (1, 2, 4)
     },
 }
 

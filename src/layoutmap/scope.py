@@ -150,6 +150,8 @@ class Scope:
         refusals: dict[Layout, EngineError | None] = {}
         for assignment in plan:
             layout, path = assignment.layout, assignment.variable.path
+            if assignment.match is None:
+                continue  # it follows another variable, whose problem is told there
             if layout not in refusals:
                 refusals[layout] = None
                 try:

@@ -43,6 +43,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     Attributes:
         layout: Its `Layout`.
+        read_layout: The layout in which a computation last read it, where that is another one and somebody noted it.
 
     Raises:
         LayoutError: There is no layout, it does not fit, or the first value has another one.
@@ -61,6 +62,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         `tf.experimental.dtensor.DVariable`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/DVariable
     """
+
+    read_layout: Layout | None = None
 
     def __init__(
         self, initial_value: Any, *args: Any, layout: Layout | None = None, dtype: Any = None, **kwargs: Any
@@ -169,8 +172,12 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         """A value in the variable's layout."""
         if not tf.executing_eagerly():
             # DTensor would lay it out by itself, but fails where the variable is cut and what is assigned is whole.
-            cut = not self._layout.is_fully_replicated()
-            return move(tf.convert_to_tensor(value, dtype=self.dtype), self._layout) if cut else value
+            if self._layout.is_fully_replicated():
+                return value
+            value = tf.convert_to_tensor(value, dtype=self.dtype)
+            # By way of the layout in which it was read: DTensor would lay out what made the value in that of the
+            # variable, which the layer that reads it so cannot do.
+            return move(value if self.read_layout is None else move(value, self.read_layout), self._layout)
         if not isinstance(value, (tf.Tensor, tf.Variable)):
             value = tf.convert_to_tensor(value, dtype=self.dtype)
         if value.shape != self.shape:

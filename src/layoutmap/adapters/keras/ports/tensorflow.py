@@ -127,8 +127,11 @@ class TensorFlowPort:
             with tf.GradientTape() as tape:
                 y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
                 loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-            gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-            return loss, [tf.convert_to_tensor(gradient) for gradient in gradients]
+            held = [v.value for v in model.trainable_variables]
+            gradients = [tf.convert_to_tensor(each) for each in tape.gradient(loss, held)]
+            if session is not None:
+                gradients = [_as_read(g, h, session) for g, h in zip(gradients, held, strict=True)]
+            return loss, gradients
 
         values = [self.read(v) for v in model.non_trainable_variables]
         with explained(f"{model.name}: the gradient"):
@@ -221,6 +224,7 @@ def _gathering(held: Any, layout: Layout, session: KerasSession) -> Callable[[],
             return read
         reading = getattr(session.inside, "reading", None)
         wanted = reading(usual) if reading else usual
+        held.read_layout = wanted
         return read if wanted == layout else session.home.place(read, wanted)
 
     return value
@@ -302,7 +306,14 @@ def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, tf.Tensor):
         return _rows(gradient, weight, session)
+    # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
+    gradient = _as_read(gradient, weight.value, session)
     return session.home.place(gradient, layout)
+
+
+def _as_read(gradient: Any, held: Any, session: KerasSession) -> Any:
+    """A gradient in the layout in which its weight took part in the computation."""
+    return gradient if held.read_layout is None else session.home.place(gradient, held.read_layout)
 
 
 def _assigning(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:

@@ -4,8 +4,8 @@ Random functions draw whole arrays: DTensor draws other numbers for each way in 
 dropout mask would depend on the mesh. Every device draws all of it and keeps its part; that costs drawing time, and no
 traffic.
 
-A division of rows (the gradient of an embedding) by an array divides the whole array: Keras looks for zeros in the
-divisor, to keep the rows few, and DTensor cannot lay out how many it finds.
+A division of rows (the gradient of an embedding) by an array divides those rows only. Keras also looks for zeros and
+NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it finds.
 
 Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
 
@@ -97,6 +97,6 @@ def _dropout(
 
 
 def _divide(plain: Callable[..., Any], whole: Whole, x1: Any, x2: Any) -> Any:
-    if isinstance(x1, tf.IndexedSlices) and getattr(x2, "shape", ()):
-        return plain(tf.convert_to_tensor(x1), x2)
+    if isinstance(x1, tf.IndexedSlices) and len(getattr(x2, "shape", ())):
+        return tf.IndexedSlices(plain(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
     return plain(x1, x2)

@@ -128,7 +128,7 @@ def explained(what: str) -> Generator[None]:
         first = next(
             (line.strip() for line in message.splitlines() if "rror:" in line or "got a" in line), ""
         )
-        failure = EngineError(
+        raise EngineError(
             f"{what} cannot be run by TensorFlow's DTensor in these layouts",
             facts={
                 "operation": operation.group(1) if operation else "",
@@ -137,7 +137,4 @@ def explained(what: str) -> Generator[None]:
             why="some of DTensor's operations want an operand whole, or in the layout of another one",
             mend="print the plan: its notes name layers like that; leave the weights of the layer at hand unsharded, "
             "one rule after the other, or run on JAX",
-        )
-    else:
-        return
-    raise failure
+        ) from None

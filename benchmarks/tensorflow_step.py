@@ -1,0 +1,133 @@
+"""What creating a model and training it costs on TensorFlow's DTensor, beside plain Keras on one device.
+
+    python benchmarks/tensorflow_step.py                          all models, 3 rounds: some minutes
+    python benchmarks/tensorflow_step.py --model mlp --rounds 5
+    python benchmarks/tensorflow_step.py --model blocks-1 --model blocks-2 --jit-compile no
+
+Two ways, each in a fresh process, taken in turns: plain Keras, and this library on 8 simulated devices in a 2x4 mesh,
+which share the cores that plain Keras has for itself. The same model, weights, batch and optimizer; the losses are
+compared. `mlp` is two dense layers, `blocks-N` a decoder of N blocks, width 64, 32 tokens, 8 rows.
+
+"create" runs from the first line of the model to its weights being there; imports are not counted. "first step" is the
+first `train_on_batch`, which traces and compiles; "step" is the median of the 20 after two more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+from create import MESH, measure, preload
+
+METHODS = ("plain Keras", "layoutmap")
+MODEL_NAMES = ("mlp", "blocks-1", "blocks-2", "blocks-4")
+BATCH, LENGTH = 8, 32
+JIT_COMPILE = {"auto": "auto", "yes": True, "no": False}
+
+
+def child(method: str, model_name: str, jit_compile: str) -> None:
+    """One measurement, in this process; prints it as JSON."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    from models import RULES, make_model
+
+    if method == "layoutmap":
+        tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
+        preload("tensorflow")
+    import layoutmap as lm
+
+    random = np.random.default_rng(0)
+    if model_name == "mlp":
+        x, y = random.normal(size=(BATCH, 64)).astype("float32"), random.integers(0, 64, (BATCH,), "int32")
+    else:
+        text = random.integers(0, 256, (BATCH, LENGTH + 1), "int32")
+        x, y = text[:, :-1], text[:, 1:]
+    keras.utils.set_random_seed(0)
+    # What a process does once is no part of what a model costs: making its devices, and on the mesh the check that
+    # steps are computed right.
+    if method == "layoutmap":
+        lm.DVariable(np.zeros(8, "float32"), layout=lm.Layout(["model"], lm.create_mesh(MESH)))
+
+    start = time.perf_counter()
+    if method == "layoutmap":
+        layout_map = lm.LayoutMap(lm.create_mesh(MESH), RULES)
+        model = layout_map.build(lambda: make_model(model_name), inputs=x, batch_dim="batch")
+    else:
+        model = make_model(model_name)
+        model(keras.KerasTensor(x.shape, str(x.dtype)))
+    created = time.perf_counter() - start
+    model.compile(
+        optimizer=keras.optimizers.AdamW(1e-3),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=JIT_COMPILE[jit_compile],
+    )
+    times: list[float] = []
+    losses: list[float] = []
+    for _ in range(23):
+        start = time.perf_counter()
+        losses.append(float(model.train_on_batch(x, y)))
+        times.append(time.perf_counter() - start)
+    print(
+        json.dumps(
+            {"create": created, "first": times[0], "step": statistics.median(times[3:]), "losses": losses}
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", action="append", choices=MODEL_NAMES, help="may be given several times")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--jit-compile", choices=JIT_COMPILE, default="auto", help="what Keras's compile is told (auto)"
+    )
+    parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child, args.model[0], args.jit_compile)
+        return
+    for model_name in args.model or MODEL_NAMES:
+        runs: dict[str, list[dict]] = {method: [] for method in METHODS}
+        for number in range(args.rounds):
+            for method in METHODS:
+                print(
+                    f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr
+                )
+                more = ("--jit-compile", args.jit_compile)
+                runs[method].append(
+                    measure(method, model_name, script=__file__, backend="tensorflow", more=more)
+                )
+        print("\r\x1b[K", end="", file=sys.stderr)
+        report(model_name, runs)
+
+
+def report(model_name: str, runs: dict[str, list[dict]]) -> None:
+    """Medians and ratios of one model."""
+
+    def spread(method: str, key: str, scale: float, digits: int) -> tuple[float, str]:
+        values = [scale * run[key] for run in runs[method]]
+        middle = statistics.median(values)
+        return middle, f"{middle:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+    plain, mapped = (runs[method][0]["losses"] for method in METHODS)
+    if any(abs(a - b) > 1e-3 * abs(a) for a, b in zip(plain, mapped, strict=True)):
+        print("WARNING: the methods gave different losses")
+    print(f"\n{model_name}: {len(runs['layoutmap'])} rounds, medians (smallest-largest)")
+    print(f"{'':<14}  {'plain Keras':<22}  {'layoutmap':<22}  ratio")
+    for key, what, scale, digits in (
+        ("create", "create s", 1, 2),
+        ("first", "first step s", 1, 2),
+        ("step", "step ms", 1000, 1),
+    ):
+        (own, own_text), (ours, ours_text) = (spread(method, key, scale, digits) for method in METHODS)
+        print(f"{what:<14}  {own_text:<22}  {ours_text:<22}  {ours / own:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What DTensor cannot compute: known before the first step, put together where that helps, and told in words."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import layoutmap as lm
+
+PROCESSES = ("tensorflow",)
+L = keras.layers
+dtensor = tf.experimental.dtensor
+MESH = "batch=2,model=4"
+IMAGE, SERIES = (6, 6, 4), (4, 8)
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+
+
+def model_of(layer, shape, dtype="float32"):
+    def make_model():
+        layers = [keras.Input(shape, dtype=dtype), layer(), L.Flatten(), L.Dense(4, name="out")]
+        model = keras.Sequential(layers)
+        model.compile(keras.optimizers.Adam(1e-3), "mse")
+        return model
+
+    return make_model
+
+
+def rows_of(shape, dtype="float32"):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(8, *shape)) if dtype == "float32" else random.integers(0, 16, (8, *shape))
+    return x.astype(dtype), random.normal(size=(8, 4)).astype("float32")
+
+
+def make_map(rules):
+    return lm.LayoutMap(lm.create_mesh(MESH), rules)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "rules"),
+    [
+        (lambda: L.Conv2D(8, 3, name="c"), IMAGE, {r"c\.kernel": (None, None, "batch", "model")}),
+        (
+            lambda: L.Conv1D(8, 3, name="c"),
+            SERIES,
+            {r"c\.kernel": (None, None, "model"), r"c\.bias": ("model",)},
+        ),
+        (lambda: L.Conv2DTranspose(8, 3, name="c"), IMAGE, {r"c\.kernel": (None, None, "model", None)}),
+        (lambda: L.LSTM(8, unroll=True, name="r"), SERIES, {r"r\.cell\..*kernel": (None, "model")}),
+        (lambda: L.GRU(8, unroll=True, name="r"), SERIES, {r"r\.cell\.kernel": ("model", None)}),
+        (lambda: L.BatchNormalization(name="b"), (8,), {r"b\..*": ("model",)}),
+        (lambda: L.Embedding(16, 8, name="e"), (6,), {r"e\..*": ("batch", "model")}),
+    ],
+    ids=["Conv2D", "Conv1D", "Conv2DTranspose", "LSTM", "GRU", "BatchNormalization", "Embedding"],
+)
+def test_what_is_wanted_whole_is_put_together(layer, shape, rules):
+    """A weight that DTensor's operation wants whole stays cut, trains like one device, and the plan tells the price."""
+    dtype = "int32" if "e" in str(next(iter(rules)))[:1] else "float32"
+    make_model = model_of(layer, shape, dtype)
+    plan = lm.plan(make_model, make_map(rules))
+    report = lm.check_parity(make_model, make_map(rules), rows_of(shape, dtype), steps=2, batch_dim="batch")
+
+    assert report.agrees
+    notes = [problem for problem in plan.problems if problem.kind == "cannot run"]
+    assert {"note"} == {note.severity for note in notes}
+    assert {note.subject for note in notes} <= {
+        a.variable.path for a in plan if not a.layout.is_fully_replicated()
+    }
+    assert not plan.errors
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "path", "severity", "mend"),
+    [
+        (lambda: L.LSTM(8, name="r"), SERIES, "r.cell", "error", "unroll=True"),
+        (lambda: L.Bidirectional(L.GRU(8), name="r"), SERIES, "r.forward_layer.cell", "error", "unroll=True"),
+        (lambda: L.ConvLSTM1D(4, 3, name="r"), (4, 8, 4), "r.cell", "error", "unroll=True"),
+        (lambda: L.Conv2D(8, 3, groups=2, name="c"), IMAGE, "c", "error", "one convolution for each group"),
+        (lambda: L.DepthwiseConv2D(3, name="c"), IMAGE, "c", "warning", "trainable = False"),
+        (lambda: L.SeparableConv1D(8, 3, name="c"), SERIES, "c", "warning", "trainable = False"),
+    ],
+    ids=["LSTM", "Bidirectional GRU", "ConvLSTM1D", "groups", "DepthwiseConv2D", "SeparableConv1D"],
+)
+def test_what_cannot_run_is_known_before_the_first_step(layer, shape, path, severity, mend):
+    """The plan names the layer, why, and the mend; if it cannot run at all, a scope refuses it."""
+    make_model = model_of(layer, shape)
+    plan = lm.plan(make_model, make_map({r"out\.kernel": ("model", None)}))
+    found = {p.subject: p for p in plan.problems if p.kind == "cannot run"}
+
+    assert severity == found[path].severity
+    assert mend in found[path].mend
+    assert found[path].why
+    if severity == "error":
+        with pytest.raises(lm.PlanError, match="cannot run on TensorFlow's DTensor"):
+            make_map({r"out\.kernel": ("model", None)}).build(make_model)
+
+
+def test_a_depthwise_convolution_predicts():
+    """What the plan only warns of works otherwise: a separable convolution gives the plain numbers in inference."""
+    make_model = model_of(lambda: L.SeparableConv1D(8, 3, name="c"), SERIES)
+    x, y = rows_of(SERIES)
+    keras.utils.set_random_seed(1)
+    expected = make_model()
+    keras.utils.set_random_seed(1)
+    model = make_map({r"c\.pointwise_kernel": (None, None, "model")}).build(make_model, batch_dim="batch")
+
+    np.testing.assert_allclose(
+        model.predict(x, verbose=0), expected.predict(x, verbose=0), rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(lm.EngineError) as caught:
+        model.train_on_batch(x, y)
+    assert "the train step cannot be run by TensorFlow's DTensor" in caught.value.what
+    assert "DepthwiseConv2dNativeBackpropFilter" == caught.value.facts["operation"]
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("how", ["fit", "predict", "call"])
+def test_what_nobody_knew_is_told_in_words(how):
+    """A layer of one's own that DTensor cannot run ends in one of our errors, and no compiler text stands above it."""
+
+    class Running(L.Layer):
+        def call(self, x):
+            return keras.ops.scan(lambda carry, row: (carry + row, carry), x[0] * 0, x)[1]
+
+    model = make_map({r"out\.kernel": ("model", None)}).build(model_of(lambda: Running(name="own"), (8,)))
+    x, y = rows_of((8,))
+    use = {
+        "fit": lambda: model.fit(x, y, verbose=0),
+        "predict": lambda: model.predict(x),
+        "call": lambda: model(x),
+    }
+    if how == "call":
+        assert (8, 4) == use[how]().shape  # op by op there is no loop to compile
+        return
+    with pytest.raises(lm.EngineError) as caught:
+        use[how]()
+
+    first = str(caught.value).splitlines()[0]
+    assert first.endswith("step cannot be run by TensorFlow's DTensor in these layouts")
+    assert all(word in str(caught.value) for word in ("  operation ", "  TensorFlow ", "  why ", "  mend "))
+
+
+def test_an_axis_over_two_dims_is_in_the_plan():
+    """What DTensor cannot hold is told for every variable at once, in the dry run too, before anything is made."""
+    make_model = model_of(lambda: L.Dense(16, name="d1"), (8,))
+    layout_map = make_map({r".*kernel": (("batch", "model"), None)})
+    plan = lm.plan(make_model, layout_map)
+    with pytest.raises(lm.PlanError, match="cannot cut one axis over several mesh dims") as caught:
+        layout_map.build(make_model)
+
+    assert ["d1.kernel", "out.kernel"] == [p.subject for p in plan.problems if p.kind == "not held"]
+    assert ["d1.kernel", "out.kernel"] == [p.subject for p in caught.value.problems]
+
+
+def test_dtensor_itself_still_cannot():
+    """A cut filter and a loop over time fail in plain DTensor: when this test fails, TensorFlow has mended it."""
+    mesh = dtensor.create_mesh([("batch", 2), ("model", 4)], devices=[f"CPU:{i}" for i in range(8)])
+    image = dtensor.relayout(tf.ones((8, 6, 6, 4)), dtensor.Layout.batch_sharded(mesh, "batch", 4))
+    kernel = dtensor.relayout(tf.ones((3, 3, 4, 8)), dtensor.Layout.inner_sharded(mesh, "model", 4))
+    rows = dtensor.relayout(tf.ones((4, 8)), dtensor.Layout.replicated(mesh, 2))
+    with pytest.raises(tf.errors.UnknownError, match="fully replicated layout"):
+        tf.function(lambda a, b: tf.nn.conv2d(a, b, 1, "SAME"))(image, kernel)
+    with pytest.raises(tf.errors.UnknownError, match="does not implement layout propagation"):
+        tf.function(lambda a: tf.scan(lambda carry, row: carry + row, a))(rows)
