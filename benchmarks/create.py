@@ -106,10 +106,11 @@ def watch(method: str, model_name: str) -> None:
     print(json.dumps(found | {"temporary_bytes": temporaries() if method == "layoutmap" else 0}))
 
 
-def preload() -> None:
+def preload(backend: str = "jax") -> None:
     """Import what this library imports late, so that imports are not counted."""
     importlib.import_module("layoutmap.adapters.keras")
-    importlib.import_module("layoutmap.engines.jax")
+    importlib.import_module(f"layoutmap.engines.{backend}")
+    importlib.import_module(f"layoutmap.adapters.keras.ports.{backend}")
 
 
 def child(method: str, model_name: str) -> None:
@@ -160,7 +161,12 @@ def memory(what: str) -> int:
 
 
 def measure(
-    method: str, model_name: str, flag: str = "--child", script: str = __file__, backend: str = "jax"
+    method: str,
+    model_name: str,
+    flag: str = "--child",
+    script: str = __file__,
+    backend: str = "jax",
+    more: tuple[str, ...] = (),
 ) -> dict:
     """One measurement by a script, in a fresh process."""
     environment = {
@@ -169,7 +175,7 @@ def measure(
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    command = [sys.executable, script, flag, method, "--model", model_name]
+    command = [sys.executable, script, flag, method, "--model", model_name, *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)

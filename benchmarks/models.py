@@ -66,9 +66,8 @@ RULES = {
     r"blocks\.\d+\.(query|key|value|up)\.kernel": ("batch", "model"),
     r"blocks\.\d+\.(out|down)\.kernel": ("model", "batch"),
     r"head\.kernel": ("batch", "model"),
-    r"up\.kernel": ("batch", "model"),
-    r"down\.kernel": ("model", "batch"),
 }
+MLP_RULES = {r"up\.kernel": ("batch", "model"), r"down\.kernel": ("model", "batch")}
 KERAS_RULES = {
     r".*tokens/embeddings": ("model", "batch"),
     r".*(query|key|value|up)/kernel": ("batch", "model"),

@@ -33,7 +33,7 @@ def child(method: str, model_name: str, jit_compile: str) -> None:
     import keras
     import numpy as np
     import tensorflow as tf
-    from models import RULES, make_model
+    from models import MLP_RULES, RULES, make_model
 
     if method == "layoutmap":
         tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
@@ -54,7 +54,7 @@ def child(method: str, model_name: str, jit_compile: str) -> None:
 
     start = time.perf_counter()
     if method == "layoutmap":
-        layout_map = lm.LayoutMap(lm.create_mesh(MESH), RULES)
+        layout_map = lm.LayoutMap(lm.create_mesh(MESH), MLP_RULES if model_name == "mlp" else RULES)
         model = layout_map.build(lambda: make_model(model_name), inputs=x, batch_dim="batch")
     else:
         model = make_model(model_name)

@@ -29,9 +29,22 @@ CONTRACTS = (
     ("layoutmap.testing.engine_contract", "EngineContract"),
 )
 # Class of the tests -> column.
-ADAPTERS = {"TestKerasOnJax": "Keras 3 on JAX"}
-ENGINES = {"TestJaxEngine": "JAX"}
-FILES = {"jax": ("tests/adapters/test_keras_contract.py", "tests/engines/test_jax.py")}
+ADAPTERS = {"TestKerasOnJax": "Keras 3 on JAX", "TestKerasOnTensorFlow": "Keras 3 on TensorFlow"}
+ENGINES = {"TestJaxEngine": "JAX", "TestTensorFlowEngine": "TensorFlow"}
+LIMITS = "tests/adapters/test_keras_limits_tensorflow.py"
+FILES = {
+    "jax": ("tests/adapters/test_keras_contract.py", "tests/engines/test_jax.py"),
+    "tensorflow": (
+        "tests/adapters/test_keras_contract_tensorflow.py",
+        "tests/engines/test_tensorflow.py",
+        LIMITS,
+    ),
+}
+# Test with one case for each layer -> what it shows of them.
+LAYERS = {
+    "test_what_is_wanted_whole_is_put_together": "weights stay cut, and are put together when the layer is called",
+    "test_what_cannot_run_is_known_before_the_first_step": "does not run, or not train: the plan says so, with the mend",
+}
 
 
 def run() -> dict[tuple[str, str], str]:
@@ -53,7 +66,9 @@ def read(results: Path) -> dict[tuple[str, str], str]:
     """The outcome for each class and law in a JUnit file."""
     outcomes: dict[tuple[str, str], str] = {}
     for case in ET.parse(results).getroot().iter("testcase"):
-        key = case.get("classname", "").rpartition(".")[2], case.get("name", "").partition("[")[0]
+        where, name = case.get("classname", "").rpartition(".")[2], case.get("name", "")
+        # Of a law one outcome is kept for all its cases; a layer is a case, and each is kept.
+        key = where, name if name.partition("[")[0] in LAYERS else name.partition("[")[0]
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             outcome = "**no**"
@@ -76,6 +91,14 @@ def table(outcomes: dict[tuple[str, str], str]) -> str:
     all_laws = laws(engines)
     counts = [sum(outcomes.get((test, law)) == "yes" for law, _ in all_laws) for test in ENGINES]
     rows.append(_row("laws of engines that hold", [f"{count} of {len(all_laws)}" for count in counts]))
+    rows += ["", _row("on TensorFlow's DTensor", ["layers"]), _row("---", ["---"])]
+    for test, meaning in LAYERS.items():
+        shown = [
+            name[len(test) + 1 : -1]
+            for (_, name), said in outcomes.items()
+            if name.startswith(f"{test}[") and said == "yes"
+        ]
+        rows.append(_row(meaning, [", ".join(shown) or "not run"]))
     return "\n".join(rows)
 
 
