@@ -43,7 +43,7 @@ FILES = {
 # Test with one case for each layer -> what it shows of them.
 LAYERS = {
     "test_what_is_wanted_whole_is_put_together": "weights stay cut, and are put together when the layer is called",
-    "test_what_cannot_run_is_known_before_the_first_step": "does not run, or not train: the plan says so, with the mend",
+    "test_what_cannot_run_is_known_before_the_first_step": "does not run, or not train; the plan says so, and the mend",
 }
 
 

@@ -50,8 +50,9 @@ class KerasAdapter:
 
     def begin(self, home: Home) -> KerasSession:
         """A session for one scope."""
-        check_keras()
-        return KerasSession(home, port_of(backend_name()))
+        port = port_of(backend_name())
+        check_keras(port.private_names())
+        return KerasSession(home, port)
 
     @contextmanager
     def undisturbed(self) -> Generator[None]:

@@ -1,8 +1,8 @@
 """The hooks into Keras, and the list of every private name of Keras that this package touches.
 
-Two class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
-`Variable.__init__` (of the class that all backends share) and `Layer.__new__`. Both look at the current scope of their
-own thread, so other threads see plain Keras.
+Three class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
+`Variable.__init__` (of the class that all backends share), `Layer.__new__` and the optimizers' `__init__`. All look at
+the current scope of their own thread, so other threads see plain Keras.
 
 Private names, tested on Keras 3.15. All that is imported from `keras.src` is imported here and probed; the attributes
 are read and set by the other modules of this folder, and nowhere else:
@@ -15,6 +15,7 @@ are read and set by the other modules of this folder, and nowhere else:
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
+    keras.src.optimizers.base_optimizer             BaseOptimizer.__init__
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case
 """
 
@@ -32,6 +33,7 @@ from layoutmap.active import current
 from layoutmap.errors import ScopeError
 
 __all__ = [
+    "BaseOptimizer",
     "Functional",
     "check_keras",
     "draw_seed",
@@ -62,6 +64,7 @@ try:
     from keras.src.backend.common.stateless_scope import in_stateless_scope
     from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.models.functional import Functional
+    from keras.src.optimizers.base_optimizer import BaseOptimizer as KerasOptimizer
     from keras.src.random import seed_generator
     from keras.src.random.seed_generator import draw_seed
     from keras.src.utils.naming import to_snake_case
@@ -70,12 +73,16 @@ except ImportError as error:
     raise _moved(str(error)) from error
 
 CommonVariable: Any = KerasVariable
+BaseOptimizer: Any = KerasOptimizer
 Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
 
 
-def check_names() -> None:
+def check_names(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
     """Refuse a Keras whose private names have moved.
+
+    Args:
+        more: Classes or modules, and names that they are to have, beside those that every backend needs.
 
     Raises:
         ScopeError: It lacks some.
@@ -83,8 +90,10 @@ def check_names() -> None:
     wanted: list[tuple[Any, Sequence[str]]] = [
         (CommonVariable, ("__init__", "_deferred_initialize", "value")),
         (Layer, ("__new__", "_maybe_build", "_flatten_layers")),
+        (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference")),
         (global_state, ("get_global_attribute", "set_global_attribute")),
         (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
+        *more,
     ]
     missing = [
         f"{owner.__name__}.{name}" for owner, names in wanted for name in names if not hasattr(owner, name)
@@ -96,13 +105,16 @@ def check_names() -> None:
 _PENDING_LIST = "uninitialized_variables"
 
 
-def check_keras() -> None:
+def check_keras(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
     """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
+
+    Args:
+        more: See `check_names`.
 
     Raises:
         ScopeError: Keras is not one this adapter works with.
     """
-    check_names()
+    check_names(more)
     if keras.config.is_nnx_enabled():
         raise ScopeError(
             "Keras runs with KERAS_NNX_ENABLED",
@@ -136,6 +148,7 @@ def installed() -> Iterator[None]:
 def _install() -> None:
     _plain["init"] = CommonVariable.__dict__["__init__"]
     _plain["new"] = Layer.__dict__["__new__"]
+    _plain["optimizer"] = BaseOptimizer.__dict__["__init__"]
     plain_init: Callable[..., None] = _plain["init"]
     plain_new: Callable[..., Any] = _plain["new"].__func__
 
@@ -155,13 +168,24 @@ def _install() -> None:
             session.layer_born(layer, given=[v for v in (*args, *kwargs.values()) if isinstance(v, str)])
         return layer
 
+    plain_optimizer: Callable[..., None] = _plain["optimizer"]
+
+    @functools.wraps(plain_optimizer)
+    def optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+        session = current()
+        if session is not None:
+            session.optimizer_made(self)
+        plain_optimizer(self, *args, **kwargs)
+
     CommonVariable.__init__ = init
     Layer.__new__ = staticmethod(new)
+    BaseOptimizer.__init__ = optimizer
 
 
 def _uninstall() -> None:
     CommonVariable.__init__ = _plain["init"]
     Layer.__new__ = _plain["new"]
+    BaseOptimizer.__init__ = _plain["optimizer"]
     _plain.clear()
 
 

@@ -111,6 +111,10 @@ class KerasSession:
         for variable in getattr(thing, "variables", ()):
             self._forget(id(variable))
 
+    def optimizer_made(self, optimizer: Any) -> None:
+        """An optimizer is being constructed: look after it, whoever it is for."""
+        wrap_optimizer(optimizer, self)
+
     def optimizer_born(self, optimizer: Any) -> None:
         """A model was given an optimizer."""
         if not any(ref() is optimizer for ref in self._optimizers):

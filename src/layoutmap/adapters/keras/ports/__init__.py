@@ -34,6 +34,10 @@ class Port(Protocol):
     drawn_whole: Mapping[str, str]
     """Keras's own initializers, by class name, that this backend's engine draws whole, and why."""
 
+    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """Classes or modules of Keras, and the private names of theirs that this port uses."""
+        ...
+
     def outside(self) -> AbstractContextManager[Any]:
         """Leave any tracing that goes on, so that what is made in here are real arrays."""
         ...

@@ -31,6 +31,10 @@ class JaxPort:
         {"Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it"}
     )
 
+    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """None beyond what every backend needs."""
+        return ()
+
     def outside(self) -> AbstractContextManager[Any]:
         """Leave any tracing that goes on."""
         # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, whole arrays of them.

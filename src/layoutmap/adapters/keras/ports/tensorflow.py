@@ -2,9 +2,10 @@
 
 Private names of Keras's TensorFlow backend that are used here, besides those that `hooks` lists, tested on Keras 3.15:
 
-    keras.src.backend.tensorflow.optimizer.TFOptimizer      _var_key, and add_variable_from_reference of its base
-    keras.src.optimizers.base_optimizer.BaseOptimizer       _trainable_variables, _trainable_variables_indices
-    Trainer                                                 _symbolic_build
+    keras.src.backend.tensorflow.optimizer.TFOptimizer      _var_key
+    keras.src.optimizers.base_optimizer.BaseOptimizer       add_variable_from_reference, _trainable_variables,
+                                                            _trainable_variables_indices
+    keras.Model                                             _symbolic_build, _call_has_training_arg
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from layoutmap.adapters.keras.hooks import in_stateless_scope
+from layoutmap.adapters.keras.hooks import BaseOptimizer, in_stateless_scope
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.ports import Wraps
-from layoutmap.adapters.keras.ports.tensorflow_functions import computing_for_a_mesh
+from layoutmap.adapters.keras.ports.tensorflow_functions import REPLACED, computing_for_a_mesh
 from layoutmap.adapters.keras.ports.tensorflow_limits import explained, limits_of, reading_layout
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
 from layoutmap.adapters.keras.wraps import session_of
@@ -50,6 +50,10 @@ class TensorFlowPort:
             "Identity": "TensorFlow makes a diagonal in one piece",
         }
     )
+
+    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """What the top of this file lists, where it belongs to a class."""
+        return [(keras.Optimizer, ("_var_key",)), (keras.Model, ("_symbolic_build",)), *REPLACED]
 
     @contextmanager
     def outside(self) -> Generator[None]:
@@ -371,7 +375,7 @@ class _Step:
         self._model = model
         self._session = session
         self._name = name
-        self._checked: set[Any] = set()
+        self._known: set[Any] = set()  # shapes and types of batches for which all is made and checked
         self._compiled = tf.function(self._step, autograph=False, jit_compile=bool(model.jit_compile) or None)
 
     def _step(self, batch: Any) -> Any:
@@ -402,13 +406,17 @@ class _Step:
         batch = keras.tree.map_structure(
             lambda a: None if isinstance(a, tf.experimental.Optional) else a, batch, none_is_leaf=True
         )
-        self._make_all(batch)
+        signature = tuple(_signature(each) for each in keras.tree.flatten(batch))
+        if signature not in self._known:
+            self._make_all(batch)
         batch = _placed(batch, self._session)
         with explained(f"{self._model.name}: the {self._name} step"):
             if self._model.run_eagerly:
                 with self._session.lock, self._session.home.run_on_mesh():
                     return self._step(batch)
-            self._check_captured(batch)
+            if signature not in self._known:
+                self._check_captured(batch)
+            self._known.add(signature)
             return self._compiled(batch)
 
     def _make_all(self, batch: Any) -> None:
@@ -426,11 +434,6 @@ class _Step:
 
     def _check_captured(self, batch: Any) -> None:
         """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""
-        signature = tuple(
-            (tuple(a.shape), a.dtype) if isinstance(a, tf.Tensor) else a for a in keras.tree.flatten(batch)
-        )
-        if signature in self._checked:
-            return
         traced = self._compiled.get_concrete_function(batch)
         written = _written(traced.graph)
         for variable in traced.graph.variables:
@@ -442,13 +445,16 @@ class _Step:
                     mend="make it with self.add_weight or keras.Variable inside of the scope, as an attribute of a "
                     "layer, or as layoutmap.DVariable",
                 )
-        self._checked.add(signature)
 
     def _plain(self, value: Any) -> Any:
         """A result as a plain tensor, which callbacks and `predict` can read."""
         if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
             return value
         return tf.constant(self._session.home.whole(value))
+
+
+def _signature(value: Any) -> Any:
+    return (tuple(value.shape), str(value.dtype)) if hasattr(value, "shape") else type(value)
 
 
 def _symbolic(array: Any) -> Any:

@@ -25,12 +25,15 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
 
-__all__ = ["computing_for_a_mesh"]
+__all__ = ["REPLACED", "computing_for_a_mesh"]
 
 Whole = Callable[[Any], Any]
 """Puts a tensor in the layout in which every device holds all of it."""
 
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
+REPLACED = [(keras_random, (*_RANDOM, "dropout")), (keras_numpy, ("divide",))]
+"""The modules and names above."""
+
 _lock = threading.Lock()
 _users = 0
 _plain: list[tuple[Any, str, Callable[..., Any]]] = []
@@ -71,7 +74,7 @@ def _install() -> None:
 
 
 def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
-    """Have a function, called in a thread that computes for a mesh, be done by another, which is given the plain one."""
+    """Have a function be done by another, which is given the plain one, in a thread that computes for a mesh."""
     plain = getattr(module, name)
 
     @functools.wraps(plain)
