@@ -245,13 +245,15 @@ def _only_rounding(
 ) -> npt.NDArray[np.bool_]:
     """The elements that are no larger than a thousand times what rounding does to this gradient, and not plain zero.
 
-    Nor larger than ten times what it does to the model's largest gradient: all of a gradient may be rounding, in equal
-    bits on both sides.
+    Where no element is larger than ten times what rounding does to the model's largest gradient, all of it is rounding,
+    the zeros too: it may be in equal bits on both sides now, and in others a step later.
     """
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    size = max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0))
+    if 0 < size < 10 * _EPSILON * largest:
+        return np.ones(a.shape, np.bool_)
     rounding = max(np.max(np.abs(a - b), initial=0.0), _EPSILON * np.max(np.abs(a), initial=0.0))
-    least = max(_ROUNDING * rounding, 10 * _EPSILON * largest)
-    return (np.abs(a) < least) & ((a != 0) | (b != 0))
+    return (np.abs(a) < _ROUNDING * rounding) & ((a != 0) | (b != 0))
 
 
 def _difference(expected: npt.NDArray[Any], actual: npt.NDArray[Any], *, least: float = 1.0) -> float:
