@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -138,7 +139,8 @@ class TensorFlowPort:
             return loss, gradients
 
         values = [self.read(v) for v in model.non_trainable_variables]
-        with explained(f"{model.name}: the gradient"):
+        optimized = contextlib.nullcontext() if session is None else _unoptimized(session)
+        with explained(f"{model.name}: the gradient"), optimized:
             loss, gradients = compute(batch)
         for variable, value in zip(model.non_trainable_variables, values, strict=True):
             variable.assign(value)  # the call has moved statistics and seeds on
@@ -417,7 +419,8 @@ class _Step:
             if signature not in self._known:
                 self._check_captured(batch)
             self._known.add(signature)
-            return self._compiled(batch)
+            with _unoptimized(self._session):
+                return self._compiled(batch)
 
     def _make_all(self, batch: Any) -> None:
         """Make what the step would make while it is traced: weights, metrics, slots."""
@@ -455,6 +458,42 @@ class _Step:
 
 def _signature(value: Any) -> Any:
     return (tuple(value.shape), str(value.dtype)) if hasattr(value, "shape") else type(value)
+
+
+_ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # in TensorFlow's options, chosen or not
+_options_lock = threading.Lock()
+_num_unoptimized = 0
+
+
+@contextmanager
+def _unoptimized(session: KerasSession) -> Generator[None]:
+    """While open, graphs that run on CPU devices are run as DTensor has made them.
+
+    TensorFlow would optimize the graph of a step once for each device: half of the time of the first step on 8, and
+    no later one is faster for it. On accelerators, which that may serve, it is left alone, and wherever a program has
+    chosen optimizations itself.
+    """
+    global _num_unoptimized
+    mesh = session.home.native(session.home.replicated(0), 0).mesh
+    options = tf.config.optimizer
+    with _options_lock:
+        chosen = options.get_experimental_options()
+        wanted = mesh.device_type() == "CPU" and not chosen.keys() - _ALWAYS_THERE
+        if wanted and not _num_unoptimized:
+            wanted = not chosen.get("disable_meta_optimizer")
+        if wanted:
+            _num_unoptimized += 1
+            options.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        if wanted:
+            with _options_lock:
+                _num_unoptimized -= 1
+                # Also with another thread inside, since each thread remembers the options that it found.
+                options.set_experimental_options(
+                    {} if _num_unoptimized else {"disable_meta_optimizer": False}
+                )
 
 
 def _symbolic(array: Any) -> Any:
