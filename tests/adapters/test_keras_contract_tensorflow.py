@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
 class TestKerasOnTensorFlow(AdapterContract):
     library = "keras"
+    meshes = ("model=8", "batch=2,model=4", "batch=4,model=2")  # DTensor compiles slowly
 
     def models(self):
         return MODELS

@@ -18,7 +18,6 @@ OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adafactor", "lion", "muon")
         *(("mlp", optimizer, MESHES[(i + 1) % 3]) for i, optimizer in enumerate(OPTIMIZERS)),
         ("transformer", "adamw", "model=8"),
         ("transformer", "muon", "batch=2,model=4"),
-        ("transformer", "rmsprop", "batch=4,model=2"),
     ],
 )
 def test_three_steps_give_the_numbers_of_one_device(model, optimizer, mesh):

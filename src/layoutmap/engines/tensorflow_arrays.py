@@ -32,6 +32,7 @@ __all__ = [
     "layout_of",
     "move",
     "native_of",
+    "relayout_in_trace",
     "run_on",
     "shards_of",
     "tensor_of",
@@ -228,6 +229,15 @@ def _constrained(tensor: Any, native: Any) -> Any:
 
     with default_mesh_lock:
         return constrained(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
+
+
+def relayout_in_trace(tensor: Any, layout: Layout) -> Any:
+    """A tensor inside a compiled function, in a layout, by DTensor's own operation and nothing else.
+
+    That is for what is assigned to a variable: DTensor restores checkpoints in a function, where it wants just this.
+    """
+    with default_mesh_lock:
+        return dtensor.relayout(tensor, native_of(layout))
 
 
 def _moved(tensor: Any, layout: Layout) -> Any:

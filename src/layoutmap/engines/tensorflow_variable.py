@@ -17,6 +17,7 @@ from layoutmap.engines.tensorflow_arrays import (
     default_mesh_lock,
     layout_of,
     move,
+    relayout_in_trace,
     whole,
 )
 from layoutmap.engines.tensorflow_canary import check_training
@@ -177,7 +178,9 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             value = tf.convert_to_tensor(value, dtype=self.dtype)
             # By way of the layout in which it was read: DTensor would lay out what made the value in that of the
             # variable, which the layer that reads it so cannot do.
-            return move(value if self.read_layout is None else move(value, self.read_layout), self._layout)
+            for layout in filter(None, (self.read_layout, self._layout)):
+                value = relayout_in_trace(value, layout)
+            return value
         if not isinstance(value, (tf.Tensor, tf.Variable)):
             value = tf.convert_to_tensor(value, dtype=self.dtype)
         if value.shape != self.shape:
