@@ -83,9 +83,10 @@ def limits_of(layer: Any, path: str, weights: list[str]) -> list[Limit]:
         found.append(
             Limit(
                 path,
-                f"{kind} with groups cannot run on TensorFlow's DTensor on CPU devices",
-                why="TensorFlow fuses the convolution with what follows it, and its fused one knows no groups",
-                mend="use one convolution for each group, or another backend",
+                f"{kind} with groups cannot train on TensorFlow's DTensor on CPU devices; it can predict",
+                why="TensorFlow's CPU operation for the gradient of its filter fails there",
+                mend="freeze the layer, use one convolution for each group, or train on another backend",
+                severity="warning",
             )
         )
     if reading_layout(layer) is not None:
