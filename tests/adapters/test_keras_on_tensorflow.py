@@ -260,3 +260,27 @@ def test_an_exported_model_knows_nothing_of_layouts(tmp_path):
 
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
     assert_held(model.layers[0].kernel)
+
+
+def test_a_weight_without_a_gradient():
+    """A weight that the loss does not depend on stays as it is, and everything else trains like one device."""
+
+    class Unused(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.d1, self.d2 = L.Dense(64), L.Dense(64)
+
+        def build(self, shape):
+            self.d1.build(shape)
+            self.d2.build(shape)
+            self.built = True
+
+        def call(self, x):
+            return self.d1(x)
+
+    with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
+        report = lm.check_parity(
+            lambda: compiled(Unused()), make_map(), batch("sequential"), steps=1, batch_dim="batch"
+        )
+
+    assert report.agrees

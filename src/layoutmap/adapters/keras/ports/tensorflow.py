@@ -133,7 +133,9 @@ class TensorFlowPort:
                 y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
                 loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             held = [v.value for v in model.trainable_variables]
-            gradients = [tf.convert_to_tensor(each) for each in tape.gradient(loss, held)]
+            unused_is_zero = tf.UnconnectedGradients.ZERO
+            found = tape.gradient(loss, held, unconnected_gradients=unused_is_zero)
+            gradients = [tf.convert_to_tensor(each) for each in found]
             if session is not None:
                 gradients = [_as_read(g, h, session) for g, h in zip(gradients, held, strict=True)]
             return loss, gradients
