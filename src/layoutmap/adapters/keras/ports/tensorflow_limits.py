@@ -83,8 +83,8 @@ def limits_of(layer: Any, path: str, weights: list[str]) -> list[Limit]:
         found.append(
             Limit(
                 path,
-                f"{kind} with groups cannot train on TensorFlow's DTensor on CPU devices; it can predict",
-                why="TensorFlow's CPU operation for the gradient of its filter fails there",
+                f"{kind} with groups may fail to train on TensorFlow's DTensor on CPU devices; it can predict",
+                why="TensorFlow's CPU operation for the gradient of its filter fails there for some shapes",
                 mend="freeze the layer, use one convolution for each group, or train on another backend",
                 severity="warning",
             )
