@@ -215,7 +215,7 @@ def test_two_rules_that_disagree_on_a_tied_weight_are_told():
             },
         ),
         (
-            lambda: L.Bidirectional(L.LSTM(2)),
+            lambda: L.Bidirectional(L.LSTM(2, unroll=True)),
             (1, 3, 4),
             {
                 f"x.{way}_layer.cell.{w}"
