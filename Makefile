@@ -61,7 +61,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.all: pyproject.toml | $(BIN)/python
-	$(PIP) -e '.[jax,keras]' --group test --group tensorflow --group dev
+	$(PIP) -e '.[jax,torch,keras]' --group test --group tensorflow --group torch --group dev
 	$(PIP) --no-deps --group tf-keras
 	@touch $(VENV)/.demo $@
 

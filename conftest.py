@@ -56,7 +56,7 @@ def _set_up_devices() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    os.environ["KERAS_BACKEND"] = "tensorflow" if RUNNING == "tensorflow" else "jax"
+    os.environ["KERAS_BACKEND"] = RUNNING if RUNNING in ("tensorflow", "torch") else "jax"
 
 
 _set_up_devices()

@@ -49,16 +49,21 @@ EDGES = {
     "engines.tensorflow_programs": {"tensorflow"},
     "engines.tensorflow_variable": {"tensorflow"},
     "engines.torch": {"torch"},
+    "engines.torch_arrays": {"torch"},
+    "engines.torch_devices": {"torch"},
     "adapters.keras": {"keras"},
     # The files that know both Keras and its backend.
     "adapters.keras.ports.jax": {"keras", "jax"},
     "adapters.keras.ports.tensorflow": {"keras", "tensorflow"},
     "adapters.keras.ports.tensorflow_limits": {"keras", "tensorflow"},
     "adapters.keras.ports.tensorflow_functions": {"keras", "tensorflow"},
+    "adapters.keras.ports.torch": {"keras", "torch"},
     "adapters.nnx": {"flax", "jax"},
     "adapters.torch": {"torch"},
     "adapters.pytree": {"jax"},
 }
+# What the edges of one framework share: it knows values and that framework, and only those edges may import it.
+SHARED = {"pytorch": {"torch"}}
 FRONT = (
     "devices",
     "progress",
@@ -132,7 +137,7 @@ def module_of(path: Path) -> str:
 
 def part_of(module: str) -> str | None:
     """The part of the house that a module belongs to: the longest name in the table that it is or is inside."""
-    listed = (*VALUES, *WORK, *CONTRACTS, *EDGES, *FRONT, *SHIPPED_TESTS)
+    listed = (*VALUES, *WORK, *CONTRACTS, *EDGES, *SHARED, *FRONT, *SHIPPED_TESTS)
     # A registry is its own file only: an edge that nobody has listed must not pass as part of it.
     holders = [p for p in listed if module == p or (p and p not in CONTRACTS and module.startswith(f"{p}."))]
     return max(holders, key=len, default=None)
@@ -161,8 +166,8 @@ def processes_of(path: Path) -> tuple[str, ...]:
         part = part_of(module_of(path))
         if part is None:
             raise ProcessError(f"{path.name} is in no part of the house: list it in tests/house.py")
-        if part in EDGES:
-            return (FRAMEWORKS[min(EDGES[part])],)
+        if part in EDGES or part in SHARED:
+            return (_process_of_edge(part),)
         return ("jax",) if part in FRONT or part in SHIPPED_TESTS else ("core",)
     source = path.read_text(encoding="utf-8")
     said = _processes_said(source)
@@ -192,8 +197,14 @@ def _process_imported(target: str) -> str | None:
     package, _, inner = target.partition(".")
     if package == "layoutmap":
         part = part_of(inner) or part_of(inner.rpartition(".")[0])
-        return FRAMEWORKS[min(EDGES[part])] if part in EDGES else None
+        return _process_of_edge(part) if part in EDGES or part in SHARED else None
     return FRAMEWORKS.get(package)
+
+
+def _process_of_edge(part: str) -> str:
+    """The process of an edge's framework; an edge that knows Keras and its backend runs where the backend does."""
+    frameworks = {**EDGES, **SHARED}[part]
+    return FRAMEWORKS[min(frameworks - {"keras"} or frameworks)]
 
 
 def is_collected(path: Path) -> bool:

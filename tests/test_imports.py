@@ -32,14 +32,17 @@ def allowed(part: str) -> set[str]:
         return values | set(house.WORK)
     if part in house.CONTRACTS:
         return values | contracts
+    if part in house.SHARED:
+        return values
     if part in house.EDGES:
-        return values | contracts
+        shared = {name for name, known in house.SHARED.items() if known & house.EDGES[part]}
+        return values | contracts | shared
     return everything | set(house.SHIPPED_TESTS if part in house.SHIPPED_TESTS else ())
 
 
 def third_party(part: str) -> set[str]:
     """The packages outside the standard library that a part may import: the other half of the rule."""
-    return house.THIRD_PARTY | house.EDGES.get(part, set()) | house.SHIPPED_TESTS.get(part, set())
+    return house.THIRD_PARTY | {**house.EDGES, **house.SHARED}.get(part, set()) | house.SHIPPED_TESTS.get(part, set())
 
 
 def violations(module: str, source: str) -> list[str]:
@@ -60,7 +63,7 @@ def violations(module: str, source: str) -> list[str]:
                 reached = house.part_of(inner.rpartition(".")[0])
             own_edge = reached in house.EDGES and house.edge_of(part) == house.edge_of(str(reached))
             door = each.in_function and reached in house.UPWARD_DOORS.get(part, ())
-            for_types = each.for_types and reached not in house.EDGES
+            for_types = each.for_types and reached not in {**house.EDGES, **house.SHARED}
             if reached != part and reached not in allowed(part) and not (own_edge or door or for_types):
                 found.append(f"line {each.line}: {module or 'layoutmap'} may not import {each.target}")
         elif package not in sys.stdlib_module_names and package not in third_party(part):
@@ -94,6 +97,8 @@ def test_every_module_imports_only_what_its_part_of_the_house_may(path: Path):
         ("engines", "from layoutmap.engines import jax"),
         ("adapters.keras", "import jax"),  # only its ports know the backend
         ("adapters.keras", "from layoutmap.scope import plan"),
+        ("engines.jax", "from layoutmap.pytorch import tape"),  # shared by the edges of another framework
+        ("pytorch.tape", "from layoutmap.engines.torch import engine"),
         ("engines.mlx", ""),  # an edge that the table does not know
         ("scope", "import keras"),
         ("scope", "from .mesh import Mesh"),
@@ -118,6 +123,7 @@ def test_the_rule_refuses(module: str, source: str):
             "import jax\nfrom jax.sharding import NamedSharding\nfrom layoutmap.variables import Assignment",
         ),
         ("adapters.keras.draws", "import keras\nfrom layoutmap.adapters.keras import hooks"),
+        ("adapters.torch", "import torch\nfrom layoutmap.pytorch import tape"),
         ("scope", "from layoutmap.engines import get_engine\nfrom layoutmap.plan import Plan"),
     ],
 )

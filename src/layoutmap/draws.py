@@ -1,15 +1,18 @@
 """How a variable gets its first value.
 
-A draw can always give the value whole. Where the model library allows it, it also has a *program*: a function of a
-seed, and a key that says when two draws are the same function. An engine then compiles one program for all equal
-variables, hands each its seed, and lets the compiler make only the shards.
+A draw can always give the value whole. Where the model library allows it, it can also give *blocks* of it, or it has a
+*program*: a function of a seed, and a key that says when two draws are the same function. An engine then compiles one
+program for all equal variables, hands each its seed, and lets the compiler make only the shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layoutmap.blocks import Index
 
 __all__ = ["Draw", "Program"]
 
@@ -36,7 +39,10 @@ class Draw:
     Args:
         whole: Makes the whole value, as an array of the engine's framework or of numpy.
         program: The same as a program, if the library allows it.
+        blocks: Makes the values at some indices, and never more of them at a time than a bounded piece, if the library
+            allows it. An engine that can use blocks prefers them.
     """
 
     whole: Callable[[], Any]
     program: Program | None = None
+    blocks: Callable[[Sequence[Index]], Sequence[Any]] | None = None
