@@ -42,7 +42,11 @@ def allowed(part: str) -> set[str]:
 
 def third_party(part: str) -> set[str]:
     """The packages outside the standard library that a part may import: the other half of the rule."""
-    return house.THIRD_PARTY | {**house.EDGES, **house.SHARED}.get(part, set()) | house.SHIPPED_TESTS.get(part, set())
+    return (
+        house.THIRD_PARTY
+        | {**house.EDGES, **house.SHARED}.get(part, set())
+        | house.SHIPPED_TESTS.get(part, set())
+    )
 
 
 def violations(module: str, source: str) -> list[str]:
