@@ -23,6 +23,7 @@ VALUES = (
     "mesh",
     "layout",
     "rule_index",
+    "rules",
     "yaml_form",
     "layout_map",
     "variables",
@@ -51,6 +52,7 @@ EDGES = {
     "engines.torch": {"torch"},
     "engines.torch_arrays": {"torch"},
     "engines.torch_devices": {"torch"},
+    "engines.torch_processes": {"torch"},
     "adapters.keras": {"keras"},
     # The files that know both Keras and its backend.
     "adapters.keras.ports.jax": {"keras", "jax"},
@@ -80,7 +82,8 @@ THIRD_PARTY = {"numpy", "google", "yaml"}  # google: the package of protobuf
 
 # Imports upwards, each one inside a function, so that it is made only when that function is called.
 UPWARD_DOORS = {
-    "layout_map": {"scope", "report"},  # LayoutMap.scope, build and apply; the table in a notebook
+    "rules": {"report"},  # the table of a map in a notebook
+    "layout_map": {"scope"},  # LayoutMap.scope, build and apply
 }
 
 FRAMEWORKS = {  # package -> the test process that loads it

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from layoutmap.errors import RuleError
 from layoutmap.layout import Layout
-from layoutmap.layout_map import LayoutMap, Match, nearest
+from layoutmap.layout_map import LayoutMap
 from layoutmap.mesh import Mesh
+from layoutmap.rules import Match, nearest
 from layoutmap.testing import strategies
 
 MESH = Mesh(None, "batch=2,model=4")
@@ -306,7 +307,9 @@ def test_a_copy_is_equal_and_its_own(twin, layout_map: LayoutMap):
     assert layout_map == again
     assert layout_map.mesh == again.mesh
     again["one more rule"] = ()
+    again.activations["one more rule"] = ()
     assert "one more rule" not in layout_map
+    assert "one more rule" not in layout_map.activations
     assert layout_map["one more rule"] is None or len(layout_map)
 
 
@@ -325,6 +328,87 @@ LayoutMap on batch=2, model=4, 2 rules
    2  bias        (model,)""" == str(layout_map)
     assert "LayoutMap(None, {})" == repr(LayoutMap())
     assert "LayoutMap on no mesh yet, 0 rules" == str(LayoutMap())
+
+
+# -- activations
+
+
+@given(strategies.layout_maps(MESH), strategies.paths())
+def test_activations_are_looked_up_as_variables_are(layout_map: LayoutMap, path: str):
+    """A layer's path meets the rules of `activations` as a variable's path meets those of the map."""
+    twin = LayoutMap(MESH, activations=dict(layout_map.items()))
+
+    assert layout_map[path] == twin.activations[path]
+    assert layout_map.matching_rules(path) == twin.activations.matching_rules(path)
+    assert 0 == len(twin)
+    assert twin[path] is None
+
+
+def test_rules_and_activations_share_one_mesh():
+    """Whichever comes first brings the mesh, and tuples of the other are bound to it."""
+    first, second = LayoutMap(), LayoutMap()
+    first.activations["a"] = ROW
+    second["a"] = ROW
+    first["b"] = (None, "model")
+    second.activations["b"] = (None, "model")
+
+    assert MESH == first.mesh == first.activations.mesh
+    assert COLUMN == first["b"] == second.activations["b"]
+
+
+def test_activations_are_part_of_the_map():
+    """They count in ==, in the repr and in the tables, and are a dict apart from the rules."""
+    layout_map = LayoutMap(MESH, {"a": ROW}, {r"blocks\.\d+": ("batch", None)})
+
+    assert layout_map != LayoutMap(MESH, {"a": ROW})
+    assert layout_map != {"a": ROW}
+    assert layout_map == LayoutMap(MESH, {"a": ROW}, {r"blocks\.\d+": ["batch", None]})
+    assert layout_map == eval(repr(layout_map), {"LayoutMap": LayoutMap, "Mesh": Mesh})
+    assert [r"blocks\.\d+"] == list(layout_map.activations)
+    assert """\
+LayoutMap(Mesh(None, [('batch', 2), ('model', 4)]), {
+    'a': ('model', 'unsharded'),
+}, activations={
+    'blocks\\\\.\\\\d+': ('batch', 'unsharded'),
+})""" == repr(layout_map)
+    assert """\
+LayoutMap on batch=2, model=4, 1 rules
+   1  a  (model, unsharded)
+Activations on batch=2, model=4, 1 rules
+   1  blocks\\.\\d+  (batch, unsharded)""" == str(layout_map)
+    assert r"blocks\.\d+" in layout_map._repr_html_()
+    assert "blocks.x: no rule matches, so what it puts out stays as it comes" == str(
+        LayoutMap(MESH).activations.match("blocks.x")
+    )
+
+
+def test_a_copy_has_activations_of_its_own_on_its_own_mesh():
+    """A copied map without a mesh stays without one when the first gets one."""
+    layout_map = LayoutMap()
+    again = copy.copy(layout_map)
+    again.activations["a"] = ROW
+
+    assert again["b"] is None
+    assert MESH == again.mesh
+    assert layout_map.mesh is None
+    assert 0 == len(layout_map.activations)
+
+
+def test_updating_from_a_map_takes_all_of_it_or_nothing():
+    """Rules and activations come along together; if one cannot be added, neither rule, activation nor mesh is."""
+    more = LayoutMap(MESH, {"b": ROW}, {"layer": COLUMN})
+    layout_map = LayoutMap()
+    layout_map.update(more)
+    assert layout_map == more
+
+    other = LayoutMap(None, {}, {})
+    other.update({"a": ROW})
+    other.activations["layer"] = ROW
+    with pytest.raises(RuleError, match="activation rule 'layer' is in the map already"):
+        other.update(more)
+
+    assert ["a"] == list(other)
+    assert ROW == other.activations["layer"]
 
 
 # -- what is refused
@@ -406,6 +490,31 @@ rule 'new': its layout is on another mesh
   why       one program runs all variables of a model on one mesh
   mend      use the map's mesh, or make another map""",
     ),
+    "an activation that is there": (
+        lambda m: m.activations.__setitem__("layer", ROW),
+        """\
+activation rule 'layer' is in the map already
+  there  (model, unsharded)
+  new    (model, unsharded)
+  why    two layouts for one pattern contradict each other
+  mend   del layout_map.activations['layer'] first, or change one of the patterns""",
+    ),
+    "an activation by module": (
+        lambda m: m.activations.__setitem__(7, ROW),
+        """\
+activation rule 7 is not text
+  why   a rule is a regex over layers' paths
+  mend  write it as in layout_map.activations[r"blocks\\.\\d+"]""",
+    ),
+    "an activation on another mesh": (
+        lambda m: m.activations.__setitem__("new", Layout(["model"], Mesh(None, "model=8"))),
+        """\
+activation rule 'new': its layout is on another mesh
+  map's     batch=2, model=4
+  layout's  model=8
+  why       one program runs all variables of a model on one mesh
+  mend      use the map's mesh, or make another map""",
+    ),
     "one bad rule of many": (
         lambda m: m.update({"fine": ROW, "new": 7}),
         """\
@@ -420,7 +529,7 @@ rule 'new': 7 is no layout
 def test_a_rule_that_cannot_be_is_refused_and_nothing_changes(mistake: str):
     """Every mistake has its whole message and names the rule; the map answers as before."""
     act, message = BAD_RULES[mistake]
-    layout_map = LayoutMap(MESH, {"there": COLUMN})
+    layout_map = LayoutMap(MESH, {"there": COLUMN}, {"layer": ROW})
     before = repr(layout_map)
 
     with pytest.raises(RuleError) as raised:

@@ -334,3 +334,41 @@ def test_planning_again_gives_the_same(drawn):
     assert make_plan(variables, layout_map) == plan
     assert isinstance(str(plan), str)
     assert isinstance(plan._repr_html_(), str)
+
+
+# -- activations
+
+
+def test_activation_rules_without_a_layer_are_found():
+    """Where the library tells its layers, a rule for none of them, or one that others shadow, is a warning."""
+    activations = {r"blocks\.\d+$": ("batch", None), "blocks.*": (None, None), "blokcs.1": (None,)}
+    layout_map = lm.LayoutMap(MESH, {"d1": (None, "model")}, activations)
+    layers = ["blocks", "blocks.0", "blocks.1"]
+    plan = make_plan([weight("d1")], layout_map, layers=layers)
+
+    assert [("blocks", 2), ("blocks.0", 1), ("blocks.1", 1)] == [
+        (match.path, match.rule.number) for match in plan.activations
+    ]
+    assert text(r"""
+        activation rule 3  blokcs.1: matches no layer
+          near misses  blocks
+          why          re.match finds it at the start of none of the 3 paths
+          mend         did you mean r"blocks$"? else delete it
+        """) == str(only_problem(plan))
+
+    layout_map.activations.pop("blokcs.1")
+    shadowed = make_plan([weight("d1")], layout_map, layers=layers[1:])
+    assert text(r"""
+        activation rule 2  blocks.*: never used, since earlier rules match all its layers
+          first lost  blocks.0 to rule 1  blocks\.\d+$
+          why         the first rule that matches wins
+          mend        put it before rule 1, or delete it
+        """) == str(only_problem(shadowed))
+
+
+def test_what_is_not_known_of_layers_is_no_problem():
+    """Where layers are not told, or not all of them yet, nothing is said of activation rules."""
+    layout_map = lm.LayoutMap(MESH, {"d1": (None, "model")}, {"nope": (None,)})
+
+    assert () == make_plan([weight("d1")], layout_map).problems
+    assert () == make_plan([weight("d1")], layout_map, layers=["a"], complete=False).problems

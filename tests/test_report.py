@@ -167,3 +167,25 @@ def test_html_escapes_whatever_is_in_a_path():
     assert "script" not in found.tags
     assert f"{evil}.k" in found.text
     assert 3 == found.text.count(evil)
+
+
+def test_layers_whose_output_is_laid_out_are_a_table():
+    """Below the variables stand the layers whose output a rule lays out, repeated blocks in one row."""
+    layout_map = lm.LayoutMap(
+        MESH, {"d1": (None, "model")}, {r"blocks\.\d+$": ("batch", None), "head": (None,)}
+    )
+    layers = ["blocks.0", "blocks.1", "blocks.1.mlp", "head"]
+    plan = make_plan([VariableSpec("d1", (16, 64), "float32")], layout_map, layers=layers)
+
+    assert """\
+variable  times  shape    dtype    layout              per device    bytes  rule
+--------  -----  -------  -------  ------------------  ----------  -------  ----
+d1               16 x 64  float32  (unsharded, model)  16 x 16     4.0 KiB  1
+
+layer's output  times  layout              rule
+--------------  -----  ------------------  ----
+blocks.{0..1}       2  (batch, unsharded)  1
+head                   (unsharded,)        2
+
+Plan: 1 variable on batch=2, model=4, 4.0 KiB, 1.0 KiB per device; no problems""" == str(plan)
+    assert "blocks.{0..1}" in plan._repr_html_()

@@ -42,6 +42,23 @@ def test_every_map_is_read_back_as_it_was(layout_map):
     assert layout_map.mesh == again.mesh
 
 
+def test_activations_are_in_the_file():
+    """A map with activations is written as version 2, after its rules; one without stays version 1."""
+    layout_map = lm.LayoutMap(lm.Mesh(None, "model=2"), {"a": ("model",)}, {r"blocks\.\d+": (None, "model")})
+
+    assert """\
+version: 2
+mesh:
+  dims:
+    model: 2
+rules:
+  a: [model]
+activations:
+  blocks\\.\\d+: [null, model]
+""" == layout_map.to_yaml()
+    assert layout_map == lm.LayoutMap.from_yaml(layout_map.to_yaml())
+
+
 def test_another_mesh_may_take_the_place_of_the_files():
     """One rules file serves meshes of any size."""
     mesh = lm.Mesh(None, "batch=64,model=8")
@@ -61,11 +78,11 @@ rules file: 'a' is there twice
   mend  delete one of them""",
         ),
         (
-            "version: 2\n",
+            "version: 3\n",
             """\
-rules file of version 2
-  why   this layoutmap reads version 1
-  mend  write version: 1 in its first line, or use the layoutmap that wrote it""",
+rules file of version 3
+  why   this layoutmap reads versions 1 to 2
+  mend  write version: 2 in its first line, or use the layoutmap that wrote it""",
         ),
         (
             "version: 1\nrule: {}\n",
@@ -73,6 +90,21 @@ rules file of version 2
 rules file: it has a key 'rule'
   why   the keys are mesh, rules, version
   mend  mend the key, or delete it""",
+        ),
+        (
+            "version: 1\nactivations: {a: [model]}\n",
+            """\
+rules file: it has a key 'activations'
+  why   the keys are mesh, rules, version
+  mend  mend the key, or delete it""",
+        ),
+        (
+            "version: 2\nactivations: {a: model}\n",
+            """\
+rules file: activation rule 'a' has no list of sharding specs
+  there  'model'
+  why    a layout has one sharding spec for each axis
+  mend   write a list, as in [null, model]""",
         ),
         (
             "version: 1\nrules: {a: model}\n",
@@ -90,7 +122,7 @@ rules file: it is no mapping
   mend   write it as LayoutMap.to_yaml() does: version, mesh and rules""",
         ),
     ],
-    ids=["twice", "version", "key", "specs", "text"],
+    ids=["twice", "version", "key", "key of version 2", "activation specs", "specs", "text"],
 )
 def test_what_is_wrong_is_told(text, message):
     """A rules file that cannot be read says what, where and the mend."""

@@ -16,9 +16,10 @@ from layoutmap.errors import (
     ScopeError,
 )
 from layoutmap.layout import UNSHARDED, Layout
-from layoutmap.layout_map import LayoutMap, Match, Rule
+from layoutmap.layout_map import Activations, LayoutMap
 from layoutmap.mesh import Mesh, MeshDimension
 from layoutmap.plan import Plan, Problem
+from layoutmap.rules import Match, Rule
 from layoutmap.scope import Scope, apply, build, layout_map_scope, plan, scope
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "UNSHARDED",
     "DVariable",
+    "Activations",
     "EngineError",
     "Layout",
     "LayoutError",

@@ -1,86 +1,48 @@
-"""A layout map: regexes over variables' paths, and the layout that each gives.
-
-The rules are tried in the order in which they were added, and the first that matches wins. Everything that lost is
-kept and can be asked for, since "which rule won, and why not mine?" is the question people have.
-"""
+"""A layout map: rules over variables' paths, and rules over layers' paths for what those layers put out."""
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.errors import LayoutMapError, RuleError
-from layoutmap.layout import Layout, as_layout
 from layoutmap.mesh import Mesh, as_mesh
-from layoutmap.rule_index import RuleIndex
+from layoutmap.rules import MeshSlot, Rules
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from layoutmap.scope import Scope
 
-__all__ = ["LayoutMap", "Match", "Rule", "nearest"]
-
-_MISSING: Any = object()
-_CLOSE = 0.6
+__all__ = ["Activations", "LayoutMap"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule of a layout map.
+class Activations(Rules):
+    """The part of a layout map that says in which layout a layer's output is: `layout_map.activations`.
 
-    Args:
-        number: Its place in the map, counted from 1.
-        pattern: The regex.
-        layout: The layout it gives.
+    A dict from regex over a layer's path to a layout, with the semantics of the rules for variables. A layer puts out
+    one array or several in a tuple, list or dict; the layout is for each array among them, and its rank must be theirs.
+    What a layer puts out is not known before it runs, so another rank is an error when that layer is first called.
     """
 
-    number: int
-    pattern: str
-    layout: Layout
+    _rule = "activation rule"
+    _paths = "layers' paths"
+    _written = "layout_map.activations"
+    _example = r"blocks\.\d+"
+    _otherwise = "what it puts out stays as it comes"
 
-    def __str__(self) -> str:
-        return f"rule {self.number}  {self.pattern}"
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What a layout map says of one path.
-
-    Args:
-        path: The path.
-        rule: The rule that won, or `None` if no rule matches.
-        others: The rules that match too and lost, in the order of the map.
-        near_misses: Patterns that come close, if no rule matches.
-    """
-
-    path: str
-    rule: Rule | None
-    others: tuple[Rule, ...] = ()
-    near_misses: tuple[str, ...] = ()
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout that won, or `None`."""
-        return self.rule and self.rule.layout
-
-    def __str__(self) -> str:
-        if self.rule is None:
-            near = "".join(f"\n  near misses  {p}" for p in self.near_misses)
-            return f"{self.path}: no rule matches, so it is replicated{near}"
-        lost = "".join(f"\n  also matches  {rule}" for rule in self.others)
-        return f"{self.path}: {self.rule} -> {self.rule.layout}{lost}"
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
 
-class LayoutMap(MutableMapping[str, Layout]):
+class LayoutMap(Rules):
     """A dict from regex over a variable's path to a layout.
 
     Reading (`layout_map[path]`, `layout_map.get(path)`) looks the path up: an exact key first, then `re.match` over the
     rules in insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`,
     `items`, ...) is the dict of the rules themselves.
+
+    `activations` is a dict of the same kind, from regex over a layer's path to the layout of what the layer puts out.
 
     `re.match` anchors the start of the path and not its end: `d1\\.kernel` also matches `d1.kernel_scale`. End a
     pattern with `$` to exclude that.
@@ -89,6 +51,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         mesh: The mesh to which tuples of specs are bound, and on which variables without a rule are replicated.
             `None` means the mesh of the first layout that is added.
         rules: Rules to begin with, in order.
+        activations: Rules for what layers put out, in order; see `Activations`.
 
     Raises:
         RuleError: See `__setitem__`.
@@ -102,235 +65,67 @@ class LayoutMap(MutableMapping[str, Layout]):
         True
         >>> "d1.kernel" in layout_map, r".*\\.kernel" in layout_map
         (False, True)
+        >>> layout_map.activations[r"blocks\\.\\d+"] = ("batch", None, None)
+        >>> layout_map.activations["blocks.7"].sharding_specs
+        ('batch', 'unsharded', 'unsharded')
 
     References:
         `tf.keras.dtensor.experimental.LayoutMap` of TensorFlow 2.9 to 2.15.
     """
 
-    def __init__(self, mesh: Mesh | None = None, rules: Mapping[str, Any] | None = None):
-        self._mesh: Mesh | None = as_mesh(mesh)
-        self._rules: dict[str, Layout] = {}
-        self._compiled: dict[str, re.Pattern[str]] = {}
-        self._numbered: dict[str, Rule] = {}
-        self._in_order: tuple[Rule, ...] = ()
-        self._index: RuleIndex | None = None  # made when a path is looked up, dropped when a rule changes
-        for pattern, layout in (rules or {}).items():
-            self[pattern] = layout
-
-    # -- looking up a path
-
-    def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
-        rule = self._first(path)
-        return rule and rule.layout
-
-    def get(self, path: str, default: Any = None) -> Any:
-        """The layout of a path, or `default` if no rule matches."""
-        rule = self._first(path)
-        return rule.layout if rule else default
-
-    def match(self, path: str) -> Match:
-        """What the map says of a path, and why: the rule that won, those that lost, near misses if none matches.
-
-        Example:
-            >>> rules = {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)}
-            >>> layout_map = LayoutMap(Mesh(None, "model=4"), rules)
-            >>> print(layout_map.match("d1.kernel"))
-            d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
-              also matches  rule 2  d1.*
-        """
-        won, *lost = self.matching_rules(path) or [None]
-        near = () if won else tuple(nearest(path, self._rules))
-        return Match(path, won, tuple(rule for rule in lost if rule), near)
-
-    def matching_rules(self, path: str) -> list[Rule]:
-        """All rules that match a path, the one that wins first."""
-        rules = self.rules
-        found = [rules[number] for number in self._lookup(path)]
-        exact = self._rules.get(path)
-        if exact is not None:
-            found.sort(key=lambda rule: rule.pattern != path)
-            if not found or found[0].pattern != path:  # a key that does not match itself, such as "a[0]"
-                found.insert(0, self._numbered[path])
-        return found
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        rules: Mapping[str, Any] | None = None,
+        activations: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(MeshSlot(as_mesh(mesh)), rules)
+        self._activations = Activations(self._slot, activations)
 
     @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules, in order, numbered from 1."""
-        if self._index is None:
-            self._numbered = {p: Rule(i, p, layout) for i, (p, layout) in enumerate(self._rules.items(), 1)}
-            self._in_order = tuple(self._numbered.values())
-            self._index = RuleIndex(list(self._compiled.values()))
-        return self._in_order
-
-    def _lookup(self, path: str) -> Iterator[int]:
-        _ = self.rules
-        assert self._index is not None
-        return self._index.matches(path)
-
-    def _first(self, path: str) -> Rule | None:
-        rules = self.rules
-        if path in self._numbered:
-            return self._numbered[path]
-        number = next(self._lookup(path), None)
-        return None if number is None else rules[number]
-
-    # -- the dict of rules
-
-    def __setitem__(self, pattern: str, layout: Layout | Sequence[Any]) -> None:
-        """Add a rule, after those that are there.
-
-        Args:
-            pattern: A regex over paths.
-            layout: A `Layout`, one of `tf.experimental.dtensor`, or a tuple of specs to bind to the map's mesh.
-
-        Raises:
-            RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does
-                not have, or lies on another mesh than the rest of the map. Nothing is changed then.
-        """
-        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RuleError(
-                f"rule {pattern!r} is not text",
-                why="a rule is a regex over variable paths",
-                mend=r'write it as in layout_map[r".*\.kernel"]',
-            )
-        if pattern in self._rules:
-            raise RuleError(
-                f"rule {pattern!r} is in the map already",
-                facts={"there": self._rules[pattern], "new": layout},
-                why="two layouts for one pattern contradict each other",
-                mend=f"del layout_map[{pattern!r}] first, or change one of the patterns",
-            )
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise RuleError(
-                f"rule {pattern!r} is not a regex", why=_why(error), mend=_mend(pattern)
-            ) from error
-        try:
-            value = as_layout(layout, self._mesh)
-        except LayoutMapError as error:
-            raise RuleError(
-                f"rule {pattern!r}: {error.what}", facts=error.facts, why=error.why, mend=error.mend
-            ) from error
-        if self._mesh is not None and value.mesh != self._mesh:
-            raise RuleError(
-                f"rule {pattern!r}: its layout is on another mesh",
-                facts=_difference(self._mesh, value.mesh),
-                why="one program runs all variables of a model on one mesh",
-                mend="use the map's mesh, or make another map",
-            )
-        self._mesh = value.mesh
-        self._rules[pattern] = value
-        self._compiled[pattern] = compiled
-        self._index = None
-
-    def __delitem__(self, pattern: str) -> None:
-        del self._rules[pattern]
-        del self._compiled[pattern]
-        self._index = None
+    def activations(self) -> Activations:
+        """The rules for what layers put out; they share the map's mesh."""
+        return self._activations
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
-        """Add rules, in order: all of them, or none if one cannot be added.
+        """Add rules, in order, and those for activations if they come from a layout map: all of them, or none.
 
         Raises:
             RuleError: See `__setitem__`.
         """
-        before = self._mesh, dict(self._rules), dict(self._compiled)
-        try:
-            super().update(rules, **more)
-        except BaseException:
-            self._mesh, self._rules, self._compiled = before
-            self._index = None
-            raise
-
-    def __contains__(self, pattern: object) -> bool:
-        return pattern in self._rules
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rules)
-
-    def __reversed__(self) -> Iterator[str]:
-        return reversed(self._rules)
-
-    def __len__(self) -> int:
-        return len(self._rules)
-
-    def keys(self) -> Any:
-        """The patterns, in order."""
-        return self._rules.keys()
-
-    def values(self) -> Any:
-        """The layouts, in order."""
-        return self._rules.values()
-
-    def items(self) -> Any:
-        """Pairs of pattern and layout, in order."""
-        return self._rules.items()
-
-    def pop(self, pattern: str, default: Any = _MISSING) -> Any:
-        """Take a rule out and give its layout; without that rule, `default`.
-
-        Raises:
-            KeyError: There is no such rule and no default.
-        """
-        if pattern not in self._rules:
-            if default is _MISSING:
-                raise KeyError(pattern)
-            return default
-        layout = self._rules[pattern]
-        del self[pattern]
-        return layout
-
-    def popitem(self) -> tuple[str, Layout]:
-        """Take the last rule out.
-
-        Raises:
-            KeyError: There are no rules.
-        """
-        if not self._rules:
-            raise KeyError("popitem(): layout map is empty")
-        pattern = next(reversed(self._rules))
-        return pattern, self.pop(pattern)
-
-    def setdefault(self, pattern: str, default: Any = None) -> Layout:
-        """The layout of the rule with this very pattern; adds it if there is none.
-
-        Raises:
-            RuleError: It has to be added and cannot; see `__setitem__`.
-        """
-        if pattern not in self._rules:
-            self[pattern] = default
-        return self._rules[pattern]
-
-    def clear(self) -> None:
-        """Take all rules out. The mesh stays."""
-        self._rules.clear()
-        self._compiled.clear()
-        self._index = None
+        before = self.mesh, dict(self._rules), dict(self._compiled)
+        super().update(rules, **more)
+        if isinstance(rules, LayoutMap):
+            try:
+                self._activations.update(rules._activations)
+            except BaseException:
+                self._slot.mesh, self._rules, self._compiled = before
+                self._index = None
+                raise
 
     def __eq__(self, other: object) -> bool:
-        """Whether two maps have the same rules in the same order, on the same mesh; any other mapping has no order."""
-        if isinstance(other, LayoutMap):
-            return self._mesh == other._mesh and list(self._rules.items()) == list(other._rules.items())
-        return self._rules == other if isinstance(other, Mapping) else NotImplemented
+        """Whether two maps have the same rules in the same order, on the same mesh, activations included.
+
+        Any other mapping has no order and stands for a map without activations.
+        """
+        theirs: object = other._activations if isinstance(other, LayoutMap) else {}
+        same = super().__eq__(other)
+        return same if same is NotImplemented else same and self._activations == theirs
 
     __hash__ = None  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along: its own dicts, and no index."""
-        own = {"_rules": dict(self._rules), "_compiled": dict(self._compiled)}
-        return {**self.__dict__, **own, "_numbered": {}, "_in_order": (), "_index": None}
+        """What a copy or a pickle takes along, its activations on its own mesh slot."""
+        state = super().__getstate__()
+        twin = copy.copy(self._activations)
+        twin._slot = state["_slot"]
+        return {**state, "_activations": twin}
 
     # -- using it
 
     def get_default_mesh(self) -> Mesh | None:
         """The mesh of the map; `None` while it has neither a mesh nor a rule."""
-        return self._mesh
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh of the map; `None` while it has neither a mesh nor a rule."""
-        return self._mesh
+        return self.mesh
 
     def to_yaml(self) -> str:
         """The map as a rules file, to be kept beside the model; see `layoutmap.yaml_form`.
@@ -346,13 +141,14 @@ class LayoutMap(MutableMapping[str, Layout]):
         """
         from layoutmap import yaml_form
 
-        mesh = self._mesh
+        mesh = self.mesh
         return yaml_form.to_yaml(
             yaml_form.RulesFields(
                 dims=None if mesh is None else {dim.name: dim.size for dim in mesh.mesh_dims},
                 mesh_name="" if mesh is None else mesh.name,
                 devices=None if mesh is None else mesh.devices,
-                rules={pattern: layout.sharding_specs for pattern, layout in self._rules.items()},
+                rules={pattern: layout.sharding_specs for pattern, layout in self.items()},
+                activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
             )
         )
 
@@ -377,7 +173,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         fields = yaml_form.from_yaml(text)
         if mesh is None and fields.dims is not None:
             mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
-        return cls(mesh, fields.rules)
+        return cls(mesh, fields.rules, fields.activations)
 
     def scope(self, **options: Any) -> AbstractContextManager[Scope]:
         """Build models whose variables are created straight in their layouts; see `layoutmap.scope`."""
@@ -398,84 +194,19 @@ class LayoutMap(MutableMapping[str, Layout]):
         return apply(model, self, **options)
 
     def __repr__(self) -> str:
-        rules = "".join(f"    {p!r}: {layout.sharding_specs!r},\n" for p, layout in self._rules.items())
-        return f"LayoutMap({self._mesh!r}, {{{chr(10) if rules else ''}{rules}}})"
+        parts = [repr(self.mesh), _written(self)]
+        if self._activations:
+            parts.append(f"activations={_written(self._activations)}")
+        return f"LayoutMap({', '.join(parts)})"
 
     def __str__(self) -> str:
-        width = max((len(p) for p in self._rules), default=0)
-        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {rule.layout}" for rule in self.rules]
-        return "\n".join([f"LayoutMap on {self._mesh or 'no mesh yet'}, {len(self)} rules", *rows])
+        return "\n".join([super().__str__(), *([str(self._activations)] if self._activations else [])])
 
     def _repr_html_(self) -> str:
-        from layoutmap.report.html import table
-
-        rows = [(str(rule.number), rule.pattern, str(rule.layout)) for rule in self.rules]
-        return table(f"LayoutMap on {self._mesh or 'no mesh yet'}", ("rule", "pattern", "layout"), rows)
+        return super()._repr_html_() + (self._activations._repr_html_() if self._activations else "")
 
 
-def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
-    """In what two meshes differ, however many devices they have."""
-    said: tuple[str, str]
-    if ours.mesh_dims != theirs.mesh_dims:
-        said = str(ours), str(theirs)
-    elif ours.name != theirs.name:
-        said = f"named {ours.name!r}", f"named {theirs.name!r}"
-    elif ours.devices is None or theirs.devices is None:
-        said = tuple("abstract" if m.is_abstract else f"on {m.device_type} devices" for m in (ours, theirs))  # type: ignore[assignment]
-    else:
-        pairs = enumerate(zip(ours.devices, theirs.devices, strict=True))
-        said = next((f"{a!r} at place {i}", f"{b!r} at place {i}") for i, (a, b) in pairs if a != b)
-    return {"map's": said[0], "layout's": said[1]}
-
-
-def _why(error: Exception) -> str:
-    if not isinstance(error, re.error):
-        return str(error)
-    return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
-
-
-def _mend(pattern: str) -> str:
-    if re.search(r"(^|[(|])\*", pattern):  # the most common slip: a glob
-        meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
-        if _is_regex(meant):
-            return f"a regex says .* for anything: {meant!r}"
-    return f"mend the regex, or escape all its signs: {re.escape(pattern)!r}"
-
-
-def _is_regex(pattern: str) -> bool:
-    try:
-        return bool(re.compile(pattern))
-    except (re.error, OverflowError, RecursionError):
-        return False
-
-
-def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates most like a path or a pattern, best first; digits and regex signs do not count.
-
-    Example:
-        >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
-        ['d1.kernel']
-    """
-    wanted = _skeleton(text).split(".")
-    by_skeleton: dict[str, str] = {}
-    for candidate in candidates:
-        by_skeleton.setdefault(_skeleton(candidate), candidate)
-    matcher = difflib.SequenceMatcher()
-    scored: list[tuple[float, str]] = []
-    for skeleton, candidate in by_skeleton.items():
-        parts = skeleton.split(".")
-        # A pattern that starts with .* says nothing of the path's first parts.
-        shared = min(len(parts), len(wanted))
-        matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
-        # The last word says what a variable is; to be another kind of variable is the least likely slip.
-        score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
-        if score >= _CLOSE:
-            scored.append((-score, candidate))
-    return [candidate for _, candidate in sorted(scored)[:count]]
-
-
-def _skeleton(text: str) -> str:
-    """What is left of a path or a pattern without numbers and regex signs: its words, joined by dots."""
-    text = text.replace("\\.", ".")
-    text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
-    return re.sub(r"\.+", ".", text).strip(".")
+def _written(rules: Rules) -> str:
+    """Rules as code, one a line."""
+    lines = "".join(f"    {p!r}: {layout.sharding_specs!r},\n" for p, layout in rules.items())
+    return f"{{{chr(10) if lines else ''}{lines}}}"

@@ -12,10 +12,11 @@ from typing import Literal
 
 from layoutmap.errors import LayoutError, PlanError, format_message
 from layoutmap.layout import Layout
-from layoutmap.layout_map import LayoutMap, Match, Rule, nearest
+from layoutmap.layout_map import LayoutMap
 from layoutmap.limits import Limit
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import merge_paths, path_pattern, path_shape
+from layoutmap.rules import Match, Rule, Rules, nearest
 from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["Plan", "Problem", "group_problems", "make_plan"]
@@ -32,8 +33,8 @@ class Problem:
     """Something in a plan that is wrong or may not be meant.
 
     Args:
-        kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`,
-            `"tied"`, `"drawn whole"`, `"not built"`, `"not held"` or
+        kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`
+            (of variables or of activations), `"tied"`, `"drawn whole"`, `"not built"`, `"not held"` or
             `"cannot run"`.
         severity: `"error"`: the model cannot be made so. `"warning"`: it can, and `strict` makes it an error. `"note"`:
             worth knowing, never an error.
@@ -64,6 +65,8 @@ class Plan:
         mesh: The mesh.
         assignments: The variables and their layouts, in the order of the model.
         problems: Everything found, errors first.
+        activations: The layers whose output a rule of `LayoutMap.activations` lays out, in the order of the model;
+            empty too where the library tells no layers.
 
     Example:
         >>> from layoutmap import LayoutMap, Mesh
@@ -78,6 +81,7 @@ class Plan:
     mesh: Mesh
     assignments: tuple[Assignment, ...]
     problems: tuple[Problem, ...] = ()
+    activations: tuple[Match, ...] = ()
 
     def __iter__(self) -> Iterator[Assignment]:
         return iter(self.assignments)
@@ -186,6 +190,7 @@ def make_plan(
     drawn_whole: Mapping[str, str] | None = None,
     limits: Sequence[Limit] = (),
     complete: bool = True,
+    layers: Sequence[str] | None = None,
 ) -> Plan:
     """Match every variable, collect every problem; pure.
 
@@ -195,6 +200,7 @@ def make_plan(
         drawn_whole: For each path whose first value must be drawn whole: why.
         limits: What the backend cannot do with layers and variables.
         complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
+        layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
 
     Raises:
         PlanError: The layout map has no mesh, so nothing can be laid out.
@@ -225,9 +231,14 @@ def make_plan(
                 beaten.setdefault(other.number, (match.rule, variable.path))
         problems += _problems_of(assignment)
     if complete:
-        problems += _problems_of_rules(layout_map, won, beaten, [v for v in variables if v.kind in _MATCHED])
+        paths = [path for v in variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
+        problems += _problems_of_rules(layout_map, won, beaten, paths, "variable")
+    activations = [layout_map.activations.match(path) for path in layers or ()]
+    if complete and layers is not None:
+        problems += _problems_of_activations(layout_map.activations, activations)
     problems += _problems_of_limits(limits, assignments)
-    return Plan(mesh, tuple(assignments), _in_order(problems))
+    laid_out = tuple(match for match in activations if match.rule)
+    return Plan(mesh, tuple(assignments), _in_order(problems), laid_out)
 
 
 def _in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -330,23 +341,36 @@ def _of_error(kind: str, error: LayoutError, assignment: Assignment) -> Problem:
     )
 
 
+def _problems_of_activations(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
+    won = dict.fromkeys(range(1, len(rules) + 1), 0)
+    beaten: dict[int, tuple[Rule, str]] = {}
+    for match in matches:
+        if match.rule:
+            won[match.rule.number] += 1
+            for other in match.others:
+                beaten.setdefault(other.number, (match.rule, match.path))
+    yield from _problems_of_rules(rules, won, beaten, [match.path for match in matches], "layer")
+
+
 def _problems_of_rules(
-    layout_map: LayoutMap,
+    rules: Rules,
     won: Mapping[int, int],
     beaten: Mapping[int, tuple[Rule, str]],
-    variables: Sequence[VariableSpec],
+    paths: Sequence[str],
+    of: str,
 ) -> Iterator[Problem]:
-    paths = [path for variable in variables for path in (variable.path, *variable.aliases)]
-    for rule in layout_map.rules:
+    """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
+    for rule in rules.rules:
         if won[rule.number]:
             continue
+        name = rules.name_of(rule)
         if rule.number in beaten:
             winner, path = beaten[rule.number]
             yield Problem(
                 "shadowed rule",
                 "warning",
                 rule.pattern,
-                f"{rule}: never used, since earlier rules match all its variables",
+                f"{name}: never used, since earlier rules match all its {of}s",
                 (("first lost", f"{path} to {winner}"),),
                 "the first rule that matches wins",
                 f"put it before rule {winner.number}, or delete it",
@@ -357,7 +381,7 @@ def _problems_of_rules(
             "unused rule",
             "warning",
             rule.pattern,
-            f"{rule}: matches no variable",
+            f"{name}: matches no {of}",
             (("near misses", ", ".join(near)),),
             f"re.match finds it at the start of none of the {len(paths)} paths",
             f"did you mean {path_pattern(near[:1])}? else delete it" if near else "mend it, or delete it",

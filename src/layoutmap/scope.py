@@ -36,6 +36,7 @@ class Scope:
     Attributes:
         layout_map: The rules.
         plan: What has been planned so far; grows as models make their weights.
+        layers: The paths of all layers so far, if the adapter tells them.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Scope:
         self._engine = engine
         self._progress = progress
         self._warned: set[str] = set()
+        self.layers: Sequence[str] | None = None
         self._adapter_name = adapter.name
         self._engine_name = adapter.engine_name
+        _refuse_activations(layout_map, adapter)
         self.session: Session = adapter.begin(self)
 
     @property
@@ -84,10 +87,17 @@ class Scope:
         drawn_whole: Mapping[str, str],
         limits: Sequence[Limit],
         complete: bool,
+        layers: Sequence[str] | None = None,
     ) -> Sequence[Assignment]:
         """A layout for each variable, in order; raises with all problems, before anything is made."""
+        self.layers = layers
         plan = make_plan(
-            variables, self.layout_map, drawn_whole=drawn_whole, limits=limits, complete=complete
+            variables,
+            self.layout_map,
+            drawn_whole=drawn_whole,
+            limits=limits,
+            complete=complete,
+            layers=layers,
         )
         self.plan = plan.with_problems(list(self._not_held(plan)))
         if not self.plan_only:
@@ -102,6 +112,10 @@ class Scope:
         if plan.errors:
             return Assignment(variable, self.replicated(len(variable.shape)))
         return plan.assignments[0]
+
+    def activation_layout(self, path: str) -> Layout | None:
+        """The layout of what the layer at a path puts out; `None`: as it comes."""
+        return self.layout_map.activations[path]
 
     def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> Mapping[str, Any]:
         """First values, each in its layout, by the keys given."""
@@ -337,6 +351,7 @@ def plan(
         [a.variable for a in found],
         layout_map,
         drawn_whole={a.variable.path: a.drawn_whole for a in found},
+        layers=dry.layers,
     ).with_problems([problem for problem in found.problems if problem.kind in ("not held", "cannot run")])
     if unbuilt:
         shown = ", ".join(unbuilt[:5]) + (f" and {len(unbuilt) - 5} more" if len(unbuilt) > 5 else "")
@@ -399,6 +414,17 @@ def _level_of_user(inner: Set[str]) -> int:
     }:
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _refuse_activations(layout_map: LayoutMap, adapter: Adapter) -> None:
+    rules = layout_map.activations
+    if rules and not adapter.lays_out_activations:
+        raise ScopeError(
+            f"layout_map.activations: {adapter.name} models do not take layouts for what their layers put out",
+            facts={"there": ", ".join(rules.name_of(rule) for rule in rules.rules[:3])},
+            why=f"the {adapter.name} adapter lays out variables only, and the rules would be ignored",
+            mend="layout_map.activations.clear()",
+        )
 
 
 def _adapter(library: str | None) -> Adapter:

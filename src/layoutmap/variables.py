@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from layoutmap.layout import Layout
-from layoutmap.layout_map import Match
+from layoutmap.rules import Match
 
 __all__ = ["Assignment", "Kind", "VariableSpec", "itemsize"]
 

@@ -1,13 +1,16 @@
 """A layout map as YAML: the rules file that a project keeps beside its model.
 
-    version: 1
+    version: 2
     mesh:
       dims: {batch: 2, model: 4}
     rules:
       blocks\\.\\d+\\.up\\.kernel: [null, model]
       head\\.kernel: [[batch, model], null]
+    activations:
+      blocks\\.\\d+: [batch, null, null]
 
-The order of the rules is their order in the file. This module knows the form; `LayoutMap` checks what it means.
+The order of the rules is their order in the file. A map without activations is written as version 1, which earlier
+releases read too. This module knows the form; `LayoutMap` checks what it means.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from layoutmap.layout import UNSHARDED, ShardingSpec
 
 __all__ = ["VERSION", "RulesFields", "from_yaml", "to_yaml"]
 
-VERSION = 1
-_KEYS = {"version", "mesh", "rules"}
+VERSION = 2
+"""The newest version of the form; all from 1 on are read."""
+
+_KEYS = {1: {"version", "mesh", "rules"}, 2: {"version", "mesh", "rules", "activations"}}
 _MESH_KEYS = {"dims", "name", "devices"}
 _MEND = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
@@ -31,6 +36,7 @@ _MEND = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 class RulesFields:
     """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
 
+    The specs are those of variables in `rules`, and of what layers put out in `activations`.
     `dims` is `None` if the file names no mesh.
     """
 
@@ -38,6 +44,7 @@ class RulesFields:
     mesh_name: str
     devices: tuple[str, ...] | None
     rules: Mapping[str, tuple[Any, ...]]
+    activations: Mapping[str, tuple[Any, ...]]
 
 
 def to_yaml(fields: RulesFields) -> str:
@@ -60,7 +67,7 @@ def to_yaml(fields: RulesFields) -> str:
     def written(spec: ShardingSpec) -> Any:
         return None if spec == UNSHARDED else Flow(spec) if isinstance(spec, tuple) else spec
 
-    data: dict[str, Any] = {"version": VERSION}
+    data: dict[str, Any] = {"version": 2 if fields.activations else 1}
     if fields.dims is not None:
         mesh: dict[str, Any] = {"dims": dict(fields.dims)}
         if fields.mesh_name:
@@ -69,6 +76,8 @@ def to_yaml(fields: RulesFields) -> str:
             mesh["devices"] = Flow(fields.devices)
         data["mesh"] = mesh
     data["rules"] = {pattern: Flow(map(written, specs)) for pattern, specs in fields.rules.items()}
+    if fields.activations:
+        data["activations"] = {p: Flow(map(written, specs)) for p, specs in fields.activations.items()}
     return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
 
 
@@ -103,30 +112,36 @@ def from_yaml(text: str) -> RulesFields:
         data: Any = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise RuleError("rules file cannot be read", why=str(error), mend=_MEND) from error
-    top = _mapping(data, "it", _KEYS)
-    if top.get("version") != VERSION:
+    version: Any = _mapping(data, "it", None).get("version")
+    if version not in tuple(_KEYS):
         raise RuleError(
-            f"rules file of version {top.get('version')!r}",
-            why=f"this layoutmap reads version {VERSION}",
+            f"rules file of version {version!r}",
+            why=f"this layoutmap reads versions 1 to {VERSION}",
             mend=f"write version: {VERSION} in its first line, or use the layoutmap that wrote it",
         )
-    rules = _mapping(top.get("rules") or {}, "rules", None)
-    for pattern, specs in rules.items():
-        if not isinstance(specs, list):
-            raise RuleError(
-                f"rules file: rule {pattern!r} has no list of sharding specs",
-                facts={"there": repr(specs)},
-                why="a layout has one sharding spec for each axis",
-                mend="write a list, as in [null, model]",
-            )
+    top = _mapping(data, "it", _KEYS[version])
     mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
     devices: list[str] | None = (mesh or {}).get("devices")
     return RulesFields(
         dims=None if mesh is None else _mapping(mesh.get("dims") or {}, "mesh dims", None),
         mesh_name=(mesh or {}).get("name") or "",
         devices=None if devices is None else tuple(devices),
-        rules={pattern: tuple(map(_read, specs)) for pattern, specs in rules.items()},
+        rules=_rules(top.get("rules") or {}, "rules", "rule"),
+        activations=_rules(top.get("activations") or {}, "activations", "activation rule"),
     )
+
+
+def _rules(value: Any, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
+    rules = _mapping(value, what, None)
+    for pattern, specs in rules.items():
+        if not isinstance(specs, list):
+            raise RuleError(
+                f"rules file: {rule} {pattern!r} has no list of sharding specs",
+                facts={"there": repr(specs)},
+                why="a layout has one sharding spec for each axis",
+                mend="write a list, as in [null, model]",
+            )
+    return {pattern: tuple(map(_read, specs)) for pattern, specs in rules.items()}
 
 
 def _read(spec: Any) -> Any:

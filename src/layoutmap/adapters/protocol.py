@@ -31,8 +31,16 @@ class Home(Protocol):
         drawn_whole: Mapping[str, str],
         limits: Sequence[Limit],
         complete: bool,
+        layers: Sequence[str] | None = None,
     ) -> Sequence[Assignment]:
-        """A layout for each variable, in order; raises with all problems, before anything is made."""
+        """A layout for each variable, in order; raises with all problems, before anything is made.
+
+        An adapter that lays out activations tells the paths of all layers, so that rules for none of them are found.
+        """
+        ...
+
+    def activation_layout(self, path: str) -> Layout | None:
+        """The layout of what the layer at a path puts out; `None`: as it comes."""
         ...
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
@@ -100,6 +108,9 @@ class Adapter(Protocol):
     """Knows one model library."""
 
     name: str
+
+    lays_out_activations: bool
+    """Whether what layers put out is laid out; a scope refuses rules for it if not."""
 
     @property
     def engine_name(self) -> str:

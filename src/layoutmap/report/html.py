@@ -7,7 +7,7 @@ from html import escape
 
 from layoutmap.plan import Plan, group_problems
 from layoutmap.report.rows import plan_rows
-from layoutmap.report.text import COLUMNS, plan_line, row_cells
+from layoutmap.report.text import ACTIVATION_COLUMNS, COLUMNS, activation_cells, plan_line, row_cells
 
 __all__ = ["plan_html", "table"]
 
@@ -32,4 +32,5 @@ def plan_html(plan: Plan) -> str:
     found = "".join(
         f"<pre>{p.severity}: {escape(str(p))}</pre>" for p in group_problems(plan.errors + plan.warnings)
     )
-    return table(f"Plan: {plan_line(plan)}", COLUMNS, rows) + found
+    activations = table("", ACTIVATION_COLUMNS, activation_cells(plan)) if plan.activations else ""
+    return table(f"Plan: {plan_line(plan)}", COLUMNS, rows) + activations + found

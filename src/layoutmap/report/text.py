@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan, group_problems
 from layoutmap.report.rows import Row, plan_rows, size
+from layoutmap.rules import Match
 
-__all__ = ["COLUMNS", "plan_line", "plan_text", "row_cells", "warning_text"]
+__all__ = [
+    "ACTIVATION_COLUMNS",
+    "COLUMNS",
+    "activation_cells",
+    "plan_line",
+    "plan_text",
+    "row_cells",
+    "warning_text",
+]
 
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "per device", "bytes", "rule")
+ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
 _RIGHT = {"times", "bytes"}
 
 
@@ -27,16 +40,9 @@ def plan_line(plan: Plan) -> str:
 
 def plan_text(plan: Plan) -> str:
     """A plan as a table, its totals, and its problems in full."""
-    table = [COLUMNS, *(row_cells(row) for row in plan_rows(plan))]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(COLUMNS))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for cell, width, name in zip(cells, widths, COLUMNS, strict=True)
-        ).rstrip()
-        for cells in table
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines = _table(COLUMNS, map(row_cells, plan_rows(plan)))
+    if plan.activations:
+        lines += ["", *_table(ACTIVATION_COLUMNS, activation_cells(plan))]
     lines += ["", f"Plan: {plan_line(plan)}"]
     whole = plan.largest_drawn_whole
     if whole:
@@ -81,6 +87,37 @@ def row_cells(row: Row) -> tuple[str, ...]:
         cells = (_shape(a.variable.shape), layout, _shape(a.shard_shape) if a.fits else "does not fit")
     shape, layout, shard = cells
     return row.path, times, shape, a.variable.dtype, layout, shard, size(row.nbytes), row.rule
+
+
+def activation_cells(plan: Plan) -> list[tuple[str, ...]]:
+    """The layers whose output is laid out, as text, repeated blocks in one row; a cell for each column."""
+    groups: dict[object, list[Match]] = {}
+    for match in plan.activations:
+        groups.setdefault((path_shape(match.path), match.rule), []).append(match)
+    return [
+        (
+            merge_paths([m.path for m in group]),
+            str(len(group)) if len(group) > 1 else "",
+            str(group[0].layout),
+            str(group[0].rule.number if group[0].rule else ""),
+        )
+        for group in groups.values()
+    ]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Rows of text in columns, under a head and a rule."""
+    table = [head, *rows]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
+            for cell, width, name in zip(cells, widths, head, strict=True)
+        ).rstrip()
+        for cells in table
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
 
 
 def _shape(shape: tuple[int, ...]) -> str:

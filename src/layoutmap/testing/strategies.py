@@ -122,7 +122,7 @@ def patterns() -> st.SearchStrategy[str]:
 
 @st.composite
 def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8) -> LayoutMap:
-    """Layout maps with some rules.
+    """Layout maps with some rules, and some with rules for activations.
 
     Args:
         draw: Given by hypothesis.
@@ -130,7 +130,8 @@ def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8
         max_rules: The most rules.
     """
     mesh = draw(meshes()) if mesh is None else mesh
-    return LayoutMap(mesh, draw(st.dictionaries(patterns(), layouts(mesh), max_size=max_rules)))
+    rules = draw(st.dictionaries(patterns(), layouts(mesh), max_size=max_rules))
+    return LayoutMap(mesh, rules, draw(st.dictionaries(patterns(), layouts(mesh), max_size=2)))
 
 
 @st.composite

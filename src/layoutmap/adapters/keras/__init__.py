@@ -25,6 +25,7 @@ class KerasAdapter:
     """Knows Keras 3; see `layoutmap.adapters.protocol`."""
 
     name = "keras"
+    lays_out_activations = False
 
     @property
     def engine_name(self) -> str:

@@ -1,0 +1,408 @@
+"""Rules: regexes over paths and the layout that each gives, as a dict that is read by path.
+
+The rules are tried in the order in which they were added, and the first that matches wins. Everything that lost is
+kept and can be asked for, since "which rule won, and why not mine?" is the question people have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layoutmap.errors import LayoutMapError, RuleError
+from layoutmap.layout import Layout, as_layout
+from layoutmap.mesh import Mesh
+from layoutmap.rule_index import RuleIndex
+
+__all__ = ["Match", "MeshSlot", "Rule", "Rules", "nearest"]
+
+_MISSING: Any = object()
+_CLOSE = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of a layout map.
+
+    Args:
+        number: Its place in the map, counted from 1.
+        pattern: The regex.
+        layout: The layout it gives.
+    """
+
+    number: int
+    pattern: str
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"rule {self.number}  {self.pattern}"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a layout map says of one path.
+
+    Args:
+        path: The path.
+        rule: The rule that won, or `None` if no rule matches.
+        others: The rules that match too and lost, in the order of the map.
+        near_misses: Patterns that come close, if no rule matches.
+        otherwise: What happens to the path if no rule matches.
+    """
+
+    path: str
+    rule: Rule | None
+    others: tuple[Rule, ...] = ()
+    near_misses: tuple[str, ...] = ()
+    otherwise: str = "it is replicated"
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout that won, or `None`."""
+        return self.rule and self.rule.layout
+
+    def __str__(self) -> str:
+        if self.rule is None:
+            near = "".join(f"\n  near misses  {p}" for p in self.near_misses)
+            return f"{self.path}: no rule matches, so {self.otherwise}{near}"
+        lost = "".join(f"\n  also matches  {rule}" for rule in self.others)
+        return f"{self.path}: {self.rule} -> {self.rule.layout}{lost}"
+
+
+@dataclass(slots=True)
+class MeshSlot:
+    """The mesh that the rules of one map share; `None` until the first layout brings it."""
+
+    mesh: Mesh | None
+
+
+class Rules(MutableMapping[str, Layout]):
+    """A dict from regex over a path to a layout: what `LayoutMap` and its `activations` are.
+
+    Reading (`rules[path]`, `rules.get(path)`) looks the path up: an exact key first, then `re.match` over the rules in
+    insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`, `items`, ...)
+    is the dict of the rules themselves.
+
+    Args:
+        slot: The mesh to which tuples of specs are bound, shared with the other rules of a map.
+        rules: Rules to begin with, in order.
+
+    Raises:
+        RuleError: See `__setitem__`.
+    """
+
+    # What messages call a rule and its paths, what they say to type, and what is done where no rule matches.
+    _rule = "rule"
+    _paths = "variable paths"
+    _written = "layout_map"
+    _example = r".*\.kernel"
+    _otherwise = "it is replicated"
+
+    def __init__(self, slot: MeshSlot, rules: Mapping[str, Any] | None = None):
+        self._slot = slot
+        self._rules: dict[str, Layout] = {}
+        self._compiled: dict[str, re.Pattern[str]] = {}
+        self._numbered: dict[str, Rule] = {}
+        self._in_order: tuple[Rule, ...] = ()
+        self._index: RuleIndex | None = None  # made when a path is looked up, dropped when a rule changes
+        for pattern, layout in (rules or {}).items():
+            self[pattern] = layout
+
+    # -- looking up a path
+
+    def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
+        rule = self._first(path)
+        return rule and rule.layout
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The layout of a path, or `default` if no rule matches."""
+        rule = self._first(path)
+        return rule.layout if rule else default
+
+    def match(self, path: str) -> Match:
+        """What the map says of a path, and why: the rule that won, those that lost, near misses if none matches.
+
+        Example:
+            >>> rules = {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)}
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"), rules)
+            >>> print(layout_map.match("d1.kernel"))
+            d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
+              also matches  rule 2  d1.*
+        """
+        won, *lost = self.matching_rules(path) or [None]
+        near = () if won else tuple(nearest(path, self._rules))
+        return Match(path, won, tuple(rule for rule in lost if rule), near, self._otherwise)
+
+    def matching_rules(self, path: str) -> list[Rule]:
+        """All rules that match a path, the one that wins first."""
+        rules = self.rules
+        found = [rules[number] for number in self._lookup(path)]
+        exact = self._rules.get(path)
+        if exact is not None:
+            found.sort(key=lambda rule: rule.pattern != path)
+            if not found or found[0].pattern != path:  # a key that does not match itself, such as "a[0]"
+                found.insert(0, self._numbered[path])
+        return found
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules, in order, numbered from 1."""
+        if self._index is None:
+            self._numbered = {p: Rule(i, p, layout) for i, (p, layout) in enumerate(self._rules.items(), 1)}
+            self._in_order = tuple(self._numbered.values())
+            self._index = RuleIndex(list(self._compiled.values()))
+        return self._in_order
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the map; `None` while it has neither a mesh nor a rule."""
+        return self._slot.mesh
+
+    def _lookup(self, path: str) -> Iterator[int]:
+        _ = self.rules
+        assert self._index is not None
+        return self._index.matches(path)
+
+    def _first(self, path: str) -> Rule | None:
+        rules = self.rules
+        if path in self._numbered:
+            return self._numbered[path]
+        number = next(self._lookup(path), None)
+        return None if number is None else rules[number]
+
+    # -- the dict of rules
+
+    def __setitem__(self, pattern: str, layout: Layout | Sequence[Any]) -> None:
+        """Add a rule, after those that are there.
+
+        Args:
+            pattern: A regex over paths.
+            layout: A `Layout`, one of `tf.experimental.dtensor`, or a tuple of specs to bind to the map's mesh.
+
+        Raises:
+            RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does
+                not have, or lies on another mesh than the rest of the map. Nothing is changed then.
+        """
+        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleError(
+                f"{self._rule} {pattern!r} is not text",
+                why=f"a rule is a regex over {self._paths}",
+                mend=f'write it as in {self._written}[r"{self._example}"]',
+            )
+        if pattern in self._rules:
+            raise RuleError(
+                f"{self._rule} {pattern!r} is in the map already",
+                facts={"there": self._rules[pattern], "new": layout},
+                why="two layouts for one pattern contradict each other",
+                mend=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
+            )
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise RuleError(
+                f"{self._rule} {pattern!r} is not a regex", why=_why(error), mend=_mend(pattern)
+            ) from error
+        try:
+            value = as_layout(layout, self._slot.mesh)
+        except LayoutMapError as error:
+            raise RuleError(
+                f"{self._rule} {pattern!r}: {error.what}", facts=error.facts, why=error.why, mend=error.mend
+            ) from error
+        mesh = self._slot.mesh
+        if mesh is not None and value.mesh != mesh:
+            raise RuleError(
+                f"{self._rule} {pattern!r}: its layout is on another mesh",
+                facts=_difference(mesh, value.mesh),
+                why="one program runs all variables of a model on one mesh",
+                mend="use the map's mesh, or make another map",
+            )
+        self._slot.mesh = value.mesh
+        self._rules[pattern] = value
+        self._compiled[pattern] = compiled
+        self._index = None
+
+    def __delitem__(self, pattern: str) -> None:
+        del self._rules[pattern]
+        del self._compiled[pattern]
+        self._index = None
+
+    def update(self, rules: Any = (), /, **more: Any) -> None:
+        """Add rules, in order: all of them, or none if one cannot be added.
+
+        Raises:
+            RuleError: See `__setitem__`.
+        """
+        before = self._slot.mesh, dict(self._rules), dict(self._compiled)
+        try:
+            super().update(rules, **more)
+        except BaseException:
+            self._slot.mesh, self._rules, self._compiled = before
+            self._index = None
+            raise
+
+    def __contains__(self, pattern: object) -> bool:
+        return pattern in self._rules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def keys(self) -> Any:
+        """The patterns, in order."""
+        return self._rules.keys()
+
+    def values(self) -> Any:
+        """The layouts, in order."""
+        return self._rules.values()
+
+    def items(self) -> Any:
+        """Pairs of pattern and layout, in order."""
+        return self._rules.items()
+
+    def pop(self, pattern: str, default: Any = _MISSING) -> Any:
+        """Take a rule out and give its layout; without that rule, `default`.
+
+        Raises:
+            KeyError: There is no such rule and no default.
+        """
+        if pattern not in self._rules:
+            if default is _MISSING:
+                raise KeyError(pattern)
+            return default
+        layout = self._rules[pattern]
+        del self[pattern]
+        return layout
+
+    def popitem(self) -> tuple[str, Layout]:
+        """Take the last rule out.
+
+        Raises:
+            KeyError: There are no rules.
+        """
+        if not self._rules:
+            raise KeyError("popitem(): layout map is empty")
+        pattern = next(reversed(self._rules))
+        return pattern, self.pop(pattern)
+
+    def setdefault(self, pattern: str, default: Any = None) -> Layout:
+        """The layout of the rule with this very pattern; adds it if there is none.
+
+        Raises:
+            RuleError: It has to be added and cannot; see `__setitem__`.
+        """
+        if pattern not in self._rules:
+            self[pattern] = default
+        return self._rules[pattern]
+
+    def clear(self) -> None:
+        """Take all rules out. The mesh stays."""
+        self._rules.clear()
+        self._compiled.clear()
+        self._index = None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two have the same rules in the same order, on the same mesh; any other mapping has no order."""
+        if isinstance(other, Rules):
+            return self.mesh == other.mesh and list(self._rules.items()) == list(other._rules.items())
+        return self._rules == other if isinstance(other, Mapping) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: its own mesh slot and dicts, and no index."""
+        own = {"_slot": MeshSlot(self.mesh), "_rules": dict(self._rules), "_compiled": dict(self._compiled)}
+        return {**self.__dict__, **own, "_numbered": {}, "_in_order": (), "_index": None}
+
+    def _repr_html_(self) -> str:
+        from layoutmap.report.html import table
+
+        rows = [(str(rule.number), rule.pattern, str(rule.layout)) for rule in self.rules]
+        return table(self._title(), (self._rule, "pattern", "layout"), rows)
+
+    def __str__(self) -> str:
+        width = max((len(p) for p in self._rules), default=0)
+        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {rule.layout}" for rule in self.rules]
+        return "\n".join([f"{self._title()}, {len(self)} rules", *rows])
+
+    def name_of(self, rule: Rule) -> str:
+        """What messages call one of these rules: `rule 2  .*kernel`, `activation rule 1  blocks`."""
+        return f"{self._rule} {rule.number}  {rule.pattern}"
+
+    def _title(self) -> str:
+        return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
+
+
+def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
+    """In what two meshes differ, however many devices they have."""
+    said: tuple[str, str]
+    if ours.mesh_dims != theirs.mesh_dims:
+        said = str(ours), str(theirs)
+    elif ours.name != theirs.name:
+        said = f"named {ours.name!r}", f"named {theirs.name!r}"
+    elif ours.devices is None or theirs.devices is None:
+        said = tuple("abstract" if m.is_abstract else f"on {m.device_type} devices" for m in (ours, theirs))  # type: ignore[assignment]
+    else:
+        pairs = enumerate(zip(ours.devices, theirs.devices, strict=True))
+        said = next((f"{a!r} at place {i}", f"{b!r} at place {i}") for i, (a, b) in pairs if a != b)
+    return {"map's": said[0], "layout's": said[1]}
+
+
+def _why(error: Exception) -> str:
+    if not isinstance(error, re.error):
+        return str(error)
+    return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
+
+
+def _mend(pattern: str) -> str:
+    if re.search(r"(^|[(|])\*", pattern):  # the most common slip: a glob
+        meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
+        if _is_regex(meant):
+            return f"a regex says .* for anything: {meant!r}"
+    return f"mend the regex, or escape all its signs: {re.escape(pattern)!r}"
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern))
+    except (re.error, OverflowError, RecursionError):
+        return False
+
+
+def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """The candidates most like a path or a pattern, best first; digits and regex signs do not count.
+
+    Example:
+        >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
+        ['d1.kernel']
+    """
+    wanted = _skeleton(text).split(".")
+    by_skeleton: dict[str, str] = {}
+    for candidate in candidates:
+        by_skeleton.setdefault(_skeleton(candidate), candidate)
+    matcher = difflib.SequenceMatcher()
+    scored: list[tuple[float, str]] = []
+    for skeleton, candidate in by_skeleton.items():
+        parts = skeleton.split(".")
+        # A pattern that starts with .* says nothing of the path's first parts.
+        shared = min(len(parts), len(wanted))
+        matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
+        # The last word says what a variable is; to be another kind of variable is the least likely slip.
+        score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
+        if score >= _CLOSE:
+            scored.append((-score, candidate))
+    return [candidate for _, candidate in sorted(scored)[:count]]
+
+
+def _skeleton(text: str) -> str:
+    """What is left of a path or a pattern without numbers and regex signs: its words, joined by dots."""
+    text = text.replace("\\.", ".")
+    text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
+    return re.sub(r"\.+", ".", text).strip(".")
