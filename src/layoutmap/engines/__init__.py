@@ -15,7 +15,7 @@ from layoutmap.errors import EngineError
 
 __all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine"]
 
-ENGINES = {"jax": "layoutmap.engines.jax", "tensorflow": "layoutmap.engines.tensorflow"}
+ENGINES = {name: f"layoutmap.engines.{name}" for name in ("jax", "tensorflow", "torch")}
 """Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
 
 
@@ -23,7 +23,7 @@ def get_engine(name: str) -> Engine:
     """The engine of a framework.
 
     Args:
-        name: `"jax"` or `"tensorflow"`.
+        name: `"jax"`, `"tensorflow"` or `"torch"`.
 
     Raises:
         EngineError: There is no such engine, or its framework is not installed.

@@ -1,0 +1,52 @@
+"""The torch engine keeps the contract, on eight simulated devices, and what only torch can be asked."""
+
+import gc
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from layoutmap.draws import Draw, Program
+from layoutmap.engines.torch_arrays import to_numpy
+from layoutmap.layout import Layout
+from layoutmap.mesh import Mesh
+from layoutmap.pytorch import simulation
+from layoutmap.testing.engine_contract import EngineContract
+
+
+def drawn_by(name, function, seed=1):
+    return Draw(whole=lambda: function(seed), program=Program(name, seed, function))
+
+
+def random_draw(shape, dtype, seed):
+    def function(seed):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(shape, generator=generator, dtype=getattr(torch, dtype))
+        return drawn * 0.05 + 0.013
+
+    return drawn_by(("normal", shape, dtype), function, seed)
+
+
+class TestTorchEngine(EngineContract):
+    engine_name = "torch"
+    holds_any_device_order: ClassVar[bool] = False
+
+    def make_array(self, values):
+        return torch.from_numpy(values.copy()) if values.dtype != "bfloat16" else self._bfloat16(values)
+
+    def _bfloat16(self, values):
+        return torch.from_numpy(values.view(np.uint16).copy()).view(torch.bfloat16)
+
+    def device_values(self, array):
+        pieces = simulation.pieces_of(array.to_local())
+        return {f"CPU:{rank}": to_numpy(piece) for rank, piece in pieces.items()}
+
+    def random_draw(self, shape, dtype, seed):
+        return random_draw(shape, dtype, seed)
+
+    def num_live_arrays(self):
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def layout_on(dims, *specs):
+    return Layout(specs, Mesh(None, dims))
