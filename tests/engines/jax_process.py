@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from two_processes import SHAPE, Framework, work
+from several_processes import SHAPE, Framework, work
 
 from layoutmap.engines.jax import engine
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
-from two_processes import SHAPE, Framework, refusal, work
+from several_processes import SHAPE, Framework, refusal, work
 
 import layoutmap as lm
 from layoutmap.draws import Draw, Program

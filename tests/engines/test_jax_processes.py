@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engines import two_processes
+from engines import several_processes
 
 PROCESSES = ("jax",)
 
@@ -12,6 +12,6 @@ WORKER = Path(__file__).with_name("jax_process.py")
 def test_two_processes_hold_one_array(tmp_path):
     """On two processes, values are those of one process, each element is held once, and wrong draws are noticed."""
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    (port,) = two_processes.free_ports(1)
+    (port,) = several_processes.free_ports(1)
 
-    two_processes.check(two_processes.run(WORKER, tmp_path, [environment] * 2, f"127.0.0.1:{port}"))
+    several_processes.check(several_processes.run(WORKER, tmp_path, [environment] * 2, f"127.0.0.1:{port}"))

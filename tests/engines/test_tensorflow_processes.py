@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from engines import two_processes
+from engines import several_processes
 
 PROCESSES = ("tensorflow",)
 
@@ -12,12 +12,12 @@ WORKER = Path(__file__).with_name("tensorflow_process.py")
 
 def test_two_processes_hold_one_array(tmp_path):
     """On two processes, values and training steps are those of one, and wrong draws are noticed."""
-    jobs = ",".join(f"127.0.0.1:{port}" for port in two_processes.free_ports(2))
+    jobs = ",".join(f"127.0.0.1:{port}" for port in several_processes.free_ports(2))
     environments = [
         {"DTENSOR_JOBS": jobs, "DTENSOR_CLIENT_ID": str(i), "DTENSOR_JOB_NAME": "worker"} for i in range(2)
     ]
-    results = two_processes.run(WORKER, tmp_path, environments)
-    two_processes.check(results)
+    results = several_processes.run(WORKER, tmp_path, environments)
+    several_processes.check(results)
     gradient = np.arange(16.0).reshape(8, 2).sum(0)
 
     for told, _ in results:

@@ -269,7 +269,7 @@ def whole(array: Any) -> torch.Tensor:
         with simulation.on_ranks(ranks):
             array = array.redistribute(array.device_mesh, [Replicate()] * array.device_mesh.ndim)
     if not simulation.is_simulated():
-        return array.full_tensor()
+        return _redistributed(array, [Replicate()] * array.device_mesh.ndim)._local_tensor
     pieces = list(_pieces(array))
     if len(pieces) == 1:
         return pieces[0][1].clone()
@@ -288,12 +288,37 @@ def move(array: Any, layout: Layout) -> Any:
     # Simulated ranks have collectives only on meshes that rank 0 is on.
     if array.device_mesh == native and not (simulation.is_simulated() and 0 not in ranks_of(native)):
         with simulation.on_ranks(ranks_of(native)):
-            moved = array.redistribute(native, placements)
+            moved = _redistributed(array, placements)
             # It may be the very tensor, on which another layout is noted.
             return mark(moved.view_as(moved) if moved is array else moved, layout)
     if layout_of(array) is None:
         return cut(whole(array), layout)
     return _moved_by_pieces(array, layout)
+
+
+# Element types that collectives do not know -> those of as many bits that they do.
+_CARRIERS = {
+    torch.bool: torch.uint8,
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+
+
+def _redistributed(array: Any, placements: Any) -> Any:
+    native, carrier = array.device_mesh, _CARRIERS.get(array.dtype)
+    if carrier is None:
+        return array.redistribute(native, placements)
+    with torch.no_grad():
+        shape, stride = array.shape, array.stride()
+        bits = array.detach()._local_tensor.view(carrier)
+        carried = DTensor.from_local(
+            bits, native, array.placements, run_check=False, shape=shape, stride=stride
+        )
+        bits = carried.redistribute(native, placements)._local_tensor.view(array.dtype)
+        return DTensor.from_local(bits, native, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _moved_by_pieces(array: Any, layout: Layout) -> Any:

@@ -1,6 +1,6 @@
-"""Two processes with four devices each make arrays together: what each does, and what must come of it, for any engine.
+"""Several processes make arrays together: what each does, and what must come of it, for any engine.
 
-A test runs a worker file twice, which joins the other process and calls `work`; `check` compares what the two wrote.
+A test runs a worker file in each process, which joins the others and calls `work`; `check` compares what they wrote.
 """
 
 import json
@@ -41,7 +41,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def run(worker: Path, folder: Path, environments: Sequence[Mapping[str, str]], *arguments: str) -> list[Any]:
-    """What each of two processes that run the worker wrote: what it tells, and its arrays."""
+    """What each process that runs the worker wrote: what it tells, and its arrays."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "error", str(worker), str(i), str(folder), *arguments],
@@ -60,7 +60,8 @@ def run(worker: Path, folder: Path, environments: Sequence[Mapping[str, str]], *
     for process, text in zip(processes, texts, strict=True):
         assert 0 == process.returncode, text[-4000:]
     return [
-        (json.loads((folder / f"{i}.json").read_text()), dict(np.load(folder / f"{i}.npz"))) for i in range(2)
+        (json.loads((folder / f"{i}.json").read_text()), dict(np.load(folder / f"{i}.npz")))
+        for i in range(len(environments))
     ]
 
 
@@ -88,9 +89,11 @@ class Framework:
     cuts_over_several_dims: bool
 
 
-def work(engine: Engine, framework: Framework, number: int, folder: Path, **more: Any) -> None:
+def work(
+    engine: Engine, framework: Framework, number: int, folder: Path, dims: str = "x=2,y=4", **more: Any
+) -> None:
     """Make arrays as process `number`, and write what came of it, and what else there is to tell."""
-    mesh = engine.bind(Mesh(None, "x=2,y=4"))
+    mesh = engine.bind(Mesh(None, dims))
     layouts = {
         "program": Layout(["x", "y"], mesh),
         "crossed": Layout(["y", "x"], mesh),
@@ -189,21 +192,24 @@ def refusal(function: Callable[[], object]) -> str:
 # -- in a test
 
 
-def check(results: Sequence[Any]) -> None:
-    """Fail unless the values of two processes are those of one, each element held once, and wrong draws noticed."""
-    (first, values), (second, more) = results
+def check(results: Sequence[Any], devices_each: int = 4) -> None:
+    """Fail unless the values of all processes are those of one, each element held once, and wrong draws noticed."""
+    first, values = results[0]
+    number = devices_each * len(results)
 
-    assert ["CPU:0", "CPU:1", "CPU:2", "CPU:3"] == first["devices"][:4]
-    assert first["devices"] == second["devices"]
-    assert [0, 1, 2, 3] == first["local_device_ids"]
-    assert [4, 5, 6, 7] == second["local_device_ids"]
-    assert first["other_values"] == second["other_values"]
+    for process, (told, held) in enumerate(results):
+        place = process * devices_each
+        assert [f"CPU:{i}" for i in range(number)] == told["devices"]
+        assert list(range(place, place + devices_each)) == told["local_device_ids"]
+        assert first["other_values"] == told["other_values"]
+        assert devices_each == told["unpacked"]
+        for name in first["expected"]:
+            assert told["layouts_equal"][name]
+            assert_same_bits(values[f"{name}.expected"], held[f"{name}.gathered"])
     assert "other: the processes drew different values" in first["other_values"]
-    assert 4 == first["unpacked"] == second["unpacked"]
     for name in first["expected"]:
         shards: dict[tuple[tuple[int, int], ...], Any] = {}
-        for told, held in ((first, values), (second, more)):
-            assert told["layouts_equal"][name]
+        for told, held in results:
             for i, ends in enumerate(told["shards"][name]):
                 shard = held[f"{name}.{i}"]
                 known = shards.setdefault((*map(tuple, ends), (0, shard.shape[-1])), shard)
@@ -212,5 +218,3 @@ def check(results: Sequence[Any]) -> None:
         blocks = [(tuple(slice(*pair) for pair in ends), shard) for ends, shard in shards.items()]
 
         assert_same_bits(expected, assemble(blocks, expected.shape, expected.dtype))
-        assert_same_bits(expected, values[f"{name}.gathered"])
-        assert_same_bits(expected, more[f"{name}.gathered"])
