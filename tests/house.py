@@ -25,6 +25,7 @@ VALUES = (
     "rule_index",
     "rules",
     "yaml_form",
+    "tp_plan",
     "layout_map",
     "variables",
     "limits",
@@ -83,7 +84,7 @@ THIRD_PARTY = {"numpy", "google", "yaml"}  # google: the package of protobuf
 # Imports upwards, each one inside a function, so that it is made only when that function is called.
 UPWARD_DOORS = {
     "rules": {"report"},  # the table of a map in a notebook
-    "layout_map": {"scope"},  # LayoutMap.scope, build and apply
+    "layout_map": {"scope"},  # LayoutMap.scope, build and apply; the dry run of from_tp_plan
 }
 
 FRAMEWORKS = {  # package -> the test process that loads it

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from layoutmap.errors import LayoutMapWarning, RuleError
 from layoutmap.mesh import Mesh, as_mesh
 from layoutmap.rules import MeshSlot, Rules
 
@@ -175,6 +177,77 @@ class LayoutMap(Rules):
             mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
         return cls(mesh, fields.rules, fields.activations)
 
+    @classmethod
+    def from_tp_plan(
+        cls,
+        plan: Any,
+        mesh: Mesh,
+        *,
+        dim: str = "model",
+        batch_dim: str | None = None,
+        prefix: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        activations: bool = True,
+    ) -> LayoutMap:
+        """Make a map of the tensor parallel plan of a Hugging Face transformers model.
+
+        Args:
+            plan: A function that makes the model: it is called in a dry run, and tells the plan and the parameters.
+                Or a model, which tells both. Or the config of a base model or a plan itself, a dict of styles by path:
+                their paths may need a `prefix`, and what parameters there are is guessed if not told.
+            mesh: The mesh.
+            dim: The mesh dim that weights are cut over.
+            batch_dim: The mesh dim that batches are cut over; `None`: they are not.
+            prefix: What stands before the plan's paths in the model, as in `"model."`.
+            parameters: All parameters by path: shapes, or anything with a `shape`, such as a state dict.
+            activations: Whether the styles that say how a layer's output lies become `activations`. They are for
+                outputs of shape (batch, sequence, features), and (tokens, features) of experts.
+
+        Returns:
+            The map. Each rule ends in `$`, and is for one name of parameter.
+
+        Raises:
+            RuleError: There is no plan; a style is not known; or the mesh has no such dim.
+
+        Warns:
+            LayoutMapWarning: Something of the plan cannot be said in layouts, or is for nothing in the model.
+
+        Example:
+            >>> plan = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+            >>> shapes = {"layers.0.mlp.up_proj.weight": (64, 16), "layers.0.mlp.down_proj.weight": (16, 64)}
+            >>> print(LayoutMap.from_tp_plan(plan, Mesh(None, "model=4"), parameters=shapes))
+            LayoutMap on model=4, 2 rules
+               1  layers\\.\\d+\\.mlp\\.up_proj\\.weight$    (model, unsharded)
+               2  layers\\.\\d+\\.mlp\\.down_proj\\.weight$  (unsharded, model)
+            Activations on model=4, 1 rules
+               1  layers\\.\\d+\\.mlp\\.down_proj$  (unsharded, unsharded, unsharded)
+
+        References:
+            `transformers.distributed.tensor_parallel` of transformers 5.23.
+        """
+        from layoutmap.tp_plan import is_maker, plan_of, tp_rules
+
+        for name in (dim, batch_dim):
+            if name is not None and name not in mesh:
+                raise RuleError(
+                    f"from_tp_plan: the mesh has no dim {name!r}",
+                    facts={"mesh": str(mesh)},
+                    why="weights are cut over dim, and batches over batch_dim",
+                    mend=f"use one of {', '.join(map(repr, mesh.dim_names))}",
+                )
+        layers: list[str] | None = None
+        if is_maker(plan):
+            plan, parameters = _made_dry(plan, mesh)
+        if hasattr(plan, "named_parameters"):
+            layers = [path for path, _ in plan.named_modules(remove_duplicate=False)]
+            parameters = parameters or dict(plan.named_parameters(remove_duplicate=False))
+        made = tp_rules(
+            plan_of(plan), dim=dim, batch_dim=batch_dim, prefix=prefix, parameters=parameters, layers=layers
+        )
+        for text in made.warnings:
+            warnings.warn(text, LayoutMapWarning, stacklevel=2)
+        return cls(mesh, made.rules, made.activations if activations else None)
+
     def scope(self, **options: Any) -> AbstractContextManager[Scope]:
         """Build models whose variables are created straight in their layouts; see `layoutmap.scope`."""
         from layoutmap.scope import scope
@@ -204,6 +277,20 @@ class LayoutMap(Rules):
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + (self._activations._repr_html_() if self._activations else "")
+
+
+def _made_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """A model as a dry run leaves it, with shapes and no values, and the shapes of its variables under all paths."""
+    from layoutmap.scope import plan
+
+    made: list[Any] = []
+
+    def make_and_keep() -> Any:
+        made.append(make_model())
+        return made[0]
+
+    weights = [a.variable for a in plan(make_and_keep, LayoutMap(mesh)) if a.variable.kind == "weight"]
+    return made[0], {path: v.shape for v in weights for path in (v.path, *v.aliases)}
 
 
 def _written(rules: Rules) -> str:

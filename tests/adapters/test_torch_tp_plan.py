@@ -1,0 +1,208 @@
+"""Plans of real models: every rule made of one is for a parameter of that model, and cuts it evenly.
+
+The models are on the meta device here, since only the names and shapes of their parameters are read.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import transformers
+
+import layoutmap as lm
+from layoutmap.tp_plan import STYLES
+
+MESH = lm.Mesh(None, "batch=2,model=4")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+BOTH = ("encoder", "decoder")
+PACKED, ABSENT = "packed weights", "for nothing in the model"
+# Class, config, and what is warned of.
+WITH_A_PLAN = {
+    "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**SIZES), []),
+    "tied llama": (
+        "LlamaForCausalLM",
+        lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True),
+        [],
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+        [PACKED],
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        lambda: transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16),
+        [PACKED, ABSENT],  # its plan is also for dense layers, of which this model has none
+    ),
+    "gemma2": ("Gemma2ForCausalLM", lambda: transformers.Gemma2Config(**SIZES), []),
+    "gemma3": ("Gemma3ForCausalLM", lambda: transformers.Gemma3TextConfig(**SIZES), []),
+}
+# transformers has no plan for these; one for each as a user would write it.
+WITHOUT = {
+    "vit": (
+        "ViTForImageClassification",
+        lambda: transformers.ViTConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=32,
+            patch_size=8,
+        ),
+        {
+            **{f"vit.layers.*.attention.{name}_proj": "colwise" for name in "qkv"},
+            "vit.layers.*.attention.o_proj": "rowwise",
+            "vit.layers.*.mlp.fc1": "colwise",
+            "vit.layers.*.mlp.fc2": "rowwise",
+        },
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        lambda: transformers.WhisperConfig(
+            vocab_size=64,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            num_mel_bins=8,
+            max_source_positions=16,
+            max_target_positions=16,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        ),
+        {
+            **{f"model.{part}.layers.*.self_attn.{n}_proj": "colwise" for part in BOTH for n in "qkv"},
+            **{f"model.{part}.layers.*.self_attn.out_proj": "rowwise" for part in BOTH},
+            **{f"model.{part}.layers.*.fc1": "colwise" for part in BOTH},
+            **{f"model.{part}.layers.*.fc2": "rowwise" for part in BOTH},
+            "model.decoder.embed_tokens": "embedding_rowwise",
+            "proj_out": "colwise_gather_output",
+        },
+    ),
+    "bert": (
+        "BertForMaskedLM",
+        lambda: transformers.BertConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        ),
+        {
+            **{f"bert.encoder.layer.*.attention.self.{n}": "colwise" for n in ("query", "key", "value")},
+            "bert.encoder.layer.*.attention.output.dense": "rowwise",
+            "bert.encoder.layer.*.intermediate.dense": "colwise",
+            "bert.encoder.layer.*.output.dense": "rowwise",
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        lambda: transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4),
+        {
+            **{f"{part}.block.*.layer.*.SelfAttention.{n}": "colwise" for part in BOTH for n in "qkv"},
+            **{f"{part}.block.*.layer.*.SelfAttention.o": "rowwise" for part in BOTH},
+            **{f"{part}.block.*.layer.*.DenseReluDense.wi": "colwise" for part in BOTH},
+            **{f"{part}.block.*.layer.*.DenseReluDense.wo": "rowwise" for part in BOTH},
+            "shared": "embedding_rowwise",
+        },
+    ),
+}
+
+
+def on_meta(name, config):
+    with torch.device("meta"):
+        return getattr(transformers, name)(config())
+
+
+def check(layout_map, model):
+    """Every rule is for something, every layout fits, and what the plan is for is all cut."""
+    shapes = {path: tuple(p.shape) for path, p in model.named_parameters(remove_duplicate=False)}
+    used = {match.rule.pattern for path in shapes if (match := layout_map.match(path)).rule}
+    layers = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    met = {match.rule.pattern for path in layers if (match := layout_map.activations.match(path)).rule}
+
+    assert list(layout_map) == [pattern for pattern in layout_map if pattern in used]
+    assert set(layout_map.activations) == met
+    for path, shape in shapes.items():
+        layout = layout_map[path]
+        assert layout is None or (len(shape), ()) == (layout.rank, tuple(layout.uneven_axes(shape)))
+    assert any("model" in layout.sharding_specs for layout in layout_map.values())
+
+
+@pytest.mark.parametrize("name", WITH_A_PLAN)
+def test_the_plan_that_a_model_has_becomes_rules_for_its_parameters(name):
+    """The plan of transformers, by the model alone; what it cannot say is what is listed here, and nothing more."""
+    kind, config, warned = WITH_A_PLAN[name]
+    model = on_meta(kind, config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", lm.LayoutMapWarning)
+        layout_map = lm.LayoutMap.from_tp_plan(model, MESH, batch_dim="batch")
+
+    check(layout_map, model)
+    assert ("model", "unsharded") == layout_map["model.embed_tokens.weight"].sharding_specs
+    assert ("model", "unsharded") == layout_map["lm_head.weight"].sharding_specs
+    assert len(warned) == len(caught)
+    assert all(text in str(w.message) for text, w in zip(warned, caught, strict=True))
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_plan_written_for_a_model_becomes_rules_for_its_parameters(name):
+    """Models without a plan of their own say so, and take one; encoders and decoders, biases and tied embeddings."""
+    kind, config, plan = WITHOUT[name]
+    model = on_meta(kind, config)
+    with pytest.raises(lm.RuleError, match="has no tp_plan"):
+        lm.LayoutMap.from_tp_plan(model, MESH)
+
+    check(
+        lm.LayoutMap.from_tp_plan(
+            plan, MESH, parameters=dict(model.named_parameters(remove_duplicate=False))
+        ),
+        model,
+    )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_plan_for_experts_cuts_them_by_expert(name):
+    """`base_model_ep_plan` of a config, with the prefix of the base model."""
+    kind, config, _ = WITH_A_PLAN[name]
+    model = on_meta(kind, config)
+    shapes = dict(model.named_parameters())
+    layout_map = lm.LayoutMap.from_tp_plan(
+        model.config.base_model_ep_plan, MESH, prefix="model.", parameters=shapes
+    )
+
+    check(layout_map, model)
+    assert ("model", "unsharded", "unsharded") == layout_map[
+        "model.layers.1.mlp.experts.down_proj"
+    ].sharding_specs
+
+
+def test_every_style_of_every_plan_in_transformers_is_known():
+    """No model of the installed transformers has a plan that is refused."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    plans = [
+        getattr(c, f"base_model_{kind}_plan", None) for c in CONFIG_MAPPING.values() for kind in ("tp", "ep")
+    ]
+    styles = {style for plan in plans for style in (plan or {}).values()}
+
+    assert set() == styles - STYLES.keys()
+    assert {
+        "colwise",
+        "rowwise",
+        "packed_colwise",
+        "grouped_gemm",
+        "moe_tp_experts",
+        "mla_kv_a_proj",
+    } <= styles
