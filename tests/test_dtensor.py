@@ -16,11 +16,12 @@ from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
 from layoutmap.testing.engine_contract import all_specs, assert_same_bits, random_values
 
-PROCESSES = ("jax", "tensorflow")
+PROCESSES = ("jax", "tensorflow", "torch")
 
-ENGINE = "tensorflow" if os.environ.get("LAYOUTMAP_TEST_PROCESS") == "tensorflow" else "jax"
-xp = importlib.import_module({"jax": "jax.numpy", "tensorflow": "tensorflow"}[ENGINE])
-array = getattr(xp, {"jax": "asarray", "tensorflow": "constant"}[ENGINE])
+RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
+ENGINE = RUNNING if RUNNING in PROCESSES else "jax"
+xp = importlib.import_module({"jax": "jax.numpy", "tensorflow": "tensorflow", "torch": "torch"}[ENGINE])
+array = getattr(xp, {"jax": "asarray", "tensorflow": "constant", "torch": "from_numpy"}[ENGINE])
 GRID = Mesh(None, [("x", 3), ("y", 2)])
 
 
@@ -76,7 +77,7 @@ def test_pack_undoes_unpack(data):
         assert_same_bits(values[layout.shard_slices(shape, i)], part)
 
 
-@pytest.mark.parametrize("kind", [np.float32, lambda value: array(np.float32(value)), float])
+@pytest.mark.parametrize("kind", [np.float32, lambda value: array(np.full((), value, np.float32)), float])
 def test_components_may_be_arrays_of_numpy_or_the_framework_or_numbers(kind):
     """Components of numpy, of the framework, and plain numbers make the same tensor."""
     tensor = pack([kind(3)] * 6, Layout([], GRID), engine=ENGINE)
@@ -155,7 +156,7 @@ def test_a_function_is_called_with_a_layout():
     arguments = ({"a": array(np.ones((6, 4), np.float32))}, 0.7)
     calls = [
         (xp.zeros, ((6, 4),), {}),
-        (xp.ones, (), {"shape": (6, 4)}),
+        (xp.ones, (), {"size" if ENGINE == "torch" else "shape": (6, 4)}),
         (lambda a, b: a["a"] * 0.3 + b, arguments, {}),
     ]
     for function, args, kwargs in calls:

@@ -29,8 +29,13 @@ CONTRACTS = (
     ("layoutmap.testing.engine_contract", "EngineContract"),
 )
 # Class of the tests -> column.
-ADAPTERS = {"TestKerasOnJax": "Keras 3 on JAX", "TestKerasOnTensorFlow": "Keras 3 on TensorFlow"}
-ENGINES = {"TestJaxEngine": "JAX", "TestTensorFlowEngine": "TensorFlow"}
+ADAPTERS = {
+    "TestKerasOnJax": "Keras 3 on JAX",
+    "TestKerasOnTensorFlow": "Keras 3 on TensorFlow",
+    "TestKerasOnTorch": "Keras 3 on PyTorch",
+    "TestTorchModules": "torch.nn",
+}
+ENGINES = {"TestJaxEngine": "JAX", "TestTensorFlowEngine": "TensorFlow", "TestTorchEngine": "PyTorch"}
 LIMITS = "tests/adapters/test_keras_limits_tensorflow.py"
 FILES = {
     "jax": ("tests/adapters/test_keras_contract.py", "tests/engines/test_jax.py"),
@@ -38,6 +43,11 @@ FILES = {
         "tests/adapters/test_keras_contract_tensorflow.py",
         "tests/engines/test_tensorflow.py",
         LIMITS,
+    ),
+    "torch": (
+        "tests/adapters/test_keras_contract_torch.py",
+        "tests/adapters/test_torch_contract.py",
+        "tests/engines/test_torch.py",
     ),
 }
 # Test with one case for each layer -> what it shows of them.

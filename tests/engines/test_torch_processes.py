@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from engines import several_processes
 
 PROCESSES = ("torch",)

@@ -48,7 +48,7 @@ from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
 from layoutmap.pytorch import simulation
 from layoutmap.pytorch.computing import computing
-from layoutmap.pytorch.private import tree_leaves, tree_map
+from layoutmap.pytorch.private import plainly, tree_leaves, tree_map
 from layoutmap.pytorch.tape import trace
 from layoutmap.variables import Assignment
 
@@ -99,6 +99,7 @@ class TorchEngine:
         """
         return bound_mesh(mesh)
 
+    @plainly
     def native(self, layout: Layout, rank: int) -> tuple[Any, tuple[Any, ...]]:
         """The `(DeviceMesh, placements)` of a layout.
 
@@ -120,6 +121,7 @@ class TorchEngine:
 
     # -- arrays
 
+    @plainly
     def create(
         self,
         assignments: Mapping[str, Assignment],
@@ -188,6 +190,7 @@ class TorchEngine:
                     self._reasons.popitem(last=False)
         return known
 
+    @plainly
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
         """A DTensor whose shards are read one by one.
 
@@ -223,6 +226,7 @@ class TorchEngine:
         """The shards that this process holds, each index once, with both ends."""
         return shards_of(array)
 
+    @plainly
     def relayout(self, array: Any, layout: Layout) -> Any:
         """The same values in another layout; also takes plain tensors, numpy arrays and what numpy makes arrays of.
 
@@ -237,6 +241,7 @@ class TorchEngine:
             return move(array, layout)
         return cut(array if self.holds(array) else to_torch(np.asarray(array)), layout)
 
+    @plainly
     def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
         """A `torch.nn.Parameter` that holds the tensor; only floating numbers can be trained."""
         floating = array.is_floating_point() or array.is_complex()
@@ -246,6 +251,7 @@ class TorchEngine:
             mark(parameter, layout)
         return parameter
 
+    @plainly
     def whole(self, array: Any) -> NumpyArray:
         """All values of a tensor, gathered from all processes that hold some; they must all ask."""
         return to_numpy(whole(array))
@@ -259,7 +265,7 @@ class TorchEngine:
         Raises:
             MeshError: The machine does not have the mesh's devices.
         """
-        native = native_of(Layout.replicated(mesh, 0))[0]
+        native = self.native(Layout.replicated(mesh, 0), 0)[0]
         with simulation.on_ranks(ranks_of(native)), _OnMesh(mesh), computing(native):
             yield
 
@@ -315,21 +321,36 @@ def engine() -> TorchEngine:
     return TorchEngine()
 
 
+_meshes = threading.local()
+
+
 class _OnMesh(TorchFunctionMode):
-    """New tensors that come of plain ones lie on a mesh, whole on each device."""
+    """New tensors that come of plain ones lie on a mesh, whole on each device; the innermost mesh counts."""
 
     def __init__(self, mesh: Mesh):
+        super().__init__()
         self._mesh = mesh
+
+    def __enter__(self) -> _OnMesh:
+        self._around = getattr(_meshes, "innermost", None)
+        _meshes.innermost = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _meshes.innermost = self._around
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if _meshes.innermost is not self:
+            return result
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return tree_map(lambda value: self._placed(value, given), result)
 
     def _placed(self, value: Any, given: set[int]) -> Any:
         if type(value) is not torch.Tensor or id(value) in given or value._is_view():
             return value
-        return cut(value, Layout.replicated(self._mesh, value.ndim))
+        return plainly(cut)(value, Layout.replicated(self._mesh, value.ndim))
 
 
 def _created(assignment: Assignment, draw: Draw, seed: Any) -> tuple[Any, int]:

@@ -12,7 +12,9 @@ torch.utils._pytree                     tree_leaves, tree_map
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -21,16 +23,29 @@ from layoutmap.errors import EngineError
 __all__ = [
     "DTensorSpec",
     "FakeStore",
+    "FakeTensor",
+    "FakeTensorMode",
     "LocalIntNode",
     "LocalTensor",
     "LocalTensorMode",
     "ShardOrderEntry",
+    "TorchDispatchMode",
+    "UNFORESEEN",
+    "argument_names",
     "dispatch_modes",
+    "plainly",
+    "is_view",
+    "overload_name",
+    "patch_module_apply",
     "tree_leaves",
     "tree_map",
+    "written_arguments",
 ]
 
 TESTED = "2.13"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _moved(what: str) -> EngineError:
@@ -69,6 +84,84 @@ if _missing:
     raise _moved(", ".join(_missing))
 
 
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """A function inside of which no function mode sees what is called."""
+
+    @functools.wraps(function)
+    def without_modes(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return without_modes
+
+
 def dispatch_modes() -> list[Any]:
     """The dispatch modes that are active on this thread."""
     return _get_current_dispatch_mode_stack()
+
+
+# -- tensors without values
+
+try:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:
+    raise _moved(str(error)) from error
+
+UNFORESEEN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What a fake tensor raises if a result's shape depends on values, or nobody has said how to foresee it."""
+
+if not hasattr(torch.nn.Module, "_apply") or not hasattr(torch.ops.aten.add.Tensor, "_schema"):
+    raise _moved("torch.nn.Module._apply, OpOverload._schema")
+
+
+@functools.cache
+def argument_names(op: Any) -> tuple[str, ...]:
+    """The names of an operation's arguments, in order."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+@functools.cache
+def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of each argument that an operation changes in place."""
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def is_view(op: Any) -> bool:
+    """Whether what an operation returns may lie in the memory of its arguments."""
+    return any(result.alias_info is not None for result in op._schema.returns)
+
+
+def overload_name(op: Any) -> str:
+    """Which overload of its name an operation is."""
+    return op._overloadname
+
+
+def patch_module_apply(
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[[], None]:
+    """Replace `torch.nn.Module._apply` by what `make` makes of it; gives the function that puts it back."""
+    original = torch.nn.Module._apply
+    torch.nn.Module._apply = make(original)
+
+    def restore() -> None:
+        torch.nn.Module._apply = original
+
+    return restore

@@ -27,6 +27,7 @@ from layoutmap.pytorch.private import (
     LocalTensor,
     LocalTensorMode,
     dispatch_modes,
+    plainly,
     tree_leaves,
 )
 
@@ -52,6 +53,7 @@ _simulation: _Simulation | None = None
 class _Simulation(LocalTensorMode):
     """A `LocalTensorMode` in which what has nothing to do with simulated ranks is left alone."""
 
+    @plainly
     def __enter__(self) -> _Simulation:
         super().__enter__()
         self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
