@@ -201,7 +201,8 @@ class LayoutMap(Rules):
             prefix: What stands before the plan's paths in the model, as in `"model."`.
             parameters: All parameters by path: shapes, or anything with a `shape`, such as a state dict.
             activations: Whether the styles that say how a layer's output lies become `activations`. They are for
-                outputs of shape (batch, sequence, features), and (tokens, features) of experts.
+                outputs of shape (batch, sequence, features), and (tokens, features) of experts. Where a model calls
+                other layers with tokens in one axis, the first call says so: give those layers rules of their own.
 
         Returns:
             The map. Each rule ends in `$`, and is for one name of parameter.

@@ -41,7 +41,9 @@ WITH_A_PLAN = {
     ),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
-        lambda: transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16),
+        lambda: transformers.Qwen3MoeConfig(
+            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
         [PACKED, ABSENT],  # its plan is also for dense layers, of which this model has none
     ),
     "gemma2": ("Gemma2ForCausalLM", lambda: transformers.Gemma2Config(**SIZES), []),
@@ -154,6 +156,26 @@ def test_the_plan_that_a_model_has_becomes_rules_for_its_parameters(name):
     assert ("model", "unsharded") == layout_map["lm_head.weight"].sharding_specs
     assert len(warned) == len(caught)
     assert all(text in str(w.message) for text, w in zip(warned, caught, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe", "gemma3"])
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_activations_have_the_rank_of_what_the_layers_put_out(name):
+    """What a layer puts out is known when it runs: for these models the rules' ranks are right."""
+    kind, config, _ = WITH_A_PLAN[name]
+    model = getattr(transformers, kind)(config())
+    layout_map = lm.LayoutMap.from_tp_plan(model, MESH)
+    ranks = {}
+
+    for path, layer in model.named_modules():
+        if layout_map.activations[path]:
+            layer.register_forward_hook(
+                lambda _, __, out, path=path: ranks.setdefault(path, out.ndim) and None
+            )
+    model(torch.zeros(2, 4, dtype=torch.long))
+
+    assert len(ranks) >= 5
+    assert {path: layout_map.activations[path].rank for path in ranks} == ranks
 
 
 @pytest.mark.parametrize("name", WITHOUT)
