@@ -1,0 +1,150 @@
+"""What a tape must see while it records, beside operations: reads of values, deep copies, conversions of modules.
+
+Each is an entrance that torch's dispatcher does not see. The modes are those of one thread; `torch.nn.Module._apply` is
+replaced while a tape records on some thread, and asks which tapes record on its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from layoutmap.pytorch.private import TorchDispatchMode, patch_module_apply
+
+__all__ = ["Recorder", "intercepted"]
+
+
+class Recorder(Protocol):
+    """What the entrances need of a tape."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is deferred there."""
+        ...
+
+    def dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, or write it down."""
+        ...
+
+    def evaluate(self, values: Any) -> Any:
+        """Arguments with real tensors in place of deferred ones."""
+        ...
+
+
+@contextmanager
+def intercepted(tape: Recorder) -> Generator[None]:
+    """While open, this thread's operations go to a tape."""
+    with _converting(tape), _Reads(tape), _Operations(tape):
+        yield
+
+
+class _Operations(TorchDispatchMode):
+    """Sends each operation to a tape."""
+
+    def __init__(self, tape: Recorder) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tape.dispatch(func, args, kwargs or {})
+
+
+_COPIES = (torch.Tensor.__deepcopy__,)
+_READS = {
+    getattr(torch.Tensor, name)
+    for name in ("numpy", "tolist", "__array__", "__reduce_ex__")
+    if hasattr(torch.Tensor, name)
+}
+
+
+class _Reads(TorchFunctionMode):
+    """Methods that take the values out of a tensor, which no operation sees."""
+
+    def __init__(self, tape: Recorder) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _COPIES and self._tape.holds(args[0]):
+            return _deep_copy(*args)
+        if func in _READS and self._tape.holds(args[0]):
+            return func(self._tape.evaluate(args[0]), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+    with torch.no_grad():
+        values = tensor.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(tensor, torch.nn.Parameter):
+        copy: torch.Tensor = torch.nn.Parameter(values, tensor.requires_grad)
+    else:
+        copy = values.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = copy
+    return copy
+
+
+# -- modules that change the type or device of what they hold
+
+_lock = threading.Lock()
+_open = threading.local()
+_num_open = 0
+_restore: list[Callable[[], None]] = []
+
+
+@contextmanager
+def _converting(tape: Recorder) -> Generator[None]:
+    """Keep `Module.to` and its like able to convert fake parameters; counted, so that threads share it."""
+    global _num_open
+    with _lock:
+        if not _num_open:
+            _restore.append(patch_module_apply(_apply_of))
+        _num_open += 1
+    _open.tapes = (*getattr(_open, "tapes", ()), tape)
+    try:
+        yield
+    finally:
+        _open.tapes = _open.tapes[:-1]
+        with _lock:
+            _num_open -= 1
+            if not _num_open:
+                _restore.pop()()
+
+
+def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _apply(
+        module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> Any:
+        tapes = getattr(_open, "tapes", ())
+        held = {
+            key: parameter
+            for key, parameter in module._parameters.items()
+            if parameter is not None and any(tape.holds(parameter) for tape in tapes)
+        }
+        if recurse and tapes:
+            for child in module.children():
+                child._apply(fn)
+        if not held:
+            return original(module, fn, recurse and not tapes)
+        parameters = module._parameters
+        for parameter in held.values():
+            with torch.no_grad():
+                parameter.data = fn(parameter)
+        module.__dict__["_parameters"] = {key: each for key, each in parameters.items() if key not in held}
+        try:
+            original(module, fn, False)
+        finally:
+            converted = module._parameters
+            module.__dict__["_parameters"] = parameters
+            parameters.update(converted)
+        return module
+
+    return _apply

@@ -1,0 +1,321 @@
+"""Record how tensors get their values, without making them.
+
+While a tape records, operations that would make large tensors give fake ones, which know all but their values: torch
+says what each operation would return, and the tape writes it down. Small tensors are made, so that what is read from
+them is there. A value that is read from a deferred tensor, as by `.item()`, is made on the spot and forgotten again.
+
+Random operations on deferred tensors make no tensor: the tape keeps the state of the generator, and leaves it as the
+operation would have. So what follows draws the same numbers as in a plain program.
+
+A tape records one thread, the one that opened `recording()`. Deferred tensors stay fake after it; `recipe` says how to
+make their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from layoutmap.errors import EngineError
+from layoutmap.pytorch.interception import intercepted
+from layoutmap.pytorch.private import (
+    UNFORESEEN,
+    FakeTensor,
+    FakeTensorMode,
+    argument_names,
+    is_view,
+    tree_leaves,
+    tree_map,
+    written_arguments,
+)
+from layoutmap.pytorch.recipes import Recipe
+from layoutmap.pytorch.replay import call, replay
+from layoutmap.pytorch.steps import Constant, Memory, Step, View
+from layoutmap.pytorch.streams import draw_of
+
+__all__ = ["Tape", "trace"]
+
+SMALLEST = 4096
+_SNAPSHOT = 1 << 16  # constants of more elements are kept by reference until something changes them
+
+
+class Tape:
+    """A record of how deferred tensors get their values.
+
+    Args:
+        smallest: Tensors with fewer elements are made at once, unless they follow from deferred ones.
+
+    Example:
+        >>> tape = Tape()
+        >>> with tape.recording():
+        ...     layer = torch.nn.Linear(100, 100)
+        >>> tape.holds(layer.weight), tape.holds(layer.bias)
+        (True, False)
+        >>> recipe = tape.recipe(layer.weight)
+        >>> [block] = recipe.blocks([(slice(0, 50), slice(0, 100))])
+        >>> block.shape
+        torch.Size([50, 100])
+    """
+
+    def __init__(self, smallest: int = SMALLEST) -> None:
+        self._smallest = smallest
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._steps: list[Step] = []
+        self._memories: dict[int, Memory] = {}
+        self._lent: dict[int, list[Constant]] = {}
+        self._depth = 0
+        self._paused = False
+
+    @contextmanager
+    def recording(self) -> Generator[Tape]:
+        """While open, this thread's operations on large tensors are written down; may be entered again."""
+        if self._depth:
+            yield self
+            return
+        self._depth = 1
+        try:
+            with intercepted(self):
+                yield self
+        finally:
+            self._depth = 0
+            self._lent.clear()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is deferred here."""
+        return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._memories
+
+    def recipe(self, tensor: torch.Tensor) -> Recipe:
+        """How to make the values that a deferred tensor has now.
+
+        Raises:
+            EngineError: The tensor is not deferred here.
+        """
+        if not self.holds(tensor):
+            raise EngineError(
+                "the tape holds no such tensor",
+                facts={"tensor": f"{type(tensor).__name__} {tuple(tensor.shape)}"},
+                why="it was made outside of recording(), or is small enough to be made at once",
+                mend="ask tape.holds(tensor) first",
+            )
+        return Recipe(self._steps, self._view(tensor), len(self._steps))
+
+    # -- what the modes below ask
+
+    def dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, or write it down."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._paused or op.namespace == "prim":
+            return op(*args, **kwargs)
+        if not any(map(self.holds, tensors)):
+            return self._plain(op, args, kwargs, tensors)
+        written = [leaf for leaf in _written(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
+        if not all(map(self.holds, written)):
+            if any(map(self.holds, written)):
+                raise EngineError(
+                    f"{op} changes deferred tensors and real ones at once",
+                    why="a tape either does an operation or defers it",
+                    mend="make all tensors inside of recording(), or all before it",
+                )
+            return self._real(op, args, kwargs, written)
+        try:
+            return self._deferred(op, args, kwargs, written)
+        except UNFORESEEN:
+            if written:
+                raise
+            return self._real(op, args, kwargs, written)
+
+    def evaluate(self, values: Any) -> Any:
+        """Arguments with real tensors in place of deferred ones."""
+        held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.holds(leaf)]
+        with self._pause():
+            made = iter(self._whole([self._view(tensor) for tensor in held]))
+        return tree_map(
+            lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.holds(leaf) else leaf, values
+        )
+
+    # -- parts
+
+    def _plain(self, op: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """An operation on real tensors alone: it is done, unless it would make a large one out of small ones."""
+        written = _written(op, args, kwargs)
+        for leaf in written:
+            self._keep(leaf)
+        if written or is_view(op) or not op._schema.returns:
+            return op(*args, **kwargs)
+        if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+            return op(*args, **kwargs)
+        try:
+            foreseen = self._foresee(op, args, kwargs)
+        except (*UNFORESEEN, NotImplementedError):
+            return op(*args, **kwargs)
+        sizes = [
+            leaf.numel() if leaf.layout == torch.strided and leaf.device.type == "cpu" else -1
+            for leaf in tree_leaves(foreseen)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        bound = max(self._smallest, 2 * sum(tensor.numel() for tensor in tensors) + 1 if tensors else 0)
+        if not sizes or min(sizes) < bound:
+            return op(*args, **kwargs)
+        return self._write_down(op, args, kwargs, [], foreseen)
+
+    def _real(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+        for leaf in written:
+            self._keep(leaf)
+        args, kwargs = self.evaluate((args, kwargs))
+        return op(*args, **kwargs)
+
+    def _deferred(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+        return self._write_down(op, args, kwargs, written, self._foresee(op, args, kwargs))
+
+    def _foresee(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation would return, without values."""
+        args, kwargs = tree_map(self._foreseeable, (args, kwargs))
+        with self._fake:
+            return op(*args, **kwargs)
+
+    def _foreseeable(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return None
+        # A fake mode keeps a weak reference to each real tensor that it meets, so it meets another one.
+        return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
+
+    def _write_down(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor], made: Any) -> Any:
+        made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.holds(each)]
+        if not fresh and not written:
+            return made  # views
+        number = len(self._steps)
+        for tensor in fresh:
+            storage = tensor.untyped_storage()
+            self._memories.setdefault(storage._cdata, Memory(storage, tensor.dtype, [number]))
+        if "dtype" in argument_names(op) and not any(isinstance(x, torch.Tensor) for x in tree_leaves(args)):
+            kwargs = {**kwargs, "dtype": made_tensors[0].dtype}  # not what the default is when it is made
+        generator = _generator_of(op, args, kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        recorded_args, recorded_kwargs = tree_map(self._recorded, (args, kwargs))
+        step = Step(
+            op,
+            recorded_args,
+            recorded_kwargs,
+            tuple(self._view(each) if self.holds(each) else None for each in made_tensors),
+            tuple(self._view(each) for each in written),
+            None if generator is None else generator.get_state(),
+        )
+        if generator is not None:
+            self._advance(step, generator)
+        for memory in {view.memory for view in step.writes}:
+            memory.writes.append(number)
+        self._steps.append(step)
+        return made
+
+    def _advance(self, step: Step, generator: torch.Generator) -> None:
+        """Leave the generator as after a random operation."""
+        view = step.writes[0] if step.writes else step.made[0]
+        draw = None if view is None else draw_of(step, view)
+        with self._pause():
+            if draw is not None and view is not None:
+                draw.skip(view.numel, generator)
+                return
+            views = list(step.reads())
+            made = dict(zip(views, self._whole(views), strict=True))
+            args, kwargs = tree_map(
+                lambda leaf: (
+                    made[leaf]
+                    if isinstance(leaf, View)
+                    else leaf.value
+                    if isinstance(leaf, Constant)
+                    else leaf
+                ),
+                (step.args, step.kwargs),
+            )
+            call(step, args, kwargs, generator)
+
+    def _whole(self, views: list[View]) -> list[torch.Tensor]:
+        if len(views) == 1:
+            return [Recipe(self._steps, views[0], len(self._steps)).whole()]
+        return replay(self._steps, views, len(self._steps))
+
+    def _view(self, tensor: torch.Tensor) -> View:
+        return View(
+            self._memories[tensor.untyped_storage()._cdata],
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def _recorded(self, leaf: Any) -> Any:
+        """An argument as it is written down."""
+        if isinstance(leaf, torch.Generator):
+            return None
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if self.holds(leaf):
+            return self._view(leaf)
+        with self._pause():
+            if leaf.numel() <= _SNAPSHOT:
+                return Constant(leaf.detach().clone())
+            constant = Constant(leaf.detach())
+            self._lent.setdefault(leaf.untyped_storage()._cdata, []).append(constant)
+            return constant
+
+    def _keep(self, leaf: Any) -> None:
+        """Before a real tensor changes: copy it for the steps that read it."""
+        if isinstance(leaf, torch.Tensor) and self._lent:
+            for constant in self._lent.pop(leaf.untyped_storage()._cdata, ()):
+                constant.value = constant.value.clone()
+
+    @contextmanager
+    def _pause(self) -> Generator[None]:
+        before, self._paused = self._paused, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._paused = before
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What an operation changes in place."""
+    places = written_arguments(op)
+    return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+
+
+def _generator_of(op: Any, args: Any, kwargs: Any) -> torch.Generator | None:
+    """What an operation draws its random numbers from; `None` if it draws none."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return None
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    return given[0] if given else torch.default_generator
+
+
+def trace(function: Callable[..., Any], *args: Any) -> Recipe:
+    """The recipe of the one tensor that a function returns.
+
+    Args:
+        function: Makes a tensor; random numbers come from generators that it makes, or from torch's own.
+        args: What it is called with.
+
+    Raises:
+        EngineError: It returns something else.
+
+    Example:
+        >>> trace(lambda: torch.ones(100, 100)).shape
+        (100, 100)
+    """
+    tape = Tape()
+    with tape.recording():
+        made = function(*args)
+    if not isinstance(made, torch.Tensor):
+        raise EngineError(
+            f"{getattr(function, '__name__', function)} gives no tensor",
+            facts={"gives": type(made).__name__},
+            why="a recipe is for one tensor",
+            mend="return the tensor alone",
+        )
+    return tape.recipe(made) if tape.holds(made) else Recipe.of(made)
