@@ -1,5 +1,7 @@
 """Every private name of torch that this package touches; no other file imports one. Tested on torch 2.13.
 
+torch._C                                _get_dtensor_allow_implicit_replication and its setter: what
+implicit_replication sets, which forgets that it was set before
 torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode: devices simulated in one process
 torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was cut from
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse
@@ -34,6 +36,8 @@ __all__ = [
     "argument_names",
     "dispatch_modes",
     "plainly",
+    "replicates_plain_tensors",
+    "set_replicates_plain_tensors",
     "is_view",
     "overload_name",
     "patch_module_apply",
@@ -165,3 +169,16 @@ def patch_module_apply(
         torch.nn.Module._apply = original
 
     return restore
+
+
+# -- computing with DTensors
+
+try:
+    from torch._C import (
+        _get_dtensor_allow_implicit_replication as replicates_plain_tensors,
+    )
+    from torch._C import (
+        _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors,
+    )
+except ImportError as error:
+    raise _moved(str(error)) from error
