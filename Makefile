@@ -42,7 +42,7 @@ works: $(VENV)/.all ## Write README's table of what works, from the results of t
 	$(BIN)/python tools/works.py
 
 bench: $(VENV)/.all ## Run the benchmarks, side by side with what they are compared with
-	@for file in $(filter-out benchmarks/models.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
+	@for file in $(filter-out %models.py %torch_processes.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
 
 clean: ## Remove what was installed and made
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,109 @@
+"""The models that the benchmarks on torch build: a plain decoder, and what each way of sharding is told about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+# Vocabulary, width, blocks, heads, rows and tokens of a batch.
+SIZES = {
+    "micro": (256, 64, 2, 4, 8, 32),
+    "small": (1024, 128, 2, 4, 8, 64),
+    "medium": (4096, 512, 4, 8, 8, 128),
+    # To be created, not trained: 0.4 and 1.5 GiB.
+    "half": (16_000, 1024, 6, 16, 8, 128),
+    "full": (32_000, 1024, 27, 16, 8, 128),
+}
+
+
+class Attention(nn.Module):
+    """Causal attention; how many heads there are is read from what comes, so that a process may hold some of them."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.size = width // heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part(x).view(x.shape[0], x.shape[1], -1, self.size).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+
+
+class Block(nn.Module):
+    """Attention, then two linear layers, each with a normalization in front and a way around."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """A decoder over tokens, in plain torch."""
+
+    def __init__(self, vocabulary: int, width: int, blocks: int, heads: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+TP_PLAN = {
+    "tokens": "embedding_rowwise",
+    **{f"blocks.*.attention.{name}": "colwise" for name in "qkv"},
+    "blocks.*.attention.o": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+def make_model(size: str) -> Decoder:
+    """The decoder of one of `SIZES`, its values those of seed 0."""
+    vocabulary, width, blocks, heads, _, _ = SIZES[size]
+    torch.manual_seed(0)
+    return Decoder(vocabulary, width, blocks, heads)
+
+
+def batches(size: str, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of tokens and of the tokens that follow, the same in all processes."""
+    vocabulary, _, _, _, rows, length = SIZES[size]
+    random = torch.Generator().manual_seed(1)
+    text = torch.randint(0, vocabulary, (number, rows, length + 1), generator=random)
+    return [(rows[:, :-1], rows[:, 1:]) for rows in text]
+
+
+def parallelize(model: Decoder, mesh: Any) -> Decoder:
+    """The same plan for torch's own `parallelize_module`, on a mesh of one dim."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for i in range(len(model.blocks)):
+        plan |= {f"blocks.{i}.attention.{name}": ColwiseParallel() for name in "qkv"}
+        plan |= {f"blocks.{i}.attention.o": RowwiseParallel(), f"blocks.{i}.up": ColwiseParallel()}
+        plan[f"blocks.{i}.down"] = RowwiseParallel()
+    return parallelize_module(model, mesh, plan)  # pyright: ignore[reportReturnType]
