@@ -9,6 +9,7 @@ References:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import zlib
@@ -292,8 +293,10 @@ class TorchEngine:
         """
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
-            recipe = trace(lambda: function(*args, **kwargs))
-            if not recipe.why_whole:
+            recipe: Any = None
+            with contextlib.suppress(EngineError):  # it gives something else than a tensor: that is told below
+                recipe = trace(lambda: function(*args, **kwargs))
+            if recipe is not None and not recipe.why_whole:
                 check_placed(layout, recipe.shape)
                 return _in_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
         results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]

@@ -1,0 +1,115 @@
+"""Several weights that are cut over one mesh dim, put together by one collective, and their gradients cut by one.
+
+A weight of a layer that is cut over the dim of the batch is needed whole when the layer computes. One weight at a time
+costs a collective each; the weights of a block, laid out one behind the other, cost one for all of them, forward and
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+__all__ = ["can_gather", "gather_over"]
+
+
+def can_gather(tensor: Any, mesh_dim: int) -> bool:
+    """Whether what the devices along a mesh dim hold, put one behind the other, is the tensor without that cut.
+
+    It is not where a later dim cuts the same axis, or an axis is cut in another order than that of the mesh.
+    """
+    placement, later = tensor.placements[mesh_dim], tensor.placements[mesh_dim + 1 :]
+    if type(placement) is not Shard:
+        return False
+    return all(each.is_replicate() or (type(each) is Shard and each.dim != placement.dim) for each in later)
+
+
+def gather_over(tensors: Sequence[Any], mesh_dim: int) -> list[Any]:
+    """Tensors without the cut over a mesh dim; gradients pass, summed up over that dim and cut again.
+
+    Args:
+        tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
+        mesh_dim: The number of the mesh dim.
+    """
+    return list(_GatherOver.apply(mesh_dim, *tensors)) if tensors else []
+
+
+class _GatherOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh_dim: int, *tensors: Any) -> Any:
+        ctx.mesh_dim, ctx.tensors = mesh_dim, [_Place(tensor, mesh_dim) for tensor in tensors]
+        mesh = tensors[0].device_mesh
+        number = mesh.size(mesh_dim)
+        flat = torch.cat([tensor._local_tensor.reshape(-1) for tensor in tensors])
+        gathered = flat.new_empty(number * flat.numel())
+        dist.all_gather_single(gathered, flat, group=mesh.get_group(mesh_dim))
+        columns = gathered.view(number, -1).split([place.local_size for place in ctx.tensors], dim=1)
+        return tuple(place.put_together(part) for place, part in zip(ctx.tensors, columns, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        given = [
+            (place, place.partial(gradient))
+            for place, gradient in zip(ctx.tensors, upstream, strict=True)
+            if gradient is not None
+        ]
+        results: dict[int, Any] = {}
+        for dtype in {gradient.dtype for _, gradient in given}:
+            some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
+            mesh = some[0][1].device_mesh
+            flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
+            mine = flat.new_empty(flat.numel() // mesh.size(ctx.mesh_dim))
+            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(ctx.mesh_dim))
+            parts = mine.split([place.local_size for place, _ in some])
+            results |= {id(place): place.cut(part) for (place, _), part in zip(some, parts, strict=True)}
+        return None, *(results.get(id(place)) for place in ctx.tensors)
+
+
+class _Place:
+    """Where one tensor lies, cut over the mesh dim and without that cut."""
+
+    def __init__(self, tensor: Any, mesh_dim: int) -> None:
+        self.mesh, self.placements = tensor.device_mesh, tensor.placements
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        self.axis = tensor.placements[mesh_dim].dim
+        self.mesh_dim, self.number = mesh_dim, self.mesh.size(mesh_dim)
+        self.local_shape = tuple(tensor._local_tensor.shape)
+        self.local_size = tensor._local_tensor.numel()
+
+    def _with(self, placement: Any) -> list[Any]:
+        changed = list(self.placements)
+        changed[self.mesh_dim] = placement
+        return changed
+
+    def _joined(self, local: torch.Tensor, placements: Any) -> Any:
+        return DTensor.from_local(
+            local, self.mesh, placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def put_together(self, pieces: torch.Tensor) -> Any:
+        """The tensor, from one row of numbers for each device along the mesh dim."""
+        apart = pieces.reshape(self.number, *self.local_shape).movedim(0, self.axis)
+        local = apart.reshape(
+            [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
+        )
+        return self._joined(local.contiguous(), self._with(Replicate()))
+
+    def partial(self, gradient: Any) -> Any:
+        """A gradient as numbers that are still to be summed up over the mesh dim, laid out else as the tensor."""
+        if gradient.placements[self.mesh_dim].is_partial():
+            return gradient.redistribute(self.mesh, self._with(Partial()))
+        return gradient.redistribute(self.mesh, self._with(Replicate())) / self.number
+
+    def taken_apart(self, gradient: Any) -> torch.Tensor:
+        """One row of numbers for each device along the mesh dim."""
+        before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
+        apart = gradient._local_tensor.reshape([*before, self.number, *after])
+        return apart.movedim(self.axis, 0).reshape(self.number, -1)
+
+    def cut(self, numbers: torch.Tensor) -> Any:
+        """The gradient in the tensor's own layout, from the numbers of this device."""
+        return self._joined(numbers.reshape(self.local_shape), self.placements)
