@@ -20,7 +20,7 @@ __all__ = [
     "refuse",
 ]
 
-ADAPTERS = {"keras": "layoutmap.adapters.keras"}
+ADAPTERS = {"keras": "layoutmap.adapters.keras", "torch": "layoutmap.adapters.torch"}
 """Library name -> its adapter's module. The name is also that of the package and of the extra that installs it."""
 
 
@@ -51,7 +51,7 @@ def get_adapter(name: str) -> Adapter:
     """The adapter of a model library.
 
     Args:
-        name: `"keras"`.
+        name: One of `ADAPTERS`, as `"keras"`.
 
     Raises:
         ScopeError: There is no such adapter, or its library is not installed.

@@ -38,9 +38,13 @@ __all__ = [
     "plainly",
     "replicates_plain_tensors",
     "set_replicates_plain_tensors",
+    "hooks_of_tensor",
     "is_view",
+    "members_of_module",
     "overload_name",
+    "own_attributes",
     "patch_module_apply",
+    "storage_key",
     "tree_leaves",
     "tree_map",
     "written_arguments",
@@ -182,3 +186,32 @@ try:
     )
 except ImportError as error:
     raise _moved(str(error)) from error
+
+
+# -- modules, and the tensors in them
+
+_NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
+
+
+def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters and the buffers that a module itself holds, by name; to be changed in place."""
+    return module._parameters, module._buffers
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a program has set on a tensor."""
+    ours = set(vars(tensor)) - _NO_ATTRIBUTES
+    return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
+
+
+def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """What is called with a tensor's gradient, and what is called when it has been added to `grad`."""
+    return (
+        list((tensor._backward_hooks or {}).values()),
+        list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()),
+    )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for two tensors that are alive if they lie in the same memory."""
+    return tensor.untyped_storage()._cdata

@@ -152,12 +152,13 @@ class AdapterContract:
             planned = lm.plan(make_model, self.layout_map(name), library=self.library)
             layout_map = self.layout_map(name)
             with layout_map.scope(library=self.library) as scope:
-                make_model()
+                _model = make_model()
 
             matched = [a for a in scope.plan if a.variable.kind in ("weight", "state", "rng")]
             expected = {a.variable.path: a.layout for a in matched}
             actual = {a.variable.path: a.layout for a in planned if a.variable.path in expected}
             assert expected == actual
+            assert expected
 
     def test_a_plan_changes_no_number(self):
         """A model that is built after it was planned has the values of one that was not planned."""
@@ -246,7 +247,7 @@ class AdapterContract:
             outer.scope(library=self.library) as empty,
             self.layout_map(name).scope(library=self.library) as full,
         ):
-            make_model()
+            _model = make_model()
 
         assert 0 == len(empty.plan)
         assert len(full.plan) > 0

@@ -1,0 +1,163 @@
+"""Models of `torch.nn`: any module, its parameters and buffers laid out by their names.
+
+The layout of a parameter is `layoutmap.dtensor.fetch_layout(parameter)`: `parameter.layout` is torch's own attribute,
+which says how its memory is used.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.torch.forward import is_planned
+from layoutmap.adapters.torch.paths import find_tensors
+from layoutmap.adapters.torch.session import TorchSession
+from layoutmap.adapters.torch.training import (
+    arrays_of,
+    call,
+    loss_of,
+    optimizer_of,
+    train_with,
+    training_of,
+)
+from layoutmap.adapters.torch.variables import Variable
+from layoutmap.errors import ScopeError
+from layoutmap.pytorch.private import FakeTensorMode, dispatch_modes
+
+__all__ = ["TorchAdapter", "adapter", "train_with"]
+
+
+class TorchAdapter:
+    """Knows `torch.nn`; see `layoutmap.adapters.protocol`."""
+
+    name = "torch"
+    lays_out_activations = True
+    engine_name = "torch"
+
+    def check(self) -> None:
+        """Refuse a place in which a scope cannot work.
+
+        Raises:
+            ScopeError: It cannot; says why.
+        """
+        fake = any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
+        if fake or torch.compiler.is_compiling():
+            raise ScopeError(
+                "a scope was opened " + ("under a FakeTensorMode" if fake else "inside a compiled function"),
+                why="variables are real tensors on real devices, and here there are none",
+                mend="build the model outside, and call it inside",
+            )
+
+    def owns(self, model: Any) -> bool:
+        """Whether an object is a torch module, and no Keras layer on torch."""
+        return isinstance(model, torch.nn.Module) and not any(
+            base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__
+        )
+
+    def begin(self, home: Home) -> TorchSession:
+        """A session for one scope."""
+        return TorchSession(home)
+
+    @contextmanager
+    def undisturbed(self) -> Generator[None]:
+        """Put everything that a torch program draws from back afterwards, as if what happens in here had not."""
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that programs seed
+        own = torch.get_rng_state()
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+            torch.set_rng_state(own)
+            if gpus:
+                torch.cuda.set_rng_state_all(gpus)
+
+    def set_seed(self, seed: int) -> None:
+        """Seed Python, numpy and torch."""
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.manual_seed(seed)
+
+    def complete(self, model: Any, batch: Any) -> None:
+        """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
+
+    def variables(self, model: Any) -> dict[str, Any]:
+        """Parameters, buffers, and slots of the optimizer that `train_with` told of, by path."""
+        has_value = not is_planned(model)
+        found = find_tensors(model)
+        named = {each.path: Variable(each.path, each.tensor, has_value) for each in found}
+        optimizer = training_of(model).optimizer
+        state = optimizer.state if optimizer is not None else {}
+        for each in found:
+            for name, slot in state.get(each.tensor, {}).items():
+                if isinstance(slot, torch.Tensor):
+                    path = f"optimizer.{each.path}.{name}"
+                    named[path] = Variable(path, slot)
+        return named
+
+    def read(self, variable: Any) -> Any:
+        """The whole value of a variable, as a numpy array."""
+        return variable.read()
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Give a variable a value, of the engine or of numpy; it keeps its layout."""
+        variable.write(value)
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        """What a model puts out for a batch, in inference; nested as the model nests it."""
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return arrays_of(call(model, batch), _array)
+        finally:
+            model.train(was_training)
+
+    def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
+        """The loss of a batch, and its gradient for each trainable parameter by path."""
+        model.zero_grad()
+        with self._drawing(model):
+            loss = loss_of(model, batch)
+            loss.backward()
+        gradients: dict[str, Any] = {}
+        for each in find_tensors(model):
+            if each.tensor.requires_grad:
+                gradient = torch.zeros_like(each.tensor) if each.tensor.grad is None else each.tensor.grad
+                gradients[each.path] = _array(gradient)
+        model.zero_grad()
+        return loss.item(), gradients
+
+    def train_step(self, model: Any, batch: Any) -> float:
+        """One step of the optimizer that `train_with` told of; gives the loss before it."""
+        optimizer = optimizer_of(model)
+        optimizer.zero_grad()
+        with self._drawing(model):
+            loss = loss_of(model, batch)
+            loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    @contextmanager
+    def _drawing(self, model: Any) -> Generator[None]:
+        """Draw from a seed of the model's own: two models that are compared step by step draw the same numbers."""
+        training = training_of(model)
+        training.num_draws += 1
+        with self.undisturbed():
+            self.set_seed(training.num_draws)
+            yield
+
+
+def _array(tensor: Any) -> Any:
+    return Variable("", tensor).read()
+
+
+def adapter() -> TorchAdapter:
+    """The adapter."""
+    return TorchAdapter()

@@ -1,0 +1,89 @@
+"""Plain tensors in, plain tensors out: what goes into a laid out model is cut, and what comes out is put together.
+
+Gradients pass both ways, so any loss that is computed with what comes out, plainly, is right.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from layoutmap.adapters.protocol import Home
+from layoutmap.pytorch import simulation
+from layoutmap.pytorch.private import tree_leaves, tree_map
+
+__all__ = ["map_tensors", "on_mesh", "plain", "tensors_in"]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers and dataclasses, in order."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif _is_record(leaf):
+            found += tensors_in([getattr(leaf, each.name) for each in dataclasses.fields(leaf)])
+    return found
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """The same containers and dataclasses with each tensor changed; anything else stays as it is."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if _is_record(leaf) and tensors_in(leaf):
+            changed = copy.copy(leaf)
+            for each in dataclasses.fields(leaf):
+                object.__setattr__(changed, each.name, map_tensors(change, getattr(leaf, each.name)))
+            return changed
+        return leaf
+
+    return tree_map(of_leaf, values)
+
+
+def on_mesh(values: Any, home: Home) -> Any:
+    """Plain tensors on the mesh: each cut along its first axis where the batch is split and it divides, or whole."""
+
+    def place(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, DTensor):
+            return tensor
+        return home.place(tensor, home.batch_layout(tuple(tensor.shape)))
+
+    return map_tensors(place, values)
+
+
+def plain(values: Any) -> Any:
+    """Whole plain tensors, the same in all processes, in the place of `DTensor`s."""
+    return map_tensors(lambda tensor: _whole(tensor) if isinstance(tensor, DTensor) else tensor, values)
+
+
+def _whole(tensor: DTensor) -> torch.Tensor:
+    mesh = tensor.device_mesh
+    everywhere = [Replicate()] * mesh.ndim
+    ranks = mesh.mesh.flatten().tolist()
+    with simulation.on_ranks(ranks):
+        local = tensor.redistribute(mesh, everywhere).to_local(grad_placements=everywhere)
+    return _OfAllRanks.apply(local, ranks) if simulation.is_simulated() else local  # pyright: ignore[reportReturnType]
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """The plain tensor of which all simulated ranks hold the same; its gradient is that of each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Any, ranks: list[int]) -> torch.Tensor:
+        ctx.ranks = ranks
+        return simulation.plain(local).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return simulation.every_rank(upstream[0], ctx.ranks), None
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,0 +1,169 @@
+"""Calling a laid out model, or any layer of it: on its mesh, with plain tensors in and plain tensors out.
+
+Each module of a laid out model has a `forward` of its own, a `Forward`, in front of that of its class. The outermost
+one that is called takes the call to the mesh. Copies of a model are laid out, too; one that is unpickled is plain code
+again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, tensors_in
+from layoutmap.adapters.torch.gathering import gathered
+from layoutmap.errors import PlanError
+from layoutmap.layout import Layout
+
+__all__ = ["Forward", "forward_of", "has_forward", "is_planned"]
+
+_ATTRIBUTE = "forward"
+_here = threading.local()
+
+
+class Forward:
+    """What a module's `forward` is while its model is laid out.
+
+    Args:
+        module: The module.
+        path: Its path in the model; empty for the model itself.
+        home: The scope.
+        gather: The module's own parameters that are put together while it computes, and in which layouts.
+        valueless: Why the model has no values and cannot be called; empty if it can.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        path: str,
+        home: Home,
+        *,
+        gather: Mapping[str, Layout] | None = None,
+        valueless: str = "",
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._before = _before(module)
+        self.path = path
+        self.home = home
+        self.gather = dict(gather or {})
+        self.valueless = valueless
+        self._output = home.activation_layout(path) if path else None
+
+    def attach(self) -> None:
+        """Put it in its place."""
+        vars(self._the_module())[_ATTRIBUTE] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; plain tensors give plain tensors, and `DTensor`s give `DTensor`s.
+
+        Raises:
+            PlanError: The model has no values.
+            LayoutError: A rule of `LayoutMap.activations` does not fit what the module puts out.
+        """
+        if self.valueless:
+            raise PlanError(
+                f"{type(self._the_module()).__name__}: {self.valueless}",
+                why="the tensors of this model know their shapes only",
+                mend="build it again, in a scope or with layout_map.build",
+            )
+        if getattr(_here, "inside", False):
+            return self._run(args, kwargs)
+        tensors = tensors_in((args, kwargs))
+        is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
+        _here.inside = True
+        try:
+            with self.home.run_on_mesh():
+                args, kwargs = on_mesh((args, kwargs), self.home)
+                result = self._run(args, kwargs)
+        finally:
+            _here.inside = False
+        return plain(result) if is_plain else result
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        module = self._the_module()
+        forward = self._before or functools.partial(type(module).forward, module)
+        if self.gather:
+            with gathered(module, self.gather, self.home):
+                result = forward(*args, **kwargs)
+        else:
+            result = forward(*args, **kwargs)
+        return result if self._output is None else self._laid_out(result, self._output)
+
+    def _laid_out(self, result: Any, layout: Layout) -> Any:
+        """What the layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
+        found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
+        fitting = [tensor for tensor in found if tensor.ndim == layout.rank]
+        if found and not fitting:
+            shape = tuple(found[0].shape)
+            raise layout.rank_error(shape, f"the output of {self.path}")
+        for tensor in fitting:
+            for axis in layout.uneven_axes(tuple(tensor.shape)):
+                raise layout.uneven_error(tuple(tensor.shape), axis, f"the output of {self.path}")
+        chosen = {id(tensor) for tensor in fitting}
+        return map_tensors(lambda t: self.home.place(t, layout) if id(t) in chosen else t, result)
+
+    def _the_module(self) -> torch.nn.Module:
+        module = self._module()
+        assert module is not None, "a forward is called through its module"
+        return module
+
+    # -- what a bound method has
+
+    __name__ = _ATTRIBUTE
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module = self._the_module()
+        return inspect.signature(self._before or functools.partial(type(module).forward, module))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self._the_module()
+        made = copy.copy(self)
+        made._module = weakref.ref(memo.get(id(module), module))
+        made._before = copy.deepcopy(self._before, memo)
+        return made
+
+    def __copy__(self) -> Forward:
+        made = object.__new__(Forward)
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce__(self) -> Any:
+        return _plain_forward, (self._the_module(),)
+
+
+def _plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
+    """The forward of a module's class, for a module that was laid out when it was pickled."""
+    return functools.partial(type(module).forward, module)
+
+
+def _before(module: torch.nn.Module) -> Any:
+    """The forward that was set on a module itself, by the program or an earlier scope; `None`: that of its class."""
+    own = vars(module).get(_ATTRIBUTE)
+    return own._before if isinstance(own, Forward) else own
+
+
+def has_forward(module: torch.nn.Module) -> bool:
+    """Whether a module can be called: a list of modules cannot."""
+    return type(module).forward is not torch.nn.Module.forward
+
+
+def forward_of(module: torch.nn.Module) -> Forward | None:
+    """The forward that a scope has given a module, if it has."""
+    own = vars(module).get(_ATTRIBUTE)
+    return own if isinstance(own, Forward) else None
+
+
+def is_planned(module: torch.nn.Module) -> bool:
+    """Whether a model has no values: it was only planned, or its scope failed."""
+    own = forward_of(module)
+    return own is not None and bool(own.valueless)

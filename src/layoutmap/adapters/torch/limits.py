@@ -1,0 +1,65 @@
+"""What cannot be laid out, or not as one may think, said before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.torch.paths import Found
+from layoutmap.limits import Limit
+from layoutmap.pytorch.private import FakeTensor, storage_key
+
+__all__ = ["limits_of"]
+
+_KNOWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, DTensor)
+
+
+def limits_of(tensors: Sequence[Found]) -> list[Limit]:
+    """What the tensors of a scope cannot do."""
+    return [*_of_each(tensors), *_of_shared_memory(tensors)]
+
+
+def _of_each(tensors: Sequence[Found]) -> Iterator[Limit]:
+    for found in tensors:
+        tensor = found.tensor
+        if tensor.device.type == "meta":
+            yield Limit(
+                found.path,
+                "it lies on the meta device",
+                "such a tensor has no value, and no record of how it would get one",
+                "build the model without torch.device('meta'): a scope defers the values itself",
+            )
+        elif tensor.layout != torch.strided:
+            yield Limit(
+                found.path,
+                f"it is {tensor.layout}",
+                "a layout cuts dense tensors",
+                "make it dense: tensor.to_dense()",
+            )
+        elif type(tensor) not in _KNOWN:
+            yield Limit(
+                found.path,
+                f"it is a {type(tensor).__module__}.{type(tensor).__qualname__}",
+                "it becomes a DTensor, and what its own class does is lost",
+                "make it a torch.nn.Parameter",
+                "warning" if isinstance(tensor, torch.nn.Parameter) else "error",
+            )
+
+
+def _of_shared_memory(tensors: Sequence[Found]) -> Iterator[Limit]:
+    known: dict[object, str] = {}
+    for found in tensors:
+        tensor = found.tensor
+        if isinstance(tensor, DTensor) or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        key = (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        other = known.setdefault(key, found.path)
+        if other != found.path:
+            yield Limit(
+                found.path,
+                f"it shares its memory with {other}",
+                "they are two tensors, and in layouts each has memory of its own, so they would part in training",
+                "let both names hold one and the same parameter: b.weight = a.weight",
+            )

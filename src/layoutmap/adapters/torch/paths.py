@@ -1,0 +1,120 @@
+"""What a model's tensors are called: the names that `named_parameters` and `named_buffers` give them.
+
+A tensor that several names lead to, a tied weight, is called by the first; the rest are its aliases. Parameters come
+before buffers, each in the order of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+__all__ = [
+    "Found",
+    "Place",
+    "below",
+    "find_tensors",
+    "layer_paths",
+    "lazy_layers",
+    "model_names",
+    "roots_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An attribute of a module that holds a tensor."""
+
+    module: torch.nn.Module
+    name: str
+
+
+@dataclass(slots=True)
+class Found:
+    """A parameter or a buffer of a model.
+
+    Args:
+        tensor: The tensor.
+        path: The first name that leads to it.
+        is_buffer: Whether it is a buffer.
+        aliases: The other names.
+        places: Every attribute that holds it.
+    """
+
+    tensor: Any
+    path: str
+    is_buffer: bool
+    aliases: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+
+def find_tensors(root: torch.nn.Module) -> list[Found]:
+    """The parameters of a model, then its buffers; each once."""
+    found: dict[int, Found] = {}
+    modules = list(root.named_modules(remove_duplicate=False))
+    for is_buffer in (False, True):
+        for prefix, module in modules:
+            members = module.named_buffers if is_buffer else module.named_parameters
+            for name, tensor in members(recurse=False, remove_duplicate=False):
+                path = f"{prefix}.{name}" if prefix else name
+                known = found.get(id(tensor))
+                if known is None:
+                    known = found[id(tensor)] = Found(tensor, path, is_buffer)
+                else:
+                    known.aliases.append(path)
+                if Place(module, name) not in known.places:
+                    known.places.append(Place(module, name))
+    return list(found.values())
+
+
+def layer_paths(root: torch.nn.Module) -> dict[int, str]:
+    """The first name of each module below a model, by the module's id."""
+    paths: dict[int, str] = {}
+    for name, module in root.named_modules():
+        if name:
+            paths.setdefault(id(module), name)
+    return paths
+
+
+def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those of some modules that are inside no other of them."""
+    inside: set[int] = set()
+    for module in modules:
+        inside.update(map(id, below(module, inside)))
+    return [module for module in modules if id(module) not in inside]
+
+
+def below(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[torch.nn.Module]:  # pyright: ignore[reportArgumentType]
+    """Every module below a module, each once; what is below a known one is left out."""
+    todo, seen = list(module.children()), {id(module)}
+    while todo:
+        child = todo.pop()
+        if id(child) not in seen:
+            seen.add(id(child))
+            yield child
+            if id(child) not in known:
+                todo.extend(child.children())
+
+
+def model_names(roots: Sequence[torch.nn.Module]) -> list[str]:
+    """A name for each model: its class's, with a number from the second of a class on."""
+    names: list[str] = []
+    taken: dict[str, int] = {}
+    for root in roots:
+        name = type(root).__name__
+        number = taken[name] = taken.get(name, -1) + 1
+        names.append(f"{name}_{number}" if number else name)
+    return names
+
+
+def lazy_layers(root: torch.nn.Module) -> list[str]:
+    """The names of modules that will make weights when they are first called."""
+    return [
+        name or type(root).__name__
+        for name, module in root.named_modules()
+        if any(is_lazy(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]

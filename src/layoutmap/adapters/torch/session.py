@@ -1,0 +1,297 @@
+"""One scope's work in torch: watch modules being born without values, then give each tensor its value in its layout.
+
+born      a tape defers large tensors, and hooks report the modules that are made while the scope is open
+describe  walk the models that the modules form, and name every parameter and buffer
+settle    ask the scope for all layouts at once, then make what the tape deferred and place what is there
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from layoutmap.active import current, entered
+from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.torch import births
+from layoutmap.adapters.torch.forward import Forward, has_forward
+from layoutmap.adapters.torch.gathering import to_gather
+from layoutmap.adapters.torch.limits import limits_of
+from layoutmap.adapters.torch.paths import (
+    Found,
+    below,
+    find_tensors,
+    layer_paths,
+    lazy_layers,
+    model_names,
+    roots_of,
+)
+from layoutmap.adapters.torch.replacing import (
+    carry_over,
+    optimizers_of,
+    put,
+    replace_in_module,
+    replace_in_optimizer,
+)
+from layoutmap.draws import Draw
+from layoutmap.errors import ScopeError
+from layoutmap.layout import Layout
+from layoutmap.pytorch.private import FakeTensor
+from layoutmap.pytorch.tape import Tape
+from layoutmap.variables import Assignment, Kind, VariableSpec
+
+__all__ = ["TorchSession"]
+
+_ONLY_A_PLAN = "only a plan, it has no values"
+_FAILED = "its scope failed, so it has no values"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of this scope, as the core will see it."""
+
+    found: Found
+    spec: VariableSpec
+
+
+class TorchSession:
+    """One scope's work in torch.
+
+    Args:
+        home: The scope, which knows rules, meshes and arrays.
+    """
+
+    def __init__(self, home: Home):
+        self.home = home
+        self._tape = Tape(dry=home.plan_only)
+        self._recording: Any = None
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id, in the order of birth
+        self._unbuilt: list[str] = []
+
+    # -- births
+
+    @contextmanager
+    def defer(self) -> Generator[None]:
+        """While open, large tensors are born without values; leaving the outermost one settles what was born."""
+        if self._recording is not None:
+            yield
+            return
+        outer = current()
+        with _suspended(outer):
+            with births.installed(), entered(self):
+                self._record()
+                try:
+                    yield
+                finally:
+                    self._stop()
+            self._settle(self._born(), is_new=True)
+
+    def _record(self) -> None:
+        self._recording = self._tape.recording()
+        self._recording.__enter__()
+
+    def _stop(self) -> None:
+        recording, self._recording = self._recording, None
+        recording.__exit__(None, None, None)
+
+    @contextmanager
+    def suspended(self) -> Generator[None]:
+        """While open, nothing is deferred: a scope that was opened in this one counts, or it is done."""
+        if self._recording is None:
+            yield
+            return
+        self._stop()
+        try:
+            yield
+        finally:
+            self._record()
+
+    def module_born(self, module: torch.nn.Module) -> None:
+        """A module was given its first tensor or child, or a further one."""
+        key = id(module)
+        if key not in self._modules:
+            self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
+
+    def _born(self) -> list[torch.nn.Module]:
+        """The models that were made: modules that are inside no other."""
+        modules = [module for ref in list(self._modules.values()) if (module := ref()) is not None]
+        roots = roots_of(modules)
+        if len(roots) > 1:  # one may be garbage that only waits to be collected
+            del modules, roots
+            gc.collect()
+            roots = roots_of(
+                [module for ref in list(self._modules.values()) if (module := ref()) is not None]
+            )
+        return roots
+
+    def unbuilt(self) -> list[str]:
+        """The names of layers that will make weights when they are first called."""
+        return self._unbuilt
+
+    # -- settling
+
+    def _settle(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
+        self._unbuilt = [path for root in roots for path in lazy_layers(root)]
+        if self._unbuilt and not self.home.plan_only:
+            self._refuse_lazy(roots)
+        entries = list(self._describe(roots, is_new=is_new))
+        why_whole = {e.spec.path: self._why_whole(e.found.tensor) for e in entries}
+        layers = [path for root in roots for path in layer_paths(root).values()]
+        try:
+            assignments = self.home.assign(
+                [e.spec for e in entries],
+                {path: why for path, why in why_whole.items() if why},
+                limits_of([e.found for e in entries]),
+                not self._unbuilt,
+                layers,
+            )
+            if self.home.plan_only:
+                self._mark_valueless(roots, _ONLY_A_PLAN)
+            else:
+                self._make(roots, entries, assignments)
+        except BaseException:
+            if is_new:
+                self._mark_valueless(roots, _FAILED)
+            raise
+        finally:
+            self._tape = Tape(dry=self.home.plan_only)  # the one that was holds on to much
+            self._modules.clear()
+
+    def _refuse_lazy(self, roots: Sequence[torch.nn.Module]) -> None:
+        self._mark_valueless(roots, _FAILED)
+        raise ScopeError(
+            f"{self._unbuilt[0]}: the size of a lazy layer is not known when its scope ends",
+            facts={"lazy layers": ", ".join(self._unbuilt[:10])},
+            why="it makes its weights at its first call, when no scope defers and places them",
+            mend="give the layer its sizes, as in torch.nn.Linear(in_features, out_features)",
+        )
+
+    def _describe(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> Iterator[_Entry]:
+        seen: set[int] = set()
+        for name, root in zip(model_names(roots), roots, strict=True):
+            for found in find_tensors(root):
+                tensor = found.tensor
+                # In a scope, what is laid out already was born in an inner scope, or before.
+                if id(tensor) in seen or is_lazy(tensor) or (is_new and isinstance(tensor, DTensor)):
+                    continue
+                seen.add(id(tensor))
+                kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                shape = tuple(int(n) for n in tensor.shape)
+                yield _Entry(
+                    found, VariableSpec(found.path, shape, dtype, kind, tuple(found.aliases), model=name)
+                )
+
+    def _why_whole(self, tensor: Any) -> str:
+        return self._tape.recipe(tensor).why_whole if self._tape.holds(tensor) else ""
+
+    def _make(
+        self, roots: Sequence[torch.nn.Module], entries: Sequence[_Entry], assignments: Sequence[Assignment]
+    ) -> None:
+        pairs = {
+            f"{number}:{e.spec.path}": (e, a)
+            for number, (e, a) in enumerate(zip(entries, assignments, strict=True))
+        }
+        deferred = {key: pair for key, pair in pairs.items() if self._tape.holds(pair[0].found.tensor)}
+        made = self.home.create(
+            {key: assignment for key, (_, assignment) in deferred.items()},
+            {key: self._draw(entry.found.tensor) for key, (entry, _) in deferred.items()},
+        )
+        replaced: dict[int, Any] = {}
+        kept: list[Any] = []  # while ids stand for the tensors
+        for key, (entry, assignment) in pairs.items():
+            old = entry.found.tensor
+            array = made[key] if key in deferred else self.home.place(old.detach(), assignment.layout)
+            replaced[id(old)] = self._held(entry, array, assignment.layout)
+            kept.append(old)
+            for place in entry.found.places:
+                put(place, replaced[id(old)])
+        self._replace_references(roots, replaced)
+        layouts = {id(replaced[id(e.found.tensor)]): a.layout for e, a in pairs.values()}
+        self._attach(roots, layouts)
+
+    def _draw(self, tensor: Any) -> Draw:
+        recipe = self._tape.recipe(tensor)
+        return Draw(recipe.whole, blocks=None if recipe.why_whole else recipe.blocks)
+
+    def _held(self, entry: _Entry, array: Any, layout: Layout) -> Any:
+        """What a module holds in the place of its tensor."""
+        old = entry.found.tensor
+        new = array
+        if isinstance(old, torch.nn.Parameter):
+            new = self.home.variable(array, name=entry.spec.path, trainable=old.requires_grad)
+        carry_over(old, new)
+        if not isinstance(old, FakeTensor) and old.is_leaf and old.grad is not None:
+            new.grad = self.home.place(old.grad, layout)
+        return new
+
+    def _replace_references(self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any]) -> None:
+        # Tensors that are neither parameters nor buffers stay plain, and get their values too.
+        kept: list[Any] = []
+
+        def swap(tensor: Any) -> Any:
+            if id(tensor) not in replaced and self._tape.holds(tensor):
+                kept.append(tensor)
+                replaced[id(tensor)] = (
+                    self._tape.recipe(tensor).whole().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+                )
+            return replaced.get(id(tensor), tensor)
+
+        def slot(parameter: Any, value: Any) -> Any:
+            new = swap(value)
+            return (
+                self.home.place(new, parameter_layouts[id(parameter)])
+                if new.shape == parameter.shape
+                else new
+            )
+
+        for root in roots:
+            for module in (root, *below(root)):
+                replace_in_module(module, swap)
+        parameter_layouts = {id(new): new for new in replaced.values()}
+        for optimizer in optimizers_of(dict(replaced)):
+            replace_in_optimizer(optimizer, swap, slot)
+
+    def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
+        for root in roots:
+            paths = layer_paths(root)
+            for module in (root, *below(root)):
+                own = {
+                    name: layouts[id(parameter)]
+                    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+                    if id(parameter) in layouts
+                }
+                if has_forward(module):
+                    gather = to_gather(own, self.home)
+                    Forward(module, paths.get(id(module), ""), self.home, gather=gather).attach()
+
+    def _mark_valueless(self, roots: Sequence[torch.nn.Module], why: str) -> None:
+        for root in roots:
+            for module in (root, *below(root)):
+                Forward(module, "", self.home, valueless=why).attach()
+
+    # -- models that exist, and models to be
+
+    def take(self, model: torch.nn.Module) -> None:
+        """Lay out a model that exists, and look after it as if it had been built here."""
+        with _suspended(current()):
+            self._settle([model], is_new=False)
+
+    def complete(self, model: Any, inputs: Any) -> None:
+        """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
+
+
+@contextmanager
+def _suspended(outer: Any) -> Generator[None]:
+    if isinstance(outer, TorchSession):
+        with outer.suspended():
+            yield
+    else:
+        yield

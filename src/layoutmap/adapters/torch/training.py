@@ -1,0 +1,145 @@
+"""How a model is trained, said once: its loss and its optimizer.
+
+Torch keeps these in the program's own loop. `check_parity` runs that loop itself, so it has to be told.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.torch.conversion import plain, tensors_in
+from layoutmap.errors import ScopeError
+
+__all__ = ["Training", "call", "train_with", "training_of"]
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+Loss = Callable[[Any, Any], torch.Tensor]
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(slots=True)
+class Training:
+    """How one model is trained.
+
+    Args:
+        loss: Called with what the model puts out and the targets; `None`: the model puts out its loss.
+        make_optimizer: Called with the model's parameters, when they have their values.
+        optimizer: What it made.
+        num_draws: How often random numbers were drawn for it: each time from a seed of its own.
+    """
+
+    loss: Loss | None = None
+    make_optimizer: MakeOptimizer | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    num_draws: int = 0
+
+
+_trainings: weakref.WeakKeyDictionary[torch.nn.Module, Training] = weakref.WeakKeyDictionary()
+
+
+def train_with(model: Model, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None) -> Model:
+    """Say how a model is trained, for `layoutmap.check_parity`; a program's own loop needs it not.
+
+    Args:
+        model: The model.
+        loss: Called with what the model puts out and the targets of a batch, gives a number; `None`: the model puts
+            out its loss, alone or as `loss` among others, as models of transformers do when they are given labels.
+        optimizer: Makes the optimizer, given the model's parameters; `None`: no steps are taken.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> from functools import partial
+        >>> model = torch.nn.Linear(8, 4)
+        >>> train_with(model, loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e-3))
+        Linear(in_features=8, out_features=4, bias=True)
+    """
+    _trainings[model] = Training(loss, optimizer)
+    return model
+
+
+def training_of(model: torch.nn.Module) -> Training:
+    """How a model is trained, as far as that was said."""
+    return _trainings.setdefault(model, Training())
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """What a model puts out for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
+    inputs = batch if isinstance(batch, Mapping) else batch[0]
+    if isinstance(inputs, Mapping):
+        return model(**{name: _tensor(value) for name, value in inputs.items()})
+    if isinstance(inputs, (tuple, list)):
+        return model(*map(_tensor, inputs))
+    return model(_tensor(inputs))
+
+
+def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of a batch, a plain number; all of the model's draws are made on the way.
+
+    Raises:
+        ScopeError: Nobody has said how to get it.
+    """
+    output, loss = call(model, batch), training_of(model).loss
+    if loss is not None:
+        if isinstance(batch, Mapping):
+            raise ScopeError(
+                f"{type(model).__name__}: the batch has no targets for its loss",
+                facts={"batch": f"a mapping of {', '.join(map(str, batch))}"},
+                why="a loss that is called with outputs and targets needs both",
+                mend="pass (inputs, targets), the inputs as a mapping if they have names",
+            )
+        return loss(output, _tensor(batch[1]))
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    found = found[0] if isinstance(found, (tuple, list)) else found
+    if isinstance(found, torch.Tensor) and found.ndim == 0:
+        return plain(found) if isinstance(found, DTensor) else found
+    raise ScopeError(
+        f"{type(model).__name__}: no loss is known for it",
+        facts={"puts out": type(output).__name__},
+        why="it puts out no single number, nor one that is called loss",
+        mend="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
+    )
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a model, made at its first use.
+
+    Raises:
+        ScopeError: Nobody has said which.
+    """
+    training = training_of(model)
+    if training.make_optimizer is None:
+        raise ScopeError(
+            f"{type(model).__name__}: no optimizer is known for it",
+            why="torch models do not carry one",
+            mend="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
+        )
+    if training.optimizer is None:
+        training.optimizer = training.make_optimizer(p for p in model.parameters() if p.requires_grad)
+    return training.optimizer
+
+
+def arrays_of(output: Any, read: Callable[[Any], Any]) -> Any:
+    """What a model puts out, nested as it nests it, as numpy arrays; what is no tensor is left out."""
+    if isinstance(output, torch.Tensor):
+        return read(output)
+    if isinstance(output, Mapping):
+        return {name: arrays_of(value, read) for name, value in output.items() if tensors_in(value)}
+    if isinstance(output, (tuple, list)):
+        return [arrays_of(value, read) for value in output if tensors_in(value)]
+    return [read(tensor) for tensor in tensors_in(output)]
+
+
+def _tensor(value: Any) -> Any:
+    return (
+        torch.as_tensor(value)
+        if hasattr(value, "__array__") and not isinstance(value, torch.Tensor)
+        else value
+    )

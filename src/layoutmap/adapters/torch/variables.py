@@ -1,0 +1,75 @@
+"""A variable of a torch model: its path, and the tensor that the model holds under it now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layoutmap.engines import get_engine
+from layoutmap.errors import PlanError
+from layoutmap.layout import Layout
+from layoutmap.pytorch.private import FakeTensor
+
+__all__ = ["Variable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A parameter, a buffer or a slot of an optimizer.
+
+    Torch's tensors have an attribute `layout` of their own, which says how memory is used; so the layout is asked of
+    this, or of `layoutmap.dtensor.fetch_layout`.
+
+    Args:
+        path: Its path.
+        tensor: The tensor.
+        has_value: Whether it has a value; the tensors of a plan do not.
+    """
+
+    path: str
+    tensor: Any
+    has_value: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout.
+
+        Raises:
+            AttributeError: It has none.
+        """
+        layout = get_engine("torch").layout_of(self.tensor)
+        if layout is None:
+            raise AttributeError(f"{self.path} is a plain tensor and has no layout")
+        return layout
+
+    def read(self) -> Any:
+        """The whole value, as a numpy array.
+
+        Raises:
+            PlanError: It has none.
+        """
+        self._check()
+        return get_engine("torch").whole(self.tensor)
+
+    def write(self, value: Any) -> None:
+        """Give it a value, of torch or of numpy; it keeps its layout.
+
+        Raises:
+            PlanError: It is only planned.
+        """
+        self._check()
+        engine = get_engine("torch")
+        layout = engine.layout_of(self.tensor)
+        with torch.no_grad():
+            new = torch.as_tensor(value) if layout is None else engine.relayout(value, layout)
+            self.tensor.copy_(new)
+
+    def _check(self) -> None:
+        if not self.has_value or isinstance(self.tensor, FakeTensor):
+            raise PlanError(
+                f"{self.path}: only a plan, it has no values",
+                why="the model was planned, or its scope failed",
+                mend="build it in a scope, or with layout_map.build",
+            )

@@ -1,0 +1,31 @@
+"""The torch adapter keeps the contract."""
+
+import pytest
+from torch_models import MODELS, RULES, batch, hooked, num_tensors
+
+from layoutmap.testing.adapter_contract import AdapterContract
+
+PROCESSES = ("torch",)
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+
+
+class TestTorch(AdapterContract):
+    library = "torch"
+
+    def models(self):
+        return MODELS
+
+    def rules(self, name):
+        return RULES[name]
+
+    def batch(self, name):
+        return batch(name)
+
+    def array_of(self, variable):
+        return variable.tensor
+
+    def num_arrays(self):
+        return num_tensors()
+
+    def hooked(self):
+        return hooked()
