@@ -12,31 +12,17 @@ from typing import Any
 
 import torch
 
+from layoutmap.pytorch.operations import overwrites_all
 from layoutmap.pytorch.private import argument_names, tree_leaves, tree_map
 from layoutmap.pytorch.steps import Constant, Memory, Step, View
 from layoutmap.pytorch.streams import with_generator
 
-__all__ = ["overwrites", "replay"]
-
-aten = torch.ops.aten
-_FILLING = {
-    aten.zero_,
-    aten.fill_,
-    aten.uniform_,
-    aten.normal_,
-    aten.random_,
-    aten.bernoulli_,
-    aten.exponential_,
-    aten.log_normal_,
-    aten.cauchy_,
-    aten.geometric_,
-    aten.copy_,
-}
+__all__ = ["call", "needed", "replay"]
 
 
-def overwrites(step: Step, memory: Memory) -> bool:
+def _overwrites(step: Step, memory: Memory) -> bool:
     """Whether nothing of what a memory held before is left after a step that changes it."""
-    if step.op.overloadpacket not in _FILLING or not step.writes[0].is_all:
+    if not overwrites_all(step) or not step.writes[0].is_all:
         return False
     return sum(view.memory is memory for view in step.reads()) == 1
 
@@ -49,12 +35,12 @@ def replay(steps: Sequence[Step], wanted: Sequence[View], until: int) -> list[to
         wanted: The tensors.
         until: The number of the step.
     """
-    needed = _needed(steps, {view.memory for view in wanted}, until)
-    last_use = {view.memory: number for number in needed for view in _touched(steps[number])}
+    numbers = needed(steps, {view.memory for view in wanted}, until)
+    last_use = {view.memory: number for number in numbers for view in _touched(steps[number])}
     kept = {view.memory for view in wanted}
     storages: dict[Memory, torch.UntypedStorage] = {}
     with torch.no_grad():
-        for number in needed:
+        for number in numbers:
             _run(steps[number], storages)
             for memory in {view.memory for view in _touched(steps[number])}:
                 if last_use[memory] == number and memory not in kept:
@@ -66,7 +52,7 @@ def _touched(step: Step) -> list[View]:
     return [*step.reads(), *(view for view in step.made if view is not None)]
 
 
-def _needed(steps: Sequence[Step], memories: set[Memory], until: int) -> list[int]:
+def needed(steps: Sequence[Step], memories: set[Memory], until: int) -> list[int]:
     """The numbers of the steps that some memories depend on, in order."""
     found: set[int] = set()
     seen: set[tuple[Memory, int]] = set()
@@ -80,7 +66,7 @@ def _needed(steps: Sequence[Step], memories: set[Memory], until: int) -> list[in
         seen.add((memory, number))
         found.add(number)
         step = steps[number]
-        over = step.makes(memory) is not None or overwrites(step, memory)
+        over = step.makes(memory) is not None or _overwrites(step, memory)
         todo += [(view.memory, number) for view in step.reads() if not (over and view.memory is memory)]
         if not over:
             todo.append((memory, number))

@@ -6,6 +6,8 @@ So a step is an operation that makes memory or changes some, and the history of 
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +42,36 @@ class Memory:
     def numel(self) -> int:
         """The number of elements, of its own type."""
         return self.num_bytes // self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Elements of a memory, in order: `shape` of them along each axis, `strides` apart, the slowest axis first."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def place(self, element: int) -> int:
+        """Where in memory an element lies."""
+        place = self.offset
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            element, along = divmod(element, n)
+            place += along * stride
+        return place
+
+    def places(self, start: int, stop: int) -> torch.Tensor:
+        """Where in memory some elements lie."""
+        left = torch.arange(start, stop, device="cpu")
+        place = torch.full_like(left, self.offset)
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            place += left % n * stride
+            left //= n
+        return place
+
+    def elements_before(self, place: int) -> int:
+        """How many elements lie before a place in memory."""
+        return bisect.bisect_left(range(math.prod(self.shape)), place, key=self.place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,11 +120,30 @@ class View:
             i for i, n in enumerate(self.shape) if n != 1
         ]
 
-    def runs_like(self, other: View) -> bool:
-        """Whether it has the shape of another, and its elements lie in the same order."""
-        return self.shape == other.shape and all(
-            a == b for n, a, b in zip(self.shape, self.strides, other.strides, strict=True) if n != 1
+    @property
+    def is_ordered(self) -> bool:
+        """Whether its elements lie apart, and going through its axes in their order goes through memory in order."""
+        if self.dtype != self.memory.dtype or self.conj or self.neg:
+            return False
+        reach = 0
+        for axis in reversed(self.order):
+            if self.shape[axis] != 1 and self.strides[axis] <= reach:
+                return False
+            reach += (self.shape[axis] - 1) * self.strides[axis]
+        return True
+
+    @property
+    def geometry(self) -> Geometry:
+        """Where its elements lie in memory, whatever the order of the axes."""
+        return Geometry(
+            self.offset,
+            tuple(self.shape[axis] for axis in self.order),
+            tuple(self.strides[axis] for axis in self.order),
         )
+
+    def runs_like(self, other: View) -> bool:
+        """Whether it has the shape of another, and its axes lie in memory in the same order."""
+        return self.shape == other.shape and self.order == other.order
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, of real memory."""
@@ -114,6 +165,7 @@ class Step:
     """An operation.
 
     Args:
+        number: Its place on the tape.
         op: The operation of torch.
         args: Its arguments; tensors are a `View` or a `Constant`.
         kwargs: Its arguments by name, without the generator.
@@ -123,6 +175,7 @@ class Step:
         seen_in: The function of torch or of the model library that asked for it, for messages.
     """
 
+    number: int
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -90,10 +90,11 @@ def _goes_in_pieces(draw: Draw) -> bool:
     return True
 
 
-def pieces(numel: int, start: int = 0, size: int = PIECE) -> Iterator[tuple[int, int]]:
+def pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
     """From where to where the pieces of a run of elements go; the last has at least a group, if the run has."""
+    start = 0
     while start < numel:
-        stop = start - start % size + size
+        stop = start + size
         stop = numel if numel - stop < _GROUP else stop
         yield start, stop
         start = stop
@@ -102,7 +103,7 @@ def pieces(numel: int, start: int = 0, size: int = PIECE) -> Iterator[tuple[int,
 def draw_of(step: Step, view: View) -> Draw | None:
     """How to draw what a step writes to a view, piece by piece in the order of memory; `None` if that cannot be."""
     packet, args = step.op.overloadpacket, step.args
-    if not view.is_dense or any(isinstance(arg, View) for arg in args[1:]):
+    if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
     found: tuple[Any, tuple[Any, ...]] | None = None
     if packet in _IN_PLACE:
@@ -132,11 +133,12 @@ class Stream:
         draw: What is drawn.
         numel: The number of elements.
         state: The generator's state before.
+        piece: The elements in a piece.
     """
 
-    def __init__(self, draw: Draw, numel: int, state: torch.Tensor) -> None:
+    def __init__(self, draw: Draw, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
         self._draw = draw
-        self._pieces = pieces(numel)
+        self._pieces = pieces(numel, piece)
         self._generator = torch.Generator("cpu")
         self._generator.set_state(state)
         self._start = self._stop = 0

@@ -13,6 +13,7 @@ make their values.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ from layoutmap.pytorch.private import (
 from layoutmap.pytorch.recipes import Recipe
 from layoutmap.pytorch.replay import call, replay
 from layoutmap.pytorch.steps import Constant, Memory, Step, View
-from layoutmap.pytorch.streams import draw_of
+from layoutmap.pytorch.streams import PIECE, draw_of
 
 __all__ = ["Tape", "trace"]
 
@@ -47,6 +48,9 @@ class Tape:
 
     Args:
         smallest: Tensors with fewer elements are made at once, unless they follow from deferred ones.
+        piece: The elements to make at a time, a multiple of 16.
+        dry: Whether nobody will ask for values, only for shapes: random operations then leave the generator as it is,
+            which takes no time however large the tensors are. What is read while recording is random, too.
 
     Example:
         >>> tape = Tape()
@@ -60,8 +64,10 @@ class Tape:
         torch.Size([50, 100])
     """
 
-    def __init__(self, smallest: int = SMALLEST) -> None:
+    def __init__(self, smallest: int = SMALLEST, piece: int = PIECE, *, dry: bool = False) -> None:
         self._smallest = smallest
+        self._dry = dry
+        self._piece = piece
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._steps: list[Step] = []
         self._memories: dict[int, Memory] = {}
@@ -100,7 +106,7 @@ class Tape:
                 why="it was made outside of recording(), or is small enough to be made at once",
                 mend="ask tape.holds(tensor) first",
             )
-        return Recipe(self._steps, self._view(tensor), len(self._steps))
+        return Recipe(self._steps, self._view(tensor), len(self._steps), self._piece)
 
     # -- what the modes below ask
 
@@ -185,7 +191,7 @@ class Tape:
     def _write_down(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor], made: Any) -> Any:
         made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.holds(each)]
-        if not fresh and not written:
+        if not fresh and (not written or torch.Tag.inplace_view in op.tags):
             return made  # views
         number = len(self._steps)
         for tensor in fresh:
@@ -197,14 +203,16 @@ class Tape:
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         recorded_args, recorded_kwargs = tree_map(self._recorded, (args, kwargs))
         step = Step(
+            number,
             op,
             recorded_args,
             recorded_kwargs,
             tuple(self._view(each) if self.holds(each) else None for each in made_tensors),
             tuple(self._view(each) for each in written),
             None if generator is None else generator.get_state(),
+            _caller(),
         )
-        if generator is not None:
+        if generator is not None and not self._dry:
             self._advance(step, generator)
         for memory in {view.memory for view in step.writes}:
             memory.writes.append(number)
@@ -235,7 +243,7 @@ class Tape:
 
     def _whole(self, views: list[View]) -> list[torch.Tensor]:
         if len(views) == 1:
-            return [Recipe(self._steps, views[0], len(self._steps)).whole()]
+            return [Recipe(self._steps, views[0], len(self._steps), self._piece).whole()]
         return replay(self._steps, views, len(self._steps))
 
     def _view(self, tensor: torch.Tensor) -> View:
@@ -292,6 +300,20 @@ def _generator_of(op: Any, args: Any, kwargs: Any) -> torch.Generator | None:
         return None
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
     return given[0] if given else torch.default_generator
+
+
+_ASKING = ("torch.nn.init", "torch.nn.utils", "keras.")
+
+
+def _caller() -> str:
+    """The public function of torch.nn or Keras that asked for the operation that is being recorded."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith(_ASKING) and not name.startswith("_"):
+            return f"{module.removeprefix('torch.')}.{name}"
+        frame = frame.f_back
+    return ""
 
 
 def trace(function: Callable[..., Any], *args: Any) -> Recipe:
