@@ -228,3 +228,41 @@ def test_every_style_of_every_plan_in_transformers_is_known():
         "moe_tp_experts",
         "mla_kv_a_proj",
     } <= styles
+
+
+@pytest.mark.parametrize("name", ["tied llama", "mixtral"])
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_a_function_that_makes_the_model_tells_all(name):
+    """A dry run of it tells the plan, the parameters and the layers, as a model on the meta device would."""
+    kind, config, _ = WITH_A_PLAN[name]
+    by_model = lm.LayoutMap.from_tp_plan(on_meta(kind, config), MESH, batch_dim="batch")
+    state = torch.get_rng_state()
+
+    assert by_model == lm.LayoutMap.from_tp_plan(
+        lambda: getattr(transformers, kind)(config()), MESH, batch_dim="batch"
+    )
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_model_of_full_size_is_planned():
+    """Llama 3 with 405 billion parameters: no weight is made, no rule is unused, nothing is uneven."""
+    mesh = lm.Mesh(None, "batch=64,model=8")
+    config = transformers.LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=16_384,
+        intermediate_size=53_248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+    )
+
+    def make():
+        return transformers.LlamaForCausalLM(config)
+
+    layout_map = lm.LayoutMap.from_tp_plan(make, mesh, batch_dim="batch")
+    layout_map[r".*(norm\.weight|inv_freq)$"] = (None,)
+    plan = lm.plan(make, layout_map, strict=True)
+
+    assert 405_853_388_800 * 4 == sum(a.variable.nbytes for a in plan if a.variable.kind == "weight")
+    assert plan.device_nbytes < plan.nbytes / 7.9
+    assert 2 * 126 + 2 == len(plan.activations)
