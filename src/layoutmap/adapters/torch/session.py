@@ -183,10 +183,12 @@ class TorchSession:
                     continue
                 seen.add(id(tensor))
                 kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
-                dtype = str(tensor.dtype).removeprefix("torch.")
                 shape = tuple(int(n) for n in tensor.shape)
                 yield _Entry(
-                    found, VariableSpec(found.path, shape, dtype, kind, tuple(found.aliases), model=name)
+                    found,
+                    VariableSpec(
+                        found.path, shape, _dtype_of(tensor), kind, tuple(found.aliases), model=name
+                    ),
                 )
 
     def _why_whole(self, tensor: Any) -> str:
@@ -213,8 +215,8 @@ class TorchSession:
             kept.append(old)
             for place in entry.found.places:
                 put(place, replaced[id(old)])
-        self._replace_references(roots, replaced)
         layouts = {id(replaced[id(e.found.tensor)]): a.layout for e, a in pairs.values()}
+        self._replace_references(roots, replaced, layouts)
         self._attach(roots, layouts)
 
     def _draw(self, tensor: Any) -> Draw:
@@ -232,32 +234,35 @@ class TorchSession:
             new.grad = self.home.place(old.grad, layout)
         return new
 
-    def _replace_references(self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any]) -> None:
-        # Tensors that are neither parameters nor buffers stay plain, and get their values too.
-        kept: list[Any] = []
+    def _replace_references(
+        self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
+    ) -> None:
+        kept: list[Any] = []  # while ids stand for the tensors
 
         def swap(tensor: Any) -> Any:
             if id(tensor) not in replaced and self._tape.holds(tensor):
+                # Neither a parameter nor a buffer: it stays plain, and gets its value too.
                 kept.append(tensor)
-                replaced[id(tensor)] = (
-                    self._tape.recipe(tensor).whole().requires_grad_(tensor.requires_grad and tensor.is_leaf)
-                )
+                trainable = tensor.requires_grad and tensor.is_leaf
+                replaced[id(tensor)] = self._tape.recipe(tensor).whole().requires_grad_(trainable)
             return replaced.get(id(tensor), tensor)
 
         def slot(parameter: Any, value: Any) -> Any:
-            new = swap(value)
-            return (
-                self.home.place(new, parameter_layouts[id(parameter)])
-                if new.shape == parameter.shape
-                else new
-            )
+            if value.shape == parameter.shape:
+                return self._in_layout(value, layouts[id(parameter)])
+            return swap(value)
 
         for root in roots:
             for module in (root, *below(root)):
                 replace_in_module(module, swap)
-        parameter_layouts = {id(new): new for new in replaced.values()}
         for optimizer in optimizers_of(dict(replaced)):
             replace_in_optimizer(optimizer, swap, slot)
+
+    def _in_layout(self, tensor: Any, layout: Layout) -> Any:
+        if not self._tape.holds(tensor):
+            return self.home.place(tensor, layout)
+        spec = VariableSpec("slot", tuple(tensor.shape), _dtype_of(tensor), Kind.SLOT)
+        return self.home.create({"slot": Assignment(spec, layout)}, {"slot": self._draw(tensor)})["slot"]
 
     def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
         for root in roots:
@@ -286,6 +291,10 @@ class TorchSession:
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 @contextmanager
