@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from layoutmap.pytorch import jump
 from layoutmap.pytorch.private import argument_names, overload_name
 from layoutmap.pytorch.steps import Step, View
 
@@ -24,6 +25,7 @@ PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""
 
 _GROUP = 16
+_FAR = 1 << 22
 
 aten = torch.ops.aten
 _IN_PLACE = {
@@ -65,6 +67,12 @@ class Draw:
 
     def skip(self, numel: int, generator: torch.Generator) -> None:
         """Leave the generator as after that many values."""
+        words = _words(self)
+        # The last group is drawn: it may leave half a pair of normal numbers behind.
+        ahead = (numel - _GROUP) // _GROUP * _GROUP
+        if ahead * words >= _FAR and jump.works():
+            jump.jump(generator, ahead * words)
+            numel -= ahead
         for start, stop in pieces(numel):
             self.next(stop - start, generator)
 
@@ -88,6 +96,20 @@ def _goes_in_pieces(draw: Draw) -> bool:
         if not same or not torch.equal(whole.get_state(), cut.get_state()):
             return False
     return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(draw: Draw) -> int:
+    """The words of the generator's stream that an element takes; 0 if that differs, or cannot be seen."""
+    generator = torch.Generator("cpu")
+    generator.manual_seed(20)
+    draw.next(_GROUP, generator)
+    begin = jump.position(generator)
+    draw.next(_GROUP * 8, generator)
+    middle = jump.position(generator)
+    draw.next(_GROUP * 4, generator)
+    each, rest = divmod(middle - begin, _GROUP * 8)
+    return each if not rest and jump.position(generator) - middle == _GROUP * 4 * each > 0 else 0
 
 
 def pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
@@ -138,7 +160,8 @@ class Stream:
 
     def __init__(self, draw: Draw, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
         self._draw = draw
-        self._pieces = pieces(numel, piece)
+        self._numel = numel
+        self._size = piece
         self._generator = torch.Generator("cpu")
         self._generator.set_state(state)
         self._start = self._stop = 0
@@ -149,15 +172,21 @@ class Stream:
         parts: list[torch.Tensor] = []
         while start < stop:
             if start >= self._stop:
-                self._start, self._stop = next(self._pieces)
-                self._piece = self._draw.next(self._stop - self._start, self._generator)
-                continue
+                self._draw_piece_of(start)
             if start < self._start:
                 raise RewindError
             upto = min(stop, self._stop)
             parts.append(self._piece[start - self._start : upto - self._start])
             start = upto
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _draw_piece_of(self, element: int) -> None:
+        begin = min(element, max(self._numel - _GROUP, 0)) // self._size * self._size
+        if begin > self._stop:
+            self._draw.skip(begin - self._stop, self._generator)
+        end = begin + self._size
+        self._start, self._stop = begin, self._numel if self._numel - end < _GROUP else end
+        self._piece = self._draw.next(self._stop - begin, self._generator)
 
 
 class RewindError(Exception):
