@@ -12,7 +12,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Home
 from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, tensors_in
-from layoutmap.adapters.torch.gathering import gathered
+from layoutmap.adapters.torch.gathering import Weight, gathered
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
 
-__all__ = ["Forward", "forward_of", "has_forward", "is_planned"]
+__all__ = ["Forward", "forward_of", "is_planned"]
 
 _ATTRIBUTE = "forward"
 _here = threading.local()
@@ -37,7 +37,7 @@ class Forward:
         module: The module.
         path: Its path in the model; empty for the model itself.
         home: The scope.
-        gather: The module's own parameters that are put together while it computes, and in which layouts.
+        gather: The weights that are put together while it computes.
         valueless: Why the model has no values and cannot be called; empty if it can.
     """
 
@@ -47,14 +47,14 @@ class Forward:
         path: str,
         home: Home,
         *,
-        gather: Mapping[str, Layout] | None = None,
+        gather: Sequence[Weight] = (),
         valueless: str = "",
     ) -> None:
         self._module = weakref.ref(module)
         self._before = _before(module)
         self.path = path
         self.home = home
-        self.gather = dict(gather or {})
+        self.gather = list(gather)
         self.valueless = valueless
         self._output = home.activation_layout(path) if path else None
 
@@ -77,6 +77,10 @@ class Forward:
             )
         if getattr(_here, "inside", False):
             return self._run(args, kwargs)
+        return self._on_mesh(args, kwargs)
+
+    @torch.compiler.disable
+    def _on_mesh(self, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
         _here.inside = True
@@ -92,7 +96,7 @@ class Forward:
         module = self._the_module()
         forward = self._before or functools.partial(type(module).forward, module)
         if self.gather:
-            with gathered(module, self.gather, self.home):
+            with gathered(self.gather, self.home):
                 result = forward(*args, **kwargs)
         else:
             result = forward(*args, **kwargs)
@@ -130,6 +134,7 @@ class Forward:
         made = copy.copy(self)
         made._module = weakref.ref(memo.get(id(module), module))
         made._before = copy.deepcopy(self._before, memo)
+        made.gather = copy.deepcopy(self.gather, memo)
         return made
 
     def __copy__(self) -> Forward:
@@ -150,11 +155,6 @@ def _before(module: torch.nn.Module) -> Any:
     """The forward that was set on a module itself, by the program or an earlier scope; `None`: that of its class."""
     own = vars(module).get(_ATTRIBUTE)
     return own._before if isinstance(own, Forward) else own
-
-
-def has_forward(module: torch.nn.Module) -> bool:
-    """Whether a module can be called: a list of modules cannot."""
-    return type(module).forward is not torch.nn.Module.forward
 
 
 def forward_of(module: torch.nn.Module) -> Forward | None:

@@ -1,38 +1,117 @@
 """Weights that are cut over the dim that splits the batch are put together while their layer computes.
 
-That is what FSDP does: a layer needs its weights whole, but for what is cut over other dims. Each is gathered when the
-layer that owns it is called and let go afterwards; its gradient goes the same way back, summed up and cut.
+That is what FSDP does: a layer needs its weights whole, but for what is cut over other dims. They are gathered when the
+layer is called and let go afterwards; gradients go the same way back, summed up and cut. The layers of one block, an
+element of a list of equal modules, are gathered together, so that it takes one collective and not one for each weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.torch.paths import Place
 from layoutmap.layout import Layout
+from layoutmap.pytorch.gathering import can_gather, gather_over
 from layoutmap.pytorch.private import members_of_module
 
-__all__ = ["gathered", "to_gather"]
+__all__ = ["Weight", "gathered", "weights_to_gather"]
 
 
-def to_gather(layouts: Mapping[str, Layout], home: Home) -> dict[str, Layout]:
-    """Those of a module's own parameters that are gathered when it is called, and the layouts that they compute in."""
-    computing = {name: home.computing_layout(layout) for name, layout in layouts.items()}
-    return {name: layout for name, layout in computing.items() if layout != layouts[name]}
+class Weight:
+    """A parameter that is gathered when it computes.
+
+    Args:
+        place: The module that holds it, and its name there.
+        layout: The layout in which it computes.
+    """
+
+    __slots__ = ("layout", "place")
+
+    def __init__(self, place: Place, layout: Layout) -> None:
+        self.place = place
+        self.layout = layout
+
+
+def weights_to_gather(
+    root: torch.nn.Module, layouts: Mapping[int, Layout], home: Home
+) -> dict[int, list[Weight]]:
+    """The weights that each module of a model gathers when it is called, by the module's id.
+
+    Args:
+        root: The model.
+        layouts: The layouts of its parameters, by id.
+        home: The scope.
+    """
+    gather: dict[int, list[Weight]] = {}
+    for module, block in _blocks(root):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            layout = layouts.get(id(parameter))
+            computing = None if layout is None else home.computing_layout(layout)
+            if computing is not None and computing != layout:
+                gather.setdefault(id(block), []).append(Weight(Place(module, name), computing))
+    return gather
+
+
+def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Each module of a model, with the module whose call gathers its weights: its block, or itself."""
+    found: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+    todo: list[tuple[torch.nn.Module, torch.nn.Module | None]] = [(root, None)]
+    while todo:
+        module, block = todo.pop()
+        if id(module) in found:
+            continue
+        found[id(module)] = module, block or module
+        children = list(module.children())
+        are_blocks = (
+            block is None
+            and isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+            and len(children) > 1
+            and len({type(child) for child in children}) == 1
+        )
+        todo.extend((child, child if are_blocks else block) for child in reversed(children))
+    return list(found.values())
 
 
 @contextmanager
-def gathered(module: torch.nn.Module, layouts: Mapping[str, Layout], home: Home) -> Generator[None]:
-    """While open, a module's own parameters are in the layouts that they compute in."""
-    parameters: dict[str, Any] = members_of_module(module)[0]
-    before = {name: parameters[name] for name in layouts}
+def gathered(weights: Sequence[Weight], home: Home) -> Generator[None]:
+    """While open, some weights are in the layouts in which they compute."""
+    held = [(weight, _held(weight)) for weight in weights]
+    cut = {id(tensor): (tensor, weight.layout) for weight, tensor in held if isinstance(tensor, DTensor)}
+    together = _put_together(cut, home)
     try:
-        for name, layout in layouts.items():
-            parameters[name] = home.place(before[name], layout)
+        for weight, tensor in held:
+            if id(tensor) in together:
+                members_of_module(weight.place.module)[0][weight.place.name] = together[id(tensor)]
         yield
     finally:
-        parameters.update(before)
+        for weight, tensor in held:
+            members_of_module(weight.place.module)[0][weight.place.name] = tensor
+
+
+def _held(weight: Weight) -> Any:
+    return members_of_module(weight.place.module)[0][weight.place.name]
+
+
+def _put_together(cut: Mapping[int, tuple[Any, Layout]], home: Home) -> dict[int, Any]:
+    """Tensors in the layouts given: those that can, by one collective for all of one mesh dim and element type."""
+    together: dict[int, Any] = {}
+    groups: dict[Any, list[tuple[int, Any]]] = {}
+    for key, (tensor, layout) in cut.items():
+        mesh, placements = home.native(layout, tensor.ndim)
+        if tensor.device_mesh != mesh:
+            continue  # it was laid out anew, and computes as it is
+        changed = [i for i, (a, b) in enumerate(zip(tensor.placements, placements, strict=True)) if a != b]
+        if len(changed) == 1 and placements[changed[0]].is_replicate() and can_gather(tensor, changed[0]):
+            groups.setdefault((changed[0], tensor.dtype, tensor.requires_grad), []).append((key, tensor))
+        elif changed:
+            together[key] = home.place(tensor, layout)
+    for (mesh_dim, _, _), members in groups.items():
+        whole = gather_over([tensor for _, tensor in members], mesh_dim)
+        together.update(zip((key for key, _ in members), whole, strict=True))
+    return together

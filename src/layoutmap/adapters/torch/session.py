@@ -21,9 +21,10 @@ from torch.nn.parameter import is_lazy
 from layoutmap.active import current, entered
 from layoutmap.adapters.protocol import Home
 from layoutmap.adapters.torch import births
-from layoutmap.adapters.torch.forward import Forward, has_forward
-from layoutmap.adapters.torch.gathering import to_gather
+from layoutmap.adapters.torch.forward import Forward, forward_of
+from layoutmap.adapters.torch.gathering import weights_to_gather
 from layoutmap.adapters.torch.limits import limits_of
+from layoutmap.adapters.torch.loading import accept_any_layout
 from layoutmap.adapters.torch.paths import (
     Found,
     below,
@@ -267,15 +268,12 @@ class TorchSession:
     def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
         for root in roots:
             paths = layer_paths(root)
+            gather = weights_to_gather(root, layouts, self.home)
             for module in (root, *below(root)):
-                own = {
-                    name: layouts[id(parameter)]
-                    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-                    if id(parameter) in layouts
-                }
-                if has_forward(module):
-                    gather = to_gather(own, self.home)
-                    Forward(module, paths.get(id(module), ""), self.home, gather=gather).attach()
+                if forward_of(module) is None:
+                    accept_any_layout(module)
+                path = paths.get(id(module), "")
+                Forward(module, path, self.home, gather=gather.get(id(module), ())).attach()
 
     def _mark_valueless(self, roots: Sequence[torch.nn.Module], why: str) -> None:
         for root in roots:
