@@ -302,18 +302,22 @@ def _generator_of(op: Any, args: Any, kwargs: Any) -> torch.Generator | None:
     return given[0] if given else torch.default_generator
 
 
-_ASKING = ("torch.nn.init", "torch.nn.utils", "keras.")
+_ASKING = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
 
 
 def _caller() -> str:
-    """The public function of torch.nn or Keras that asked for the operation that is being recorded."""
+    """The outermost function of torch.nn or initializer of Keras that asked for what is being recorded."""
+    found = ""
     frame = sys._getframe(1)
     while frame is not None:
-        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.startswith(_ASKING) and not name.startswith("_"):
-            return f"{module.removeprefix('torch.')}.{name}"
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_ASKING):
+            owner = frame.f_locals.get("self")
+            name = frame.f_code.co_name if owner is None else type(owner).__name__
+            module = "keras.initializers" if module.startswith("keras") else module.removeprefix("torch.")
+            found = found if name.startswith("_") else f"{module}.{name}"
         frame = frame.f_back
-    return ""
+    return found
 
 
 def trace(function: Callable[..., Any], *args: Any) -> Recipe:
