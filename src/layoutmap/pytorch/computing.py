@@ -1,20 +1,75 @@
-"""Where DTensors compute right: `computing(device_mesh)`."""
+"""Where DTensors compute right: `computing(device_mesh)`.
+
+DTensor 2.13 gets some functions wrong and has no rule for others. While `computing` is open, these are looked up in
+tables, by function, and computed in another way:
+
+losses        means over pieces that are cut, labels that are ignored
+norms         statistics of a batch that is cut
+attention     without a gather where the batch or the heads are cut
+convolutions  with output channels that are cut
+randomness    dropout and its like draw whole what the plain program draws
+gathered      values that are read, and what has no rule at all, on whole tensors
+
+Any other function is DTensor's own. Plain tensors that meet DTensors count as whole on each device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import types
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
-from layoutmap.pytorch.private import replicates_plain_tensors, set_replicates_plain_tensors
+from layoutmap.pytorch.attention import ATTENTION
+from layoutmap.pytorch.convolutions import CONVOLUTIONS
+from layoutmap.pytorch.gathered import (
+    GATHERED,
+    READS,
+    changes_in_place,
+    name_of,
+    on_whole,
+    warn_of_gathering,
+)
+from layoutmap.pytorch.losses import LOSSES
+from layoutmap.pytorch.norms import NORMS
+from layoutmap.pytorch.opening import can_be_opened, opened
+from layoutmap.pytorch.private import (
+    plainly,
+    replicates_plain_tensors,
+    set_replicates_plain_tensors,
+    without_function_modes,
+)
+from layoutmap.pytorch.randomness import RANDOM
+from layoutmap.pytorch.rows import ROWS
+from layoutmap.pytorch.whole import everywhere
 
 __all__ = ["computing"]
+
+Handler = Callable[[Callable[..., Any], Any, Any], Any]
+
+_HANDLERS: dict[Any, Handler] = {
+    **LOSSES,
+    **NORMS,
+    **ATTENTION,
+    **CONVOLUTIONS,
+    **RANDOM,
+    **ROWS,
+    **GATHERED,
+    **READS,
+}
+_BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
 
 
 @contextmanager
 def computing(device_mesh: DeviceMesh) -> Generator[None]:
-    """While open on this thread, plain tensors that meet DTensors count as replicated.
+    """While open on this thread, DTensors compute what plain tensors would.
+
+    It can be opened again inside of itself, and changes nothing for plain tensors among themselves.
 
     Args:
         device_mesh: The mesh of the DTensors.
@@ -22,6 +77,76 @@ def computing(device_mesh: DeviceMesh) -> Generator[None]:
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)
     try:
-        yield
+        with _Computing():
+            yield
     finally:
         set_replicates_plain_tensors(before)
+
+
+class _Computing(TorchFunctionMode):
+    """Looks each function up that is called with a DTensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if type(func) is _PROPERTY:
+            return func(*args, **kwargs)
+        mesh = _mesh_among((*args, *kwargs.values()))
+        if func in _BACKWARD:
+            # Not under other modes: they would take what DTensor computes on the way for something of the program's.
+            with without_function_modes(), self:
+                return opened(func)(*args, **kwargs)
+        if mesh is None:
+            return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return plainly(handler)(func, args, kwargs)
+        if can_be_opened(func):
+            with self:
+                return opened(func)(*args, **kwargs)
+        return plainly(_compute)(func, args, kwargs, mesh)
+
+
+_PROPERTY = types.MethodWrapperType
+
+
+def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+    """DTensor's own way, or on whole tensors if it has none."""
+    if args and changes_in_place(function) and not isinstance(args[0], DTensor):
+        return on_whole(function, args, kwargs)
+    args = tuple(_on_mesh(each, mesh) for each in args)
+    kwargs = {name: _on_mesh(each, mesh) for name, each in kwargs.items()}
+    try:
+        return function(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (NotImplementedError, RuntimeError, AssertionError, ValueError, IndexError) as error:
+        try:
+            result = on_whole(function, args, kwargs)
+        except Exception as same:
+            raise same from None
+        why = next(iter(str(error).strip().splitlines()), "")
+        warn_of_gathering(name_of(function), why)
+        return result
+
+
+def _mesh_among(values: Any) -> Any:
+    """The mesh of the first DTensor among values and in lists of them."""
+    for value in values:
+        if isinstance(value, DTensor):
+            return value.device_mesh
+        if type(value) in (list, tuple):
+            found = _mesh_among(value)
+            if found is not None:
+                return found
+    return None
+
+
+def _on_mesh(value: Any, mesh: Any) -> Any:
+    """A plain tensor on the mesh; a single number without a gradient needs not be."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, DTensor) or (value.ndim == 0 and not value.requires_grad):
+            return value
+        return everywhere(value, mesh)
+    if type(value) in (list, tuple):
+        return type(value)(_on_mesh(each, mesh) for each in value)
+    return value

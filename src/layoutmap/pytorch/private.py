@@ -3,10 +3,12 @@
 torch._C                                _get_dtensor_allow_implicit_replication and its setter: what
 implicit_replication sets, which forgets that it was set before
 torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode: devices simulated in one process
+_PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the list of modes that are active, of the process or of each thread
 torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was cut from
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse
 ShardOrderEntry: one axis that is cut over several mesh dims, in any order
 torch.distributed.tensor.DTensor        _local_tensor: the piece of this process, without a step of autograd
+torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
 torch.utils._python_dispatch            _get_current_dispatch_mode_stack
 torch.utils._pytree                     tree_leaves, tree_map
@@ -15,7 +17,9 @@ torch.utils._pytree                     tree_leaves, tree_map
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -38,6 +42,8 @@ __all__ = [
     "plainly",
     "replicates_plain_tensors",
     "set_replicates_plain_tensors",
+    "simulate_on_all_threads",
+    "without_function_modes",
     "hooks_of_tensor",
     "is_view",
     "members_of_module",
@@ -68,6 +74,7 @@ def _moved(what: str) -> EngineError:
 # -- layouts and simulated devices
 
 try:
+    from torch.distributed import _local_tensor as local_tensors
     from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
@@ -85,6 +92,7 @@ _WANTED: list[tuple[Any, tuple[str, ...]]] = [
         ("_patch_device_mesh", "_patch_random_functions", "_unpatch_random_functions", "__torch_dispatch__"),
     ),
 ]
+_WANTED += [(local_tensors, ("_PROCESS_MODE", "_THREAD_LOCAL_TENSOR_MODE"))]
 _missing = [
     f"{owner.__name__}.{name}" for owner, names in _WANTED for name in names if not hasattr(owner, name)
 ]
@@ -106,6 +114,22 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
 def dispatch_modes() -> list[Any]:
     """The dispatch modes that are active on this thread."""
     return _get_current_dispatch_mode_stack()
+
+
+class _Modes(threading.local):
+    """The simulations that are active on a thread; each begins with that of all threads."""
+
+    def __init__(self, first: Any) -> None:
+        self.value = [first]
+
+
+def simulate_on_all_threads(mode: Any) -> None:
+    """Have a simulation that was entered on this thread hold on all, each of which may enter others apart.
+
+    Torch has one list for all threads: one that leaves its own simulation would end that of another thread.
+    """
+    local_tensors._THREAD_LOCAL_TENSOR_MODE = _Modes(mode)
+    local_tensors._PROCESS_MODE = False
 
 
 # -- tensors without values
@@ -184,8 +208,22 @@ try:
     from torch._C import (
         _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors,
     )
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 except ImportError as error:
     raise _moved(str(error)) from error
+
+
+@contextmanager
+def without_function_modes() -> Generator[None]:
+    """While open, this thread is in no function mode, and may enter others."""
+    modes = _get_current_function_mode_stack()
+    for _ in modes:
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
 
 
 # -- modules, and the tensors in them

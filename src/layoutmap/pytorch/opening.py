@@ -1,0 +1,41 @@
+"""Python functions of torch, opened: called so that a function mode sees what they call, and not just their name."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["can_be_opened", "opened"]
+
+_MODULES = ("torch.nn.functional", "torch.functional", "torch.nn.init")
+_QUESTION = "has_torch_function"
+
+
+def can_be_opened(function: Any) -> bool:
+    """Whether a function is Python that first asks whether there is a mode to be called in its place."""
+    return (
+        isinstance(function, types.FunctionType)
+        and function.__globals__.get("__name__") in _MODULES
+        and any(name.startswith(_QUESTION) for name in function.__code__.co_names)
+    )
+
+
+def opened(function: Any, **replaced: Any) -> Callable[..., Any]:
+    """Such a function, without the question.
+
+    Args:
+        function: The function.
+        **replaced: What it is to find under some names of its module.
+    """
+    questions = [name for name in function.__code__.co_names if name.startswith(_QUESTION)]
+    scope = {**function.__globals__, **dict.fromkeys(questions, _no), **replaced}
+    made = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _no(*args: Any) -> bool:
+    return False
