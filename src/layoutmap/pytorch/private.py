@@ -1,7 +1,8 @@
 """Every private name of torch that this package touches; no other file imports one. Tested on torch 2.13.
 
-torch._C                                _get_dtensor_allow_implicit_replication and its setter: what
-implicit_replication sets, which forgets that it was set before
+torch.autograd.Variable                 _execution_engine: queue_callback
+torch._C                                _current_graph_task_id: the backward pass that runs now
+_get_dtensor_allow_implicit_replication and its setter: implicit_replication forgets that it was set before
 torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode: devices simulated in one process
 _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the list of modes that are active, of the process or of each thread
 torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was cut from
@@ -38,6 +39,8 @@ __all__ = [
     "TorchDispatchMode",
     "UNFORESEEN",
     "argument_names",
+    "at_end_of_backward",
+    "backward_pass",
     "dispatch_modes",
     "plainly",
     "replicates_plain_tensors",
@@ -202,6 +205,7 @@ def patch_module_apply(
 # -- computing with DTensors
 
 try:
+    from torch._C import _current_graph_task_id as backward_pass
     from torch._C import (
         _get_dtensor_allow_implicit_replication as replicates_plain_tensors,
     )
@@ -209,8 +213,15 @@ try:
         _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors,
     )
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-except ImportError as error:
+
+    _ENGINE: Any = torch.autograd.Variable._execution_engine
+except (ImportError, AttributeError) as error:
     raise _moved(str(error)) from error
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs now ends; to be called by a hook of that pass."""
+    _ENGINE.queue_callback(function)
 
 
 @contextmanager

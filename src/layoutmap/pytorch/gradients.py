@@ -1,0 +1,158 @@
+"""Gradients that wait to be summed up over the mesh are summed up all at once, at the end of each backward pass.
+
+Where a mesh dim cuts the batch, each device has the gradients of its own examples. DTensor leaves it to whoever reads
+them to make the sum: to each operation of the optimizer, for each parameter. Here they are laid end to end and summed
+up together, so that optimizers, clipping and reads find each gradient in the layout of its parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import unserializable_hook
+
+from layoutmap.pytorch.private import at_end_of_backward, backward_pass, plainly
+
+__all__ = ["Gradients", "finalize_gradients"]
+
+_MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
+
+
+def finalize_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:
+    """From now on, give the gradient of each parameter that is a `DTensor` the parameter's layout.
+
+    A pass adds to gradients that are there already, as always. Gradients that `torch.autograd.grad` returns are left as
+    they are.
+
+    Args:
+        parameters: The parameters of a model; plain tensors, and what has no gradient, are passed over.
+
+    Returns:
+        What does it; `remove()` ends that.
+    """
+    return Gradients(parameters)
+
+
+class Gradients:
+    """Finalizes the gradients of some parameters, see `finalize_gradients`."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._passes: dict[int, list[tuple[Any, Any]]] = {}
+        self._hooks: list[Any] = []
+        for parameter in parameters:
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                self._hooks += self._watch(parameter)
+
+    def remove(self) -> None:
+        """Leave gradients as they come."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _watch(self, parameter: Any) -> tuple[Any, Any]:
+        earlier: list[Any] = []
+        parameter_of: Any = weakref.ref(parameter)
+
+        @unserializable_hook
+        def before(gradient: Any) -> None:
+            # Apart from what is there: DTensor would sum this gradient up by itself in order to add it.
+            if parameter_of().grad is not None and _waits(gradient):
+                earlier.append(parameter_of().grad)
+                parameter_of().grad = None
+
+        def after(parameter: Any) -> None:
+            added = earlier.pop() if earlier else None
+            if added is not None or _differs(parameter):
+                self._note(parameter, added)
+
+        return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
+
+    def _note(self, parameter: Any, earlier: Any) -> None:
+        """Remember a parameter until the pass that runs now ends."""
+        number = backward_pass()
+        if number not in self._passes:
+            self._passes.clear()  # those of passes that failed
+            self._passes[number] = []
+            at_end_of_backward(lambda: self._finish(number))
+        self._passes[number].append((parameter, earlier))
+
+    @plainly
+    @torch.no_grad()
+    def _finish(self, number: int) -> None:
+        noted = self._passes.pop(number, [])
+        sums: dict[Any, list[Any]] = {}
+        for parameter, _ in noted:
+            _bring_closer(parameter)
+            if _differs(parameter):
+                gradient = parameter.grad
+                partial = tuple(p if p.is_partial() else None for p in gradient.placements)
+                sums.setdefault((gradient.device_mesh, partial, gradient.dtype), []).append(parameter)
+        for (mesh, partial, _), parameters in sums.items():
+            for some in _batches(parameters):
+                _sum_up(some, mesh, partial)
+        for parameter, earlier in noted:
+            if earlier is not None:
+                parameter.grad = earlier.add_(parameter.grad)
+
+
+def _waits(gradient: Any) -> bool:
+    return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+
+
+def _differs(parameter: Any) -> bool:
+    gradient = parameter.grad
+    return isinstance(gradient, DTensor) and gradient.placements != parameter.placements
+
+
+def _bring_closer(parameter: Any) -> None:
+    """Move a gradient where it differs from its parameter by more than a sum that is to be whole on each device."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return
+    closer = [
+        have if have.is_partial() and want.is_replicate() else want
+        for have, want in zip(gradient.placements, parameter.placements, strict=True)
+    ]
+    if tuple(closer) != tuple(gradient.placements):
+        parameter.grad = gradient.redistribute(gradient.device_mesh, closer)
+
+
+def _batches(parameters: list[Any]) -> Iterable[list[Any]]:
+    some: list[Any] = []
+    size = 0
+    for parameter in parameters:
+        local = parameter.grad.to_local()
+        size += local.numel() * local.element_size()
+        if some and size > _MAX_BYTES:
+            yield some
+            some, size = [], local.numel() * local.element_size()
+        some.append(parameter)
+    yield some
+
+
+def _sum_up(parameters: list[Any], mesh: Any, partial: tuple[Any, ...]) -> None:
+    """Sum the gradients of parameters up over the mesh dims that have a partial placement, in one tensor."""
+    pieces = [parameter.grad.to_local() for parameter in parameters]
+    # What lies along the other dims is not moved, and any cut says that it may differ there.
+    joined = DTensor.from_local(
+        torch.cat([each.reshape(-1) for each in pieces]),
+        mesh,
+        [Shard(0) if each is None else each for each in partial],
+        run_check=False,
+    )
+    summed = joined.redistribute(
+        mesh, [Shard(0) if each is None else Replicate() for each in partial]
+    ).to_local()
+    parts = summed.split([each.numel() for each in pieces])
+    for parameter, part, piece in zip(parameters, parts, pieces, strict=True):
+        parameter.grad = DTensor.from_local(
+            part.view(piece.shape),
+            mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
