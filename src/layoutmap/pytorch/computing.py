@@ -7,7 +7,10 @@ losses        means over pieces that are cut, labels that are ignored
 norms         statistics of a batch that is cut
 attention     without a gather where the batch or the heads are cut
 convolutions  with output channels that are cut
+recurrent     without a gather where the batch is cut
 randomness    dropout and its like draw whole what the plain program draws
+rows          what treats images or elements apart, and has no rule for its gradient
+slices        assignments to a part of a tensor
 gathered      values that are read, and what has no rule at all, on whole tensors
 
 Any other function is DTensor's own. Plain tensors that meet DTensors count as whole on each device.
@@ -45,7 +48,9 @@ from layoutmap.pytorch.private import (
     without_function_modes,
 )
 from layoutmap.pytorch.randomness import RANDOM
+from layoutmap.pytorch.recurrent import RECURRENT
 from layoutmap.pytorch.rows import ROWS
+from layoutmap.pytorch.slices import VIEWS, assign, check_no_copy, mark_copies
 from layoutmap.pytorch.whole import everywhere
 
 __all__ = ["computing"]
@@ -59,8 +64,10 @@ _HANDLERS: dict[Any, Handler] = {
     **CONVOLUTIONS,
     **RANDOM,
     **ROWS,
+    **RECURRENT,
     **GATHERED,
     **READS,
+    torch.Tensor.__setitem__: assign,
 }
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
 
@@ -97,13 +104,18 @@ class _Computing(TorchFunctionMode):
                 return opened(func)(*args, **kwargs)
         if mesh is None:
             return func(*args, **kwargs)
+        if args and changes_in_place(func):
+            check_no_copy(func, args[0])
         handler = _HANDLERS.get(func)
         if handler is not None:
             return plainly(handler)(func, args, kwargs)
         if can_be_opened(func):
             with self:
                 return opened(func)(*args, **kwargs)
-        return plainly(_compute)(func, args, kwargs, mesh)
+        result = plainly(_compute)(func, args, kwargs, mesh)
+        if func in VIEWS:
+            mark_copies(args[0] if args else kwargs.get("input"), result)
+        return result
 
 
 _PROPERTY = types.MethodWrapperType

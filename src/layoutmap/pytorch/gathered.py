@@ -44,6 +44,7 @@ def read(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*tree_map(_plain, tuple(args)), **kwargs)
 
 
+@functools.cache
 def changes_in_place(function: Callable[..., Any]) -> bool:
     """Whether a function changes its first argument, by its name."""
     name = function.__name__
@@ -87,22 +88,36 @@ READS = dict.fromkeys(
     [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero], read
 )
 
+_BY_NAME = (
+    *(
+        "amax",
+        "amin",
+        "bucketize",
+        "cummax",
+        "cummin",
+        "cumprod",
+        "index_put",
+        "index_put_",
+        "masked_select",
+        "nonzero",
+    ),
+    *(
+        "prod",
+        "put",
+        "quantile",
+        "searchsorted",
+        "select_scatter",
+        "slice_scatter",
+        "take",
+        "trace",
+        "unique",
+    ),
+)
 GATHERED: dict[Any, Callable[..., Any]] = dict.fromkeys(
     [
-        F.bilinear,
-        F.ctc_loss,
-        F.cosine_embedding_loss,
-        F.embedding_bag,
-        F.multi_margin_loss,
-        F.multilabel_margin_loss,
-        F.pdist,
-        torch.cdist,
-        torch.searchsorted,
-        torch.bucketize,
-        torch.nonzero,
-        _TENSOR.nonzero,
-        torch.masked_select,
-        _TENSOR.masked_select,
+        *(getattr(home, name) for home in (_TENSOR, torch) for name in _BY_NAME if hasattr(home, name)),
+        *(F.bilinear, F.ctc_loss, F.cosine_embedding_loss, F.embedding_bag, F.multi_margin_loss),
+        *(F.multilabel_margin_loss, F.pdist, torch.cdist),
     ],
     on_whole,
 )

@@ -54,9 +54,7 @@ def _filled(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A method that fills a tensor with random numbers."""
     x, *rest = args
     values = function(_in_memory_as(x), *map(_plain, rest), **tree_map(_plain, kwargs))
-    with torch.no_grad():
-        x.copy_(like(values, x))
-    return x
+    return x.copy_(like(values, x))
 
 
 def _alike(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -90,6 +88,7 @@ RANDOM: dict[Any, Callable[..., Any]] = {
             torch.bernoulli,
             torch.Tensor.bernoulli,
             torch.multinomial,
+            torch.native_dropout,
             torch.Tensor.multinomial,
             torch.poisson,
             torch.normal,

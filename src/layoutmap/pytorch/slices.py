@@ -1,0 +1,104 @@
+"""Changes in place of parts of DTensors.
+
+Torch's slices are views: what changes them changes the whole. DTensor's slices along an axis that is cut are copies,
+and a change of one is lost without a word. Here `x[...] = y` is made right, and any other such change is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.errors import EngineError
+from layoutmap.pytorch.gathered import name_of, on_whole
+from layoutmap.pytorch.private import tree_leaves
+from layoutmap.pytorch.whole import everywhere
+
+__all__ = ["VIEWS", "assign", "check_no_copy", "mark_copies"]
+
+_COPY = "_layoutmap_copy_of_slice"
+
+
+def check_no_copy(function: Callable[..., Any], target: Any) -> None:
+    """Refuse to change a slice that is a copy.
+
+    Raises:
+        EngineError: It is one.
+    """
+    if getattr(target, _COPY, False):
+        raise EngineError(
+            f"{name_of(function)}: a slice along an axis that is cut, changed in place",
+            facts={"shape": tuple(target.shape)},
+            why="such a slice is a copy, so the tensor that it was taken from would not change",
+            mend="assign to the tensor itself: x[...] = x[...] + values",
+        )
+
+
+def mark_copies(tensor: Any, views: Any) -> None:
+    """Mark those of the views of a DTensor that became copies on the way."""
+    if not isinstance(tensor, DTensor):
+        return
+    cuts = _num_cuts(tensor)
+    for each in tree_leaves(views):
+        if isinstance(each, DTensor) and (getattr(tensor, _COPY, False) or _num_cuts(each) < cuts):
+            setattr(each, _COPY, True)
+
+
+def _num_cuts(tensor: Any) -> int:
+    return sum(not placement.is_replicate() for placement in tensor.placements)
+
+
+def assign(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`x[index] = value`."""
+    target, index, value = args
+    if isinstance(target, DTensor) and _is_whole_where_indexed(target, index):
+        on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        try:
+            return function(target, index, everywhere(value, target.device_mesh) if on_mesh else value)
+        except NotImplementedError:
+            pass
+    return on_whole(function, args, kwargs)
+
+
+def _is_whole_where_indexed(target: Any, index: Any) -> bool:
+    """Whether an index of slices and numbers takes all of each axis that is cut."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(not (part is None or part is ... or isinstance(part, (int, slice))) for part in parts):
+        return False
+    named = sum(part is not None and part is not ... for part in parts)
+    if ... not in parts:
+        parts.append(...)
+    axis, touched = 0, set()
+    for part in parts:
+        if part is ...:
+            axis += target.ndim - named
+        elif part is not None:
+            if part != slice(None):
+                touched.add(axis)
+            axis += 1
+    return all(p.is_replicate() or (p.is_shard() and p.dim not in touched) for p in target.placements)
+
+
+_NAMES = (
+    *("__getitem__", "narrow", "select", "split", "chunk", "unbind", "tensor_split", "diagonal", "unfold"),
+    *(
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "view",
+        "view_as",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "transpose",
+        "permute",
+    ),
+    *("t", "movedim", "moveaxis", "swapaxes", "swapdims", "expand", "expand_as", "split_with_sizes"),
+)
+
+VIEWS = frozenset(
+    getattr(home, name) for home in (torch.Tensor, torch) for name in _NAMES if hasattr(home, name)
+)
