@@ -49,8 +49,11 @@ def child(method: str, size: str) -> None:
     layout_map = lm.LayoutMap.from_tp_plan(TP_PLAN, mesh, parameters=shapes)
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
     native = {path: engine().native(layout_map.get(path), p.ndim) for path, p in shapes.items()}
-    with layout_map.scope():  # what is imported and made once for a process is no part of creation
-        torch.nn.LayerNorm(8)
+    # What is imported and made once for a process is no part of creation.
+    warm = lm.LayoutMap(mesh, {"weight": ("model", None), "bias": ("model",)})
+    with warm.scope():
+        _warm_up = torch.nn.Linear(128, 128)
+    distribute_tensor(torch.ones(8), *native["norm.weight"], src_data_rank=None)
 
     def cut(model: torch.nn.Module) -> None:
         for path, parameter in list(model.named_parameters()):

@@ -1,0 +1,253 @@
+"""What a training step costs on torch, in 4 processes with gloo on 127.0.0.1, beside torch's own ways of sharding.
+
+    python benchmarks/torch_step.py                            both meshes, model small, 3 rounds: about two minutes
+    python benchmarks/torch_step.py --size medium --steps 5
+    python benchmarks/torch_step.py --mesh model=4 --rounds 5
+
+On model=4 (tensor parallel alone): `layoutmap` beside `parallelize_module`. On batch=2,model=2: beside
+`parallelize_module` with `fully_shard`. The same decoder, seed, batches and AdamW; losses are compared with those of
+one process, to which every way must come within 1e-4.
+
+`layoutmap` takes DTensors and computes the loss on the mesh; `layoutmap, plain` takes and gives plain tensors, with no
+word of meshes in the training loop: every process then has the logits of all rows.
+
+"ms" is the median step of the slowest process, over all rounds; rounds are taken in turns, each in fresh processes.
+"cpu ms" is what a step takes of its process's own time, which says more where processes share cores.
+Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from torch_models import SIZES, TP_PLAN, batches, make_model, parallelize
+from torch_processes import measure
+
+PROCESSES = 4
+WARMUP = 3
+OWN = "parallelize_module"
+METHODS = {
+    "model=4": (OWN, "layoutmap", "layoutmap, plain"),
+    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain"),
+}
+
+
+def child(mesh: str, method: str, size: str, steps: int) -> None:
+    """One process of a measurement; the first prints what it found as JSON."""
+    import torch
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    step = {"layoutmap": by_layoutmap, "layoutmap, plain": by_layoutmap_plainly}.get(method, by_torch)
+    one_step, mean = step(mesh, size, F.cross_entropy)
+    times, cpu, losses = [], [], []
+    data = batches(size, WARMUP + steps)
+    for x, y in data:
+        torch.distributed.barrier()
+        start, own = time.perf_counter(), time.process_time()
+        loss = one_step(x, y)
+        times.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - own)
+        losses.append(mean(loss))
+    counted = collectives(lambda: one_step(*data[0]))
+    found: list[Any] = [None] * PROCESSES
+    torch.distributed.all_gather_object(found, (times, cpu))
+    if torch.distributed.get_rank() == 0:
+        slowest = [max(each) for each in zip(*(one[0] for one in found), strict=True)]
+        own = [statistics.mean(each) for each in zip(*(one[1] for one in found), strict=True)]
+        result = {"times": slowest[WARMUP:], "cpu": own[WARMUP:], "losses": losses, "collectives": counted}
+        print(json.dumps(result))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def collectives(step: Any) -> dict[str, int]:
+    """How many of each collective a step makes."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as counter:
+        step()
+    short = {
+        "reduce_scatter": "RS",
+        "all_gather": "AG",
+        "allgather": "AG",
+        "all_reduce": "AR",
+        "allreduce": "AR",
+    }
+    counts: Counter[str] = Counter()
+    for operation, number in counter.get_comm_counts().items():
+        name = str(operation)
+        counts[next((s for n, s in short.items() if n in name), name)] += number
+    return dict(counts)
+
+
+def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
+    """`parallelize_module`, with `fully_shard` where the mesh has a batch dim."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    dims = dict(pair.split("=") for pair in mesh.split(","))
+    device_mesh = init_device_mesh("cpu", tuple(map(int, dims.values())), mesh_dim_names=tuple(dims))
+    model = parallelize(make_model(size), device_mesh["model"])
+    rows = slice(None)
+    if "batch" in dims:
+        for block in model.blocks:
+            fully_shard(block, mesh=device_mesh["batch"])
+        fully_shard(model, mesh=device_mesh["batch"])
+        number, count = device_mesh["batch"].get_local_rank(), int(dims["batch"])
+        part = SIZES[size][4] // count
+        rows = slice(number * part, (number + 1) * part)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step(x: Any, y: Any) -> Any:
+        loss = loss_of(model(x[rows]).flatten(0, 1), y[rows].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def mean(loss: Any) -> float:
+        if "batch" in dims:
+            torch.distributed.all_reduce(loss, group=device_mesh["batch"].get_group())
+            loss /= int(dims["batch"])
+        return float(loss)
+
+    return step, mean
+
+
+def by_layoutmap(mesh: str, size: str, loss_of: Any) -> Any:
+    """This library, from batches on the mesh to a loss on the mesh."""
+    import layoutmap as lm
+
+    model, optimizer, layout_map, batch_dim = laid_out(mesh, size)
+    assert layout_map.mesh is not None
+    rows = lm.Layout([batch_dim, None], layout_map.mesh)
+
+    def step(x: Any, y: Any) -> Any:
+        with lm.dtensor.run_on(layout_map.mesh):
+            logits = model(lm.dtensor.relayout(x, rows))
+            loss = loss_of(logits.flatten(0, 1), lm.dtensor.relayout(y, rows).flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def mean(loss: Any) -> float:
+        return float(loss.full_tensor())
+
+    return step, mean
+
+
+def by_layoutmap_plainly(mesh: str, size: str, loss_of: Any) -> Any:
+    """This library, with a training loop that knows of no mesh."""
+    model, optimizer, _, _ = laid_out(mesh, size)
+
+    def step(x: Any, y: Any) -> Any:
+        loss = loss_of(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, float
+
+
+def laid_out(mesh: str, size: str) -> Any:
+    """The model in the layouts of its tensor parallel plan, and its optimizer."""
+    import torch
+
+    import layoutmap as lm
+
+    on = lm.create_mesh(mesh)
+    batch_dim = "batch" if "batch" in on else None
+    shapes = dict(make_model(size).named_parameters())
+    layout_map = lm.LayoutMap.from_tp_plan(TP_PLAN, on, batch_dim=batch_dim, parameters=shapes)
+    layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
+    with layout_map.scope(batch_dim=batch_dim):
+        model = make_model(size)
+    return model, torch.optim.AdamW(model.parameters(), 1e-3), layout_map, batch_dim
+
+
+def plain_losses(size: str, steps: int) -> list[float]:
+    """The losses of the same steps in this one process."""
+    import torch
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    model = make_model(size)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses = []
+    for x, y in batches(size, steps):
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mesh", choices=METHODS, action="append", help="may be given twice; else both")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps that are timed in each round (default: 20)"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.mesh[0], args.child, args.size, args.steps)
+        return
+    expected = plain_losses(args.size, WARMUP + args.steps)
+    for mesh in args.mesh or METHODS:
+        runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS[mesh]}
+        for number in range(args.rounds):
+            for method in METHODS[mesh]:
+                print(f"\r\x1b[K{mesh}: round {number + 1}/{args.rounds} {method}", end="", file=sys.stderr)
+                arguments = (
+                    "--child",
+                    method,
+                    "--mesh",
+                    mesh,
+                    "--size",
+                    args.size,
+                    "--steps",
+                    str(args.steps),
+                )
+                runs[method].append(measure(__file__, arguments, PROCESSES))
+        print("\r\x1b[K", end="", file=sys.stderr)
+        report(mesh, args.size, runs, expected)
+
+
+def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected: list[float]) -> None:
+    """Medians and ratios on one mesh."""
+    print(f"\n{mesh}, {PROCESSES} processes, model {size}")
+    print("method                             ms  ratio  cpu ms  ratio  largest loss difference  collectives")
+    medians: dict[str, tuple[float, float]] = {}
+    for method, results in runs.items():
+        ms = 1e3 * statistics.median(seconds for run in results for seconds in run["times"])
+        cpu = 1e3 * statistics.median(seconds for run in results for seconds in run["cpu"])
+        medians[method] = ms, cpu
+        first = next(iter(medians.values()))
+        off = max(abs(a - b) for run in results for a, b in zip(run["losses"], expected, strict=True))
+        counted = ", ".join(f"{n} {name}" for name, n in sorted(results[0]["collectives"].items()))
+        print(
+            f"{method:<32} {ms:>5.0f} {ms / first[0]:>6.2f} {cpu:>7.0f} {cpu / first[1]:>6.2f} {off:>24.1e}  {counted}"
+        )
+        if off > 1e-4:
+            print(f"WARNING: {method} gave other losses than one process")
+
+
+if __name__ == "__main__":
+    main()
