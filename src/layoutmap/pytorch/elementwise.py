@@ -33,6 +33,7 @@ from layoutmap.pytorch.readers import (
 from layoutmap.pytorch.replay import needed
 from layoutmap.pytorch.steps import Constant, Memory, Step, View
 from layoutmap.pytorch.streams import PIECE, Stream, draw_of
+from layoutmap.pytorch.tiles import Tiled
 
 __all__ = ["History", "NeedsWhole"]
 
@@ -178,6 +179,8 @@ class History:
             draw = draw_of(step, view)
             if draw is None:
                 raise self._whole(step)
+            if step.seed is not None:
+                return Drawn(Tiled(draw, view.geometry.shape, step.seed))
             return Drawn(Stream(draw, view.numel, step.state, self._piece))
         if packet in FILLED:
             return Filled(FILLED[packet], view.dtype)

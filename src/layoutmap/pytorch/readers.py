@@ -1,8 +1,8 @@
-"""Values in one pass: readers that give a run of elements at a time, from the first to the last.
+"""Values in one pass: readers that give some elements at a time, from the first to the last.
 
-A reader stands for a one-dimensional tensor that never exists whole, in the order of its memory. `read(start, stop)`
-asks for elements further on each time, or again for some of those that it gave last. What it gives must not be changed,
-but by who is its only consumer; `own` copies if there are others.
+A reader stands for a one-dimensional tensor that never exists whole, in the order of its memory. `read` asks for
+elements further on each time, or again for some of those that it gave last. What it gives must not be changed, but by
+who is its only consumer; `own` copies if there are others.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from layoutmap.pytorch.runs import ApartError, Run
 from layoutmap.pytorch.steps import Geometry
 from layoutmap.pytorch.streams import Stream
+from layoutmap.pytorch.tiles import Tiled
 
 __all__ = [
     "Computed",
@@ -42,24 +44,27 @@ class Reader:
 
     def __init__(self) -> None:
         self.consumers = 0
-        self._start = self._stop = 0
+        self._run = Run(0, 0)
         self._values = torch.empty(0)
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """The values from one element to another, not to be changed."""
+    def read(self, run: Run) -> torch.Tensor:
+        """The values of some elements, not to be changed."""
         if self.consumers < 2:
-            return self._compute(start, stop)
-        if not self._start <= start <= stop <= self._stop:
-            self._values = self._compute(start, stop)
-            self._start, self._stop = start, stop
-        return self._values[start - self._start : stop - self._start]
+            return self._compute(run)
+        if self._run == run:
+            return self._values
+        if self._run.start <= run.start and run.stop <= self._run.stop and self._run.rows == run.rows == 1:
+            return self._values[run.start - self._run.start : run.stop - self._run.start]
+        self._values = self._compute(run)
+        self._run = run
+        return self._values
 
-    def own(self, start: int, stop: int) -> torch.Tensor:
+    def own(self, run: Run) -> torch.Tensor:
         """The same, in memory that the consumer may change."""
-        values = self.read(start, stop)
+        values = self.read(run)
         return values.clone() if self.shares or self.consumers > 1 else values
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
+    def _compute(self, run: Run) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -71,19 +76,19 @@ class Filled(Reader):
         self._value = value
         self._dtype = dtype
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
-        return torch.empty(stop - start, dtype=self._dtype, device="cpu").fill_(self._value)
+    def _compute(self, run: Run) -> torch.Tensor:
+        return torch.empty(run.numel, dtype=self._dtype, device="cpu").fill_(self._value)
 
 
 class Drawn(Reader):
     """Random numbers."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, draw: Stream | Tiled) -> None:
         super().__init__()
-        self._stream = stream
+        self._draw = draw
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
-        return self._stream.read(start, stop)
+    def _compute(self, run: Run) -> torch.Tensor:
+        return self._draw.read(run)
 
 
 class Fixed(Reader):
@@ -99,10 +104,17 @@ class Fixed(Reader):
         super().__init__()
         self._all = values
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
+    def _compute(self, run: Run) -> torch.Tensor:
         if self._all.is_contiguous():
-            return self._all.reshape(-1)[start:stop]
-        return torch.cat([self._all[box].reshape(-1) for box in boxes(self._all.shape, start, stop)])
+            flat = self._all.reshape(-1)[run.start : run.stop]
+            return (
+                flat
+                if run.rows == 1
+                else flat.as_strided((run.rows, run.length), (run.stride, 1)).reshape(-1)
+            )
+        begins = range(run.start, run.stop, run.stride or run.length)
+        cut = [box for begin in begins for box in boxes(self._all.shape, begin, begin + run.length)]
+        return torch.cat([self._all[box].reshape(-1) for box in cut])
 
 
 class Shifted(Reader):
@@ -113,13 +125,13 @@ class Shifted(Reader):
         self._reader = reader
         self._offset = offset
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """The values from one element to another, not to be changed."""
-        return self._reader.read(start + self._offset, stop + self._offset)
+    def read(self, run: Run) -> torch.Tensor:
+        """The values of some elements, not to be changed."""
+        return self._reader.read(run.shifted(self._offset))
 
-    def own(self, start: int, stop: int) -> torch.Tensor:
+    def own(self, run: Run) -> torch.Tensor:
         """The same, in memory that the consumer may change."""
-        return self._reader.own(start + self._offset, stop + self._offset)
+        return self._reader.own(run.shifted(self._offset))
 
 
 class Picked(Reader):
@@ -130,12 +142,12 @@ class Picked(Reader):
         self._reader = reader
         self._geometry = geometry
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
-        if start == stop:
-            return self._reader.read(0, 0)
-        places = self._geometry.places(start, stop)
-        low, high = self._geometry.place(start), self._geometry.place(stop - 1) + 1
-        return self._reader.read(low, high)[places - low]
+    def _compute(self, run: Run) -> torch.Tensor:
+        if run.rows > 1:
+            raise ApartError
+        places = self._geometry.places(run.start, run.stop)
+        low, high = self._geometry.place(run.start), self._geometry.place(run.stop - 1) + 1
+        return self._reader.read(Run(low, high - low))[places - low]
 
 
 class Joined(Reader):
@@ -149,12 +161,12 @@ class Joined(Reader):
         super().__init__()
         self._parts = parts
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
+    def _compute(self, run: Run) -> torch.Tensor:
         found, begin = [], 0
         for reader, numel in self._parts:
-            low, high = max(start - begin, 0), min(stop - begin, numel)
-            if low < high:
-                found.append(reader.read(low, high))
+            part = run.between(begin, begin + numel)
+            if part is not None:
+                found.append(reader.read(part[0].shifted(-begin)))
             begin += numel
         return torch.cat(found)
 
@@ -176,10 +188,10 @@ class Computed(Reader):
         self._inputs = inputs
         self._owns_first = owns_first
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
+    def _compute(self, run: Run) -> torch.Tensor:
         first = slice(0, int(self._owns_first))
-        owned = [reader.own(start, stop) for reader in self._inputs[first]]
-        rest = [reader.read(start, stop) for reader in self._inputs[len(owned) :]]
+        owned = [reader.own(run) for reader in self._inputs[first]]
+        rest = [reader.read(run) for reader in self._inputs[len(owned) :]]
         return self._function(*owned, *rest)
 
 
@@ -196,19 +208,19 @@ class Rows(Reader):
         self._function = function
         self._inputs = inputs
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
-        rows = [reader.read(start * n, stop * n).view(stop - start, n) for reader, n in self._inputs]
-        return self._function(*rows).reshape(stop - start)
+    def _compute(self, run: Run) -> torch.Tensor:
+        rows = [reader.read(run.times(n)).view(run.numel, n) for reader, n in self._inputs]
+        return self._function(*rows).reshape(run.numel)
 
 
 class Patch:
     """New values for some of the elements."""
 
-    def apply(self, values: torch.Tensor, start: int, stop: int) -> None:
-        """Put them into the values from one element to another."""
-        self._apply(values, start, stop)
+    def apply(self, values: torch.Tensor, run: Run) -> None:
+        """Put them into the values of some elements."""
+        self._apply(values, run)
 
-    def _apply(self, values: torch.Tensor, start: int, stop: int) -> None:
+    def _apply(self, values: torch.Tensor, run: Run) -> None:
         raise NotImplementedError
 
 
@@ -220,10 +232,10 @@ class RunPatch(Patch):
         self._end = offset + numel
         self._reader = reader
 
-    def _apply(self, values: torch.Tensor, start: int, stop: int) -> None:
-        low, high = max(start, self._offset), min(stop, self._end)
-        if low < high:
-            values[low - start : high - start] = self._reader.read(low - self._offset, high - self._offset)
+    def _apply(self, values: torch.Tensor, run: Run) -> None:
+        part = run.between(self._offset, self._end)
+        if part is not None:
+            values[part[1]] = self._reader.read(part[0].shifted(-self._offset))
 
 
 class GridPatch(Patch):
@@ -233,11 +245,12 @@ class GridPatch(Patch):
         self._geometry = geometry
         self._reader = reader
 
-    def _apply(self, values: torch.Tensor, start: int, stop: int) -> None:
-        low, high = self._geometry.elements_before(start), self._geometry.elements_before(stop)
+    def _apply(self, values: torch.Tensor, run: Run) -> None:
+        low, high = self._geometry.elements_before(run.start), self._geometry.elements_before(run.stop)
+        if low < high and run.rows > 1:
+            raise ApartError
         if low < high:
-            places = self._geometry.places(low, high) - start
-            values[places] = self._reader.read(low, high)
+            values[self._geometry.places(low, high) - run.start] = self._reader.read(Run(low, high - low))
 
 
 class PlacesPatch(Patch):
@@ -245,18 +258,23 @@ class PlacesPatch(Patch):
 
     Args:
         places: Which elements, in any order, each once.
-        values: Their values, or one for all.
+        values: Their values.
     """
 
     def __init__(self, places: torch.Tensor, values: torch.Tensor) -> None:
         self._places, order = places.sort()
-        self._values = values if values.numel() == 1 else values[order]
+        self._values = values[order]
 
-    def _apply(self, values: torch.Tensor, start: int, stop: int) -> None:
-        low, high = torch.searchsorted(self._places, torch.tensor([start, stop], device="cpu")).tolist()
-        if low < high:
-            new = self._values if self._values.numel() == 1 else self._values[low:high]
-            values[self._places[low:high] - start] = new.to(values.dtype)
+    def _apply(self, values: torch.Tensor, run: Run) -> None:
+        low, high = torch.searchsorted(
+            self._places, torch.tensor([run.start, run.stop], device="cpu")
+        ).tolist()
+        places, new = self._places[low:high] - run.start, self._values[low:high]
+        if run.rows > 1:
+            row, column = places // run.stride, places % run.stride
+            there = column < run.length
+            places, new = (row * run.length + column)[there], new[there]
+        values[places] = new.to(values.dtype)
 
 
 class Patched(Reader):
@@ -267,10 +285,10 @@ class Patched(Reader):
         self._reader = reader
         self._patches = patches
 
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
-        values = self._reader.own(start, stop)
+    def _compute(self, run: Run) -> torch.Tensor:
+        values = self._reader.own(run)
         for patch in self._patches:
-            patch.apply(values, start, stop)
+            patch.apply(values, run)
         return values
 
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from layoutmap.blocks import Index, block_shape, intersect, whole_index
+from layoutmap.blocks import Index, block_shape, whole_index
 from layoutmap.pytorch.elementwise import History, NeedsWhole
-from layoutmap.pytorch.readers import boxes
-from layoutmap.pytorch.replay import replay
+from layoutmap.pytorch.passes import by_tiles, in_order
+from layoutmap.pytorch.replay import needed, replay
+from layoutmap.pytorch.runs import ApartError
 from layoutmap.pytorch.steps import Constant, Memory, Step, View
-from layoutmap.pytorch.streams import PIECE, RewindError, pieces
+from layoutmap.pytorch.streams import PIECE
 
 __all__ = ["Recipe"]
 
@@ -39,6 +40,8 @@ class Recipe:
         self.shape = view.shape
         self.dtype = view.dtype
         self.why_whole = ""
+        is_tiled = any(steps[n].seed is not None for n in needed(steps, {view.memory}, until))
+        self._reads = by_tiles if is_tiled else in_order
         try:
             History(steps).of(view, until)
         except NeedsWhole as reason:
@@ -86,52 +89,27 @@ class Recipe:
         decisive = step.name == "any"
         try:
             reader = History(self._steps, self._piece).of(source, self._view.memory.writes[0])
-            values = (reader.read(start, stop) for start, stop in pieces(source.numel, self._piece))
+            shape = source.geometry.shape
+            reads = self._reads(shape, [whole_index(shape)], self._piece)
+            values = (reader.read(run) for run, _ in reads)
             found = any(bool(piece.any() if decisive else not piece.all()) for piece in values)
-        except (NeedsWhole, RewindError):
+        except (NeedsWhole, ApartError):
             return None
         return torch.tensor(found == decisive, dtype=self.dtype, device="cpu")
 
     def _fill(self, blocks: Sequence[tuple[Index, torch.Tensor]]) -> bool:
         """Give blocks their values in one pass; false if it turns out that one is not enough."""
-        order = self._view.order
-        shape = [self.shape[axis] for axis in order]
         # Elements come in the order of memory, so indices and blocks are turned to have their axes in that order.
-        turned = [(tuple(index[axis] for axis in order), block.permute(order)) for index, block in blocks]
+        order = self._view.order
+        indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
+        turned = [block.permute(order) for _, block in blocks]
         reader = History(self._steps, self._piece).of(self._view, self._until)
-        with torch.no_grad():
-            for start, stop in pieces(self._view.numel, self._piece):
-                parts = [
-                    (offset, box, both, index, block)
-                    for offset, box in _offsets(shape, start, stop)
-                    for index, block in turned
-                    if (both := intersect(box, index)) is not None
-                ]
-                if not parts:
-                    continue
-                try:
-                    values = reader.read(start, stop)
-                except RewindError:
-                    return False
-                for offset, box, both, index, block in parts:
-                    piece = values[offset : offset + _numel(box)].view(block_shape(box))
-                    _within(block, both, index).copy_(_within(piece, both, box))
+        try:
+            with torch.no_grad():
+                for run, parts in self._reads([self.shape[axis] for axis in order], indices, self._piece):
+                    values = reader.read(run)
+                    for part in parts:
+                        part.put(values, turned)
+        except ApartError:
+            return False
         return True
-
-
-def _offsets(shape: Sequence[int], start: int, stop: int) -> list[tuple[int, Index]]:
-    """The blocks that a run of elements is, each with its place in the run."""
-    found, offset = [], 0
-    for box in boxes(shape, start, stop):
-        found.append((offset, box))
-        offset += _numel(box)
-    return found
-
-
-def _numel(index: Index) -> int:
-    return int(torch.Size(block_shape(index)).numel())
-
-
-def _within(block: torch.Tensor, part: Index, index: Index) -> torch.Tensor:
-    """The part of a block that is at an index."""
-    return block[tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))]

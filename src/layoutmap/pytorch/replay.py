@@ -14,8 +14,10 @@ import torch
 
 from layoutmap.pytorch.operations import overwrites_all
 from layoutmap.pytorch.private import argument_names, tree_leaves, tree_map
+from layoutmap.pytorch.runs import Run
 from layoutmap.pytorch.steps import Constant, Memory, Step, View
-from layoutmap.pytorch.streams import with_generator
+from layoutmap.pytorch.streams import draw_of, with_generator
+from layoutmap.pytorch.tiles import Tiled
 
 __all__ = ["call", "needed", "replay"]
 
@@ -86,6 +88,16 @@ def _run(step: Step, storages: dict[Memory, torch.UntypedStorage]) -> None:
             return leaf.on(_storage(leaf.memory, storages))
         return leaf.value if isinstance(leaf, Constant) else leaf
 
+    if step.seed is not None:
+        [view] = step.writes or step.made
+        draw = None if view is None else draw_of(step, view)
+        assert view is not None
+        assert draw is not None
+        values = (
+            Tiled(draw, view.geometry.shape, step.seed).read(Run(0, view.numel)).view(view.geometry.shape)
+        )
+        view.on(_storage(view.memory, storages)).permute(view.order).copy_(values)
+        return
     args, kwargs = tree_map(real, (step.args, step.kwargs))
     made = call(step, args, kwargs)
     for view, tensor in zip(step.made, _tensors(made), strict=True):

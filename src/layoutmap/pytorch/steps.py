@@ -172,6 +172,7 @@ class Step:
         made: For each tensor that it returned, where it lies; `None` if that is not deferred.
         writes: What it changed in place.
         state: The state of the generator before it, if it draws random numbers.
+        seed: The number by which tiles of it are drawn, if they are.
         seen_in: The function of torch or of the model library that asked for it, for messages.
     """
 
@@ -182,6 +183,7 @@ class Step:
     made: tuple[View | None, ...]
     writes: tuple[View, ...]
     state: torch.Tensor | None = None
+    seed: int | None = None
     seen_in: str = ""
 
     @property

@@ -17,6 +17,7 @@ import torch
 
 from layoutmap.pytorch import jump
 from layoutmap.pytorch.private import argument_names, overload_name
+from layoutmap.pytorch.runs import ApartError, Run
 from layoutmap.pytorch.steps import Step, View
 
 __all__ = ["PIECE", "Draw", "Stream", "draw_of", "pieces", "with_generator"]
@@ -167,14 +168,21 @@ class Stream:
         self._start = self._stop = 0
         self._piece = torch.empty(0)
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """The values from one element to another; never again those before the last piece."""
+    def read(self, run: Run) -> torch.Tensor:
+        """The values of some elements.
+
+        Raises:
+            ApartError: They lie apart, or before those that it gave last.
+        """
+        if run.rows > 1:
+            raise ApartError
+        start, stop = run.start, run.stop
         parts: list[torch.Tensor] = []
         while start < stop:
             if start >= self._stop:
                 self._draw_piece_of(start)
             if start < self._start:
-                raise RewindError
+                raise ApartError
             upto = min(stop, self._stop)
             parts.append(self._piece[start - self._start : upto - self._start])
             start = upto
@@ -187,10 +195,6 @@ class Stream:
         end = begin + self._size
         self._start, self._stop = begin, self._numel if self._numel - end < _GROUP else end
         self._piece = self._draw.next(self._stop - begin, self._generator)
-
-
-class RewindError(Exception):
-    """A stream was asked for numbers that it has given before: the history cannot be replayed in one pass."""
 
 
 @functools.cache

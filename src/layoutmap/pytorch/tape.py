@@ -13,6 +13,7 @@ make their values.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -50,7 +51,11 @@ class Tape:
         smallest: Tensors with fewer elements are made at once, unless they follow from deferred ones.
         piece: The elements to make at a time, a multiple of 16.
         dry: Whether nobody will ask for values, only for shapes: random operations then leave the generator as it is,
-            which takes no time however large the tensors are. What is read while recording is random, too.
+            which takes no time however large the tensors are. What is read while recording is random, too; whether any
+            element is true is taken to be false, and whether all are, true.
+        tiles: Whether random numbers are drawn by tiles: then a part of a tensor costs no more than that part, and
+            values are the same on every mesh, but not those of a plain program. Each random operation takes one
+            number from the generator.
 
     Example:
         >>> tape = Tape()
@@ -64,9 +69,12 @@ class Tape:
         torch.Size([50, 100])
     """
 
-    def __init__(self, smallest: int = SMALLEST, piece: int = PIECE, *, dry: bool = False) -> None:
+    def __init__(
+        self, smallest: int = SMALLEST, piece: int = PIECE, *, dry: bool = False, tiles: bool = False
+    ) -> None:
         self._smallest = smallest
         self._dry = dry
+        self._tiles = tiles
         self._piece = piece
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._steps: list[Step] = []
@@ -210,23 +218,26 @@ class Tape:
             tuple(self._view(each) if self.holds(each) else None for each in made_tensors),
             tuple(self._view(each) for each in written),
             None if generator is None else generator.get_state(),
-            _caller(),
+            seen_in=_caller(),
         )
         if generator is not None and not self._dry:
-            self._advance(step, generator)
+            step = self._advanced(step, generator)
         for memory in {view.memory for view in step.writes}:
             memory.writes.append(number)
         self._steps.append(step)
         return made
 
-    def _advance(self, step: Step, generator: torch.Generator) -> None:
-        """Leave the generator as after a random operation."""
+    def _advanced(self, step: Step, generator: torch.Generator) -> Step:
+        """A random operation, of which the generator has been left as after it."""
         view = step.writes[0] if step.writes else step.made[0]
         draw = None if view is None else draw_of(step, view)
         with self._pause():
             if draw is not None and view is not None:
+                if self._tiles:
+                    seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+                    return dataclasses.replace(step, seed=int(seed))
                 draw.skip(view.numel, generator)
-                return
+                return step
             views = list(step.reads())
             made = dict(zip(views, self._whole(views), strict=True))
             args, kwargs = tree_map(
@@ -240,6 +251,7 @@ class Tape:
                 (step.args, step.kwargs),
             )
             call(step, args, kwargs, generator)
+        return step
 
     def _whole(self, views: list[View]) -> list[torch.Tensor]:
         if len(views) == 1:
@@ -320,12 +332,13 @@ def _caller() -> str:
     return found
 
 
-def trace(function: Callable[..., Any], *args: Any) -> Recipe:
+def trace(function: Callable[..., Any], *args: Any, tiles: bool = False) -> Recipe:
     """The recipe of the one tensor that a function returns.
 
     Args:
         function: Makes a tensor; random numbers come from generators that it makes, or from torch's own.
         args: What it is called with.
+        tiles: Whether random numbers are drawn by tiles, see `Tape`.
 
     Raises:
         EngineError: It returns something else.
@@ -334,7 +347,7 @@ def trace(function: Callable[..., Any], *args: Any) -> Recipe:
         >>> trace(lambda: torch.ones(100, 100)).shape
         (100, 100)
     """
-    tape = Tape()
+    tape = Tape(tiles=tiles)
     with tape.recording():
         made = function(*args)
     if not isinstance(made, torch.Tensor):

@@ -1,0 +1,74 @@
+"""Which elements of a one-dimensional tensor are read at a time: some that follow each other, or rows of such."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["ApartError", "Run"]
+
+
+class ApartError(Exception):
+    """The elements that were asked for cannot be given as they are asked for; the tensor must be made whole."""
+
+
+class Run(NamedTuple):
+    """Some elements.
+
+    Args:
+        start: The first.
+        length: How many follow each other.
+        rows: How many times.
+        stride: How far apart the rows begin.
+    """
+
+    start: int
+    length: int
+    rows: int = 1
+    stride: int = 0
+
+    @property
+    def stop(self) -> int:
+        """One more than the last element."""
+        return self.start + (self.rows - 1) * self.stride + self.length
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.rows * self.length
+
+    def shifted(self, offset: int) -> Run:
+        """The elements that lie so far behind."""
+        return self._replace(start=self.start + offset)
+
+    def times(self, number: int) -> Run:
+        """So many elements for each."""
+        return Run(self.start * number, self.length * number, self.rows, self.stride * number)
+
+    def places(self) -> torch.Tensor:
+        """All the elements."""
+        along = torch.arange(self.start, self.start + self.length, device="cpu")
+        if self.rows == 1:
+            return along
+        return (torch.arange(self.rows, device="cpu")[:, None] * self.stride + along).reshape(-1)
+
+    def between(self, low: int, high: int) -> tuple[Run, slice] | None:
+        """Those from one element to another, and where they are among all of these; `None` if there are none.
+
+        Raises:
+            ApartError: They are not whole rows.
+        """
+        if self.stop <= low or self.start >= high or low >= high:
+            return None
+        if self.rows == 1:
+            begin, end = max(self.start, low), min(self.stop, high)
+            return Run(begin, end - begin), slice(begin - self.start, end - self.start)
+        first = max(0, -((self.start - low) // self.stride))
+        last = min(self.rows, (high - self.start - self.length) // self.stride + 1)
+        rest = Run(self.start + first * self.stride, self.length, last - first, self.stride)
+        cuts_before = first > 0 and rest.start - self.stride + self.length > low
+        cuts_after = last < self.rows and self.start + last * self.stride < high
+        if cuts_before or cuts_after:
+            raise ApartError
+        return (rest, slice(first * self.length, last * self.length)) if first < last else None
