@@ -50,7 +50,7 @@ from layoutmap.pytorch.private import (
 from layoutmap.pytorch.randomness import RANDOM
 from layoutmap.pytorch.recurrent import RECURRENT
 from layoutmap.pytorch.rows import ROWS
-from layoutmap.pytorch.slices import VIEWS, assign, check_no_copy, mark_copies
+from layoutmap.pytorch.slices import VIEWS, assign, check_no_copy, keep_gradient, mark_copies
 from layoutmap.pytorch.whole import everywhere
 
 __all__ = ["computing"]
@@ -113,6 +113,8 @@ class _Computing(TorchFunctionMode):
             with self:
                 return opened(func)(*args, **kwargs)
         result = plainly(_compute)(func, args, kwargs, mesh)
+        if args and changes_in_place(func) and isinstance(args[0], DTensor) and args[0]._base is not None:
+            keep_gradient(args[0])
         if func in VIEWS:
             mark_copies(args[0] if args else kwargs.get("input"), result)
         return result
@@ -123,7 +125,7 @@ _PROPERTY = types.MethodWrapperType
 
 def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
     """DTensor's own way, or on whole tensors if it has none."""
-    if args and changes_in_place(function) and not isinstance(args[0], DTensor):
+    if args and changes_in_place(function) and not _are_dtensors(args[0]):
         return on_whole(function, args, kwargs)
     args = tuple(_on_mesh(each, mesh) for each in args)
     kwargs = {name: _on_mesh(each, mesh) for name, each in kwargs.items()}
@@ -136,9 +138,14 @@ def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
             result = on_whole(function, args, kwargs)
         except Exception as same:
             raise same from None
-        why = next(iter(str(error).strip().splitlines()), "")
-        warn_of_gathering(name_of(function), why)
+        if not (changes_in_place(function) and any(p.is_partial() for p in args[0].placements)):
+            warn_of_gathering(name_of(function), str(error))
         return result
+
+
+def _are_dtensors(target: Any) -> bool:
+    """Whether what is changed in place, a tensor or a list of them, is all DTensors."""
+    return all(isinstance(each, DTensor) for each in (target if type(target) in (list, tuple) else [target]))
 
 
 def _mesh_among(values: Any) -> Any:

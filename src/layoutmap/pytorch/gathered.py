@@ -27,10 +27,13 @@ def on_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute a function on whole tensors; gradients pass. What it changes in place keeps its layout."""
     target = args[0] if args and changes_in_place(function) else None
     mesh = mesh_of(tree_leaves((args, kwargs)))
-    if isinstance(target, DTensor):
-        changed = whole(target).clone()
+    targets = [each for each in tree_leaves(target) if isinstance(each, DTensor)]
+    if targets:
+        changed = tree_map(lambda each: whole(each).clone() if isinstance(each, DTensor) else each, target)
         result = function(changed, *tree_map(_plain, tuple(args[1:])), **tree_map(_plain, kwargs))
-        target.copy_(like(changed, target))
+        for old, new in zip(tree_leaves(target), tree_leaves(changed), strict=True):
+            if isinstance(old, DTensor):
+                old.copy_(like(new, old))
         return None if result is None else target
     result = function(*tree_map(_plain, tuple(args)), **tree_map(_plain, kwargs))
     if target is not None:
@@ -67,16 +70,22 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{module.removesuffix('._tensor')}.{function.__name__}"
 
 
-@functools.cache
+_warned: set[str] = set()
+
+
 def warn_of_gathering(name: str, why: str) -> None:
     """Warn that a function is computed on whole tensors, once for each function."""
+    if name in _warned:
+        return
+    _warned.add(name)
+    why = next(iter(why.strip().splitlines()), "")
     text = format_message(
         f"{name}: computed on whole tensors, by each process",
         {},
         why or "DTensor has no rule for it",
         "call it on what is small, or relayout its arguments first",
     )
-    warnings.warn(text, LayoutMapWarning, stacklevel=4)
+    warnings.warn(text, LayoutMapWarning, stacklevel=5)
 
 
 _TENSOR = torch.Tensor
