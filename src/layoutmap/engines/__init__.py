@@ -35,7 +35,8 @@ def get_engine(name: str) -> Engine:
             mend="use one of them",
         )
     loaded = sys.modules.get(ENGINES[name])
-    if loaded is not None:  # the usual case, and inside a trace no import may happen
+    # The usual case, and inside a trace no import may happen; unless another thread is still importing it.
+    if hasattr(loaded, "engine"):
         return loaded.engine()
     if importlib.util.find_spec(name) is None:
         raise EngineError(

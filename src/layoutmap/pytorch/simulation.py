@@ -28,6 +28,7 @@ from layoutmap.pytorch.private import (
     LocalTensorMode,
     dispatch_modes,
     plainly,
+    simulate_on_all_threads,
     tree_leaves,
 )
 
@@ -124,6 +125,7 @@ def start() -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
         _simulation = _Simulation(number)
         _simulation.__enter__()
+        simulate_on_all_threads(_simulation)
 
 
 def is_simulated() -> bool:
