@@ -129,6 +129,7 @@ def assert_held(variable):
 
 
 ON_JAX = keras.backend.backend() == "jax"
+ON_TORCH = keras.backend.backend() == "torch"
 if ON_JAX:
     import jax
 
@@ -142,6 +143,23 @@ if ON_JAX:
     def is_traced(value):
         """Whether it is made in a compiled function's trace."""
         return isinstance(value, jax.core.Tracer)
+
+elif ON_TORCH:
+    import torch
+
+    from layoutmap.pytorch.private import dispatch_modes
+
+    def num_arrays():
+        """How many tensors are alive."""
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    def compiled_function(function):
+        """A function whose tensors cannot be trained: what is made in it for later is not to be one of them."""
+        return torch.inference_mode()(function)
+
+    def is_traced(value):
+        """Whether it is made while a tape records, or has no values."""
+        return value.is_meta or any("interception" in type(mode).__module__ for mode in dispatch_modes())
 
 else:
     import tensorflow as tf

@@ -9,9 +9,13 @@ from layoutmap.adapters.keras.draws import draw_of, why_whole
 from layoutmap.adapters.keras.ports import backend_name, port_of
 from layoutmap.engines import get_engine
 
-PROCESSES = ("jax", "tensorflow")
+PROCESSES = ("jax", "tensorflow", "torch")
 I = keras.initializers  # noqa: E741 - as Keras's users abbreviate it
 SHAPE = (64, 64)
+pytestmark = pytest.mark.filterwarnings(
+    # Torch 2.13's own tensors know only the older form of __array__.
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,15 @@ from keras_models import assert_held
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
 
-PROCESSES = ("jax", "tensorflow")
+PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
+    # Keras 3.15's own variables know only the older form of __array__.
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+    ),
+]
 X = np.ones((8, 8), "float32")
 
 

@@ -8,9 +8,15 @@ import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending
 
-PROCESSES = ("jax", "tensorflow")
+PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
+    # Keras 3.15's own variables know only the older form of __array__.
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+    ),
+]
 
 
 class Holder(keras.Model):
@@ -144,7 +150,7 @@ def expand(text, actual):
 
 
 def values(model):
-    return {f.path: np.asarray(f.variable.value) for f in find_variables(model)}
+    return {f.path: f.variable.numpy() for f in find_variables(model)}
 
 
 @pytest.mark.parametrize("when", ["called inside", "called after", "called with symbols after"])

@@ -10,7 +10,7 @@ from keras_models import ON_JAX, assert_held, batch, compiled
 
 import layoutmap as lm
 
-PROCESSES = ("jax", "tensorflow")
+PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
 pytestmark = [
     pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),

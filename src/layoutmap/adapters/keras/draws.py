@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,15 +27,14 @@ def why_whole(initializer: Any, drawn_whole: Mapping[str, str]) -> str:
 
     Args:
         initializer: What Keras would call for the value.
-        drawn_whole: Those of Keras's own initializers, by class name, that cannot be split, and why.
+        drawn_whole: Those of Keras's own initializers, by class name, that cannot be split, and why; `Constant` means
+            one that is an array.
     """
     if not _is_kerass_own(initializer):
         return f"{_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
-    if type(initializer).__name__ in drawn_whole:
-        return drawn_whole[type(initializer).__name__]
-    if isinstance(initializer, keras.initializers.Constant) and np.size(initializer.value) > 1:
-        return "its constant is an array, which is whole already"
-    return ""
+    if isinstance(initializer, keras.initializers.Constant) and math.prod(np.shape(initializer.value)) == 1:
+        return ""
+    return drawn_whole.get(type(initializer).__name__, "")
 
 
 def draw_of(

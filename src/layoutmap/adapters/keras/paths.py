@@ -97,7 +97,7 @@ def find_variables(root: Any) -> list[Found]:
 def sublayers(layer: Any) -> Iterator[Any]:
     """The layers directly below a layer, also the model that a `Sequential` keeps inside."""
     yield from getattr(layer, "_layers", ())
-    inner = layer.__dict__.get("_functional")
+    inner = getattr(layer, "_functional", None)
     if inner is not None:
         yield inner
 

@@ -1,6 +1,6 @@
 """A variable that has a shape, a type and an initializer, and no value yet.
 
-A pending variable is an ordinary Keras variable whose class was swapped for a subclass with two methods of its own.
+A pending variable is an ordinary Keras variable whose class was swapped for a subclass with a few methods of its own.
 Inside Keras's symbolic and stateless code it acts as Keras's own valueless variables do. Anywhere else, a read makes
 the one variable, straight in its layout, and an assignment places the assigned value without running the initializer.
 Once it has its value the class is swapped back, so nothing is paid later.
@@ -9,6 +9,8 @@ Once it has its value the class is swapped back, so nothing is paid later.
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from layoutmap.adapters.keras.hooks import in_stateless_scope
 
@@ -19,7 +21,7 @@ _classes: dict[type, type] = {}
 
 
 class _Pending:
-    """The two methods in which a pending variable differs from its class."""
+    """The methods in which a pending variable differs from its class."""
 
     @property
     def value(self) -> Any:
@@ -27,6 +29,10 @@ class _Pending:
             return super().value  # type: ignore[misc]
         getattr(self, _SESSION).make_now(self)
         return self.value  # that of its own class now
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        _ = self.value  # it has one now, unless Keras runs symbolically
+        return super().__array__(dtype) if is_pending(self) else np.asarray(self, dtype=dtype)  # type: ignore[misc]
 
     def _direct_assign(self, value: Any) -> None:
         getattr(self, _SESSION).assign_now(self, value)

@@ -275,7 +275,8 @@ class KerasSession:
         for variable in waiting:
             if is_pending(variable) and hooks.is_global_seed(variable):
                 self._make_plain(variable)
-        self.port.settled([optimizer for ref in self._optimizers if (optimizer := ref()) is not None])
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        self.port.settled(optimizers, self._alive())
 
     def _limits(self, entries: list[_Entry]) -> list[Limit]:
         """What the backend cannot do with the layers that have weights."""
@@ -389,7 +390,7 @@ class KerasSession:
         record = self._know(variable)
         self._tagged.pop(id(record.tag), None)
         held = self.home.variable(array, name=variable.name, trainable=variable.trainable)
-        record.tag = self.port.store(variable, held, assignment.layout, self)
+        record.tag = self.port.store(variable, held, assignment, self)
         record.layout = variable.layout = assignment.layout
         self._tagged[id(record.tag)] = record
 

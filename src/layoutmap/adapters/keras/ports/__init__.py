@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import keras
 
 from layoutmap.errors import ScopeError
-from layoutmap.layout import Layout
 from layoutmap.limits import Limit
+from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -46,7 +46,7 @@ class Port(Protocol):
         """Whether the code runs inside a compiled function's trace."""
         ...
 
-    def store(self, variable: Any, held: Any, layout: Layout, session: KerasSession) -> Any:
+    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
         """Give a variable its value; later values keep the layout. Gives the tag that slots will carry."""
         ...
 
@@ -54,8 +54,8 @@ class Port(Protocol):
         """The whole value of a variable, as a numpy array."""
         ...
 
-    def settled(self, optimizers: Sequence[Any]) -> None:
-        """Variables have got new values: mend what optimizers remember of them."""
+    def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
+        """Variables have got new values: mend what optimizers and layers remember of them."""
         ...
 
     def own_memory(self, variables: Sequence[Any]) -> None:
@@ -86,6 +86,7 @@ class Port(Protocol):
 _PORTS = {
     "jax": "layoutmap.adapters.keras.ports.jax:JaxPort",
     "tensorflow": "layoutmap.adapters.keras.ports.tensorflow:TensorFlowPort",
+    "torch": "layoutmap.adapters.keras.ports.torch:TorchPort",
 }
 
 

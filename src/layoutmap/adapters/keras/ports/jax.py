@@ -14,8 +14,8 @@ import numpy as np
 
 from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
-from layoutmap.layout import Layout
 from layoutmap.limits import Limit
+from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -28,7 +28,10 @@ class JaxPort:
 
     engine_name = "jax"
     drawn_whole: Mapping[str, str] = MappingProxyType(
-        {"Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it"}
+        {
+            "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
+            "Constant": "its constant is an array, which is whole already",
+        }
     )
 
     def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
@@ -44,9 +47,9 @@ class JaxPort:
         """Whether the code runs inside a compiled function's trace."""
         return isinstance(jax.numpy.add(0, 0), jax.core.Tracer)
 
-    def store(self, variable: Any, held: Any, layout: Layout, session: KerasSession) -> Any:
+    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
         """Give a variable its value and the sharding that later values keep."""
-        native = session.home.native(layout, layout.rank)
+        native = session.home.native(assignment.layout, assignment.layout.rank)
         # A sharding object of its own for each variable: Keras hands a variable's `_layout` to the optimizer's slots,
         # and by that very object a slot's weight is known again.
         tag = jax.sharding.NamedSharding(native.mesh, native.spec)
@@ -58,7 +61,7 @@ class JaxPort:
         """The whole value of a variable."""
         return np.asarray(variable.value)
 
-    def settled(self, optimizers: Sequence[Any]) -> None:
+    def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Optimizers know variables by the variable, which stays."""
 
     def own_memory(self, variables: Sequence[Any]) -> None:

@@ -32,6 +32,7 @@ from layoutmap.adapters.keras.wraps import session_of
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
+from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -49,6 +50,7 @@ class TensorFlowPort:
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
             "Identity": "TensorFlow makes a diagonal in one piece",
+            "Constant": "its constant is an array, which is whole already",
         }
     )
 
@@ -66,10 +68,10 @@ class TensorFlowPort:
         """Whether the code runs inside a compiled function's trace."""
         return not tf.executing_eagerly()
 
-    def store(self, variable: Any, held: Any, layout: Layout, session: KerasSession) -> Any:
+    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
         """Give a variable its value; a `DVariable` keeps its layout by itself."""
-        if not layout.is_fully_replicated():
-            held.value = _gathering(held, layout, session)
+        if not assignment.layout.is_fully_replicated():
+            held.value = _gathering(held, assignment.layout, session)
         tag = object()
         variable._layout = tag
         variable._value = held
@@ -79,7 +81,7 @@ class TensorFlowPort:
         """The whole value of a variable."""
         return variable.value.numpy()
 
-    def settled(self, optimizers: Sequence[Any]) -> None:
+    def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Optimizers know variables by their `tf.Variable`, which is another one now."""
         for optimizer in optimizers:
             for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
