@@ -234,6 +234,26 @@ def test_large_from_small_is_deferred():
     assert torch.equal(small[:, None] * small, tape.recipe(large).whole())
 
 
+def test_memory_of_nothing_is_deferred():
+    """A model made on the meta device and then given memory is deferred, and its own initialization fills it."""
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            layer = nn.Linear(40, 30)
+        layer.to_empty(device="cpu")
+        layer.reset_parameters()
+        return layer
+
+    torch.manual_seed(2)
+    plain = make()
+    torch.manual_seed(2)
+    tape = Tape(100)
+    deferred = record(tape, make)
+    assert tape.holds(deferred.weight)
+    assert bits(plain.weight) == bits(values(tape, deferred.weight))
+    assert bits(plain.bias) == bits(deferred.bias)
+
+
 def test_only_what_a_tape_holds_has_a_recipe():
     """A recipe is refused for a tensor of somebody else, with the mend."""
     with pytest.raises(EngineError, match=r"no such tensor(?s:.*)tape\.holds"):
@@ -396,6 +416,29 @@ def test_seeds_set_while_recording_count():
     torch.manual_seed(3)
     tape = Tape(1)
     assert [bits(each) for each in expected] == [bits(values(tape, each)) for each in record(tape, make)]
+
+
+def test_a_dry_tape_draws_nothing():
+    """For shapes alone, the generator is left as it was, and nothing is drawn to find out whether any is too large."""
+    state = torch.get_rng_state()
+    tape = Tape(1, dry=True)
+    layer = record(tape, lambda: nn.Linear(1 << 20, 1 << 20, bias=False))
+    with tape.recording():
+        nn.init.trunc_normal_(layer.weight)
+    assert torch.equal(state, torch.get_rng_state())
+    assert (1 << 20, 1 << 20) == tape.recipe(layer.weight).shape
+    assert "" == tape.recipe(layer.weight).why_whole
+
+
+def test_deferred_memory_has_an_identity():
+    """Where plain code compares addresses to find tied weights, it finds them."""
+    tape = Tape(1)
+    with tape.recording():
+        first, second = torch.ones(9), torch.ones(9)
+        addresses = [each.data_ptr() for each in (first, first.view(3, 3), first.detach(), first[1:], second)]
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert 4 == addresses[3] - addresses[0]
+    assert addresses[4] not in addresses[:4]
 
 
 def test_a_trace_is_the_recipe_of_what_a_function_returns():

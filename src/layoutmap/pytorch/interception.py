@@ -72,6 +72,9 @@ class _Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _COPIES and self._tape.holds(args[0]):
             return _deep_copy(*args)
+        if func is torch.Tensor.data_ptr and self._tape.holds(args[0]):
+            # No address, but as one it is equal for the same place of the same memory, and for no other.
+            return args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].itemsize
         if func in _READS and self._tape.holds(args[0]):
             return func(self._tape.evaluate(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)

@@ -14,7 +14,7 @@ import torch
 from layoutmap.pytorch.private import overload_name
 from layoutmap.pytorch.steps import Step
 
-__all__ = ["COPIES", "FILLED", "FILLED_WITH", "ROWS", "is_local", "is_pointwise", "overwrites_all"]
+__all__ = ["COPIES", "FILLED", "FILLED_WITH", "OVERWRITING", "ROWS", "is_local", "is_pointwise"]
 
 aten = torch.ops.aten
 
@@ -82,7 +82,8 @@ _DRAWS_IN_PLACE = (
     *(aten.uniform_, aten.normal_, aten.random_, aten.bernoulli_),
     *(aten.exponential_, aten.log_normal_, aten.cauchy_, aten.geometric_),
 )
-_OVERWRITING = {*_DRAWS_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
+OVERWRITING = {*_DRAWS_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
+"""Operations in place that leave nothing of what was there before."""
 
 
 def is_pointwise(step: Step) -> bool:
@@ -95,11 +96,6 @@ def is_pointwise(step: Step) -> bool:
         1,
         -1,
     )  # with others, one of the programs rounds once and the other twice
-
-
-def overwrites_all(step: Step) -> bool:
-    """Whether a step in place leaves nothing of what was there before."""
-    return step.op.overloadpacket in _OVERWRITING
 
 
 def is_local(step: Step) -> bool:

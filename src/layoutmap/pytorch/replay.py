@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.pytorch.operations import overwrites_all
+from layoutmap.pytorch.operations import OVERWRITING
 from layoutmap.pytorch.private import argument_names, tree_leaves, tree_map
 from layoutmap.pytorch.runs import Run
 from layoutmap.pytorch.steps import Constant, Memory, Step, View
@@ -24,7 +24,7 @@ __all__ = ["call", "needed", "replay"]
 
 def _overwrites(step: Step, memory: Memory) -> bool:
     """Whether nothing of what a memory held before is left after a step that changes it."""
-    if not overwrites_all(step) or not step.writes[0].is_all:
+    if step.op.overloadpacket not in OVERWRITING or not step.writes[0].is_all:
         return False
     return sum(view.memory is memory for view in step.reads()) == 1
 

@@ -14,6 +14,7 @@ make their values.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import torch
 
 from layoutmap.errors import EngineError
 from layoutmap.pytorch.interception import intercepted
+from layoutmap.pytorch.operations import OVERWRITING
 from layoutmap.pytorch.private import (
     UNFORESEEN,
     FakeTensor,
@@ -41,7 +43,7 @@ from layoutmap.pytorch.streams import PIECE, draw_of
 __all__ = ["Tape", "trace"]
 
 SMALLEST = 4096
-_SNAPSHOT = 1 << 16  # constants of more elements are kept by reference until something changes them
+_SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until something changes them
 
 
 class Tape:
@@ -99,7 +101,11 @@ class Tape:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is deferred here."""
-        return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._memories
+        return (
+            isinstance(tensor, FakeTensor)
+            and tensor.layout == torch.strided
+            and tensor.untyped_storage()._cdata in self._memories
+        )
 
     def recipe(self, tensor: torch.Tensor) -> Recipe:
         """How to make the values that a deferred tensor has now.
@@ -135,11 +141,14 @@ class Tape:
                 )
             return self._real(op, args, kwargs, written)
         try:
-            return self._deferred(op, args, kwargs, written)
+            foreseen = self._foresee(op, args, kwargs)
         except UNFORESEEN:
             if written:
                 raise
             return self._real(op, args, kwargs, written)
+        if not all(_can_wait(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)):
+            return self._real(op, args, kwargs, written)
+        return self._write_down(op, args, kwargs, written, foreseen)
 
     def evaluate(self, values: Any) -> Any:
         """Arguments with real tensors in place of deferred ones."""
@@ -157,7 +166,9 @@ class Tape:
         written = _written(op, args, kwargs)
         for leaf in written:
             self._keep(leaf)
-        if written or is_view(op) or not op._schema.returns:
+        known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
+        bound = max(self._smallest, 2 * known + 1 if known else 0)
+        if written or is_view(op) or (not tensors and args and _size(args[0]) < bound):
             return op(*args, **kwargs)
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return op(*args, **kwargs)
@@ -165,13 +176,8 @@ class Tape:
             foreseen = self._foresee(op, args, kwargs)
         except (*UNFORESEEN, NotImplementedError):
             return op(*args, **kwargs)
-        sizes = [
-            leaf.numel() if leaf.layout == torch.strided and leaf.device.type == "cpu" else -1
-            for leaf in tree_leaves(foreseen)
-            if isinstance(leaf, torch.Tensor)
-        ]
-        bound = max(self._smallest, 2 * sum(tensor.numel() for tensor in tensors) + 1 if tensors else 0)
-        if not sizes or min(sizes) < bound:
+        made = [leaf for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)]
+        if not made or not all(_can_wait(tensor) and tensor.numel() >= bound for tensor in made):
             return op(*args, **kwargs)
         return self._write_down(op, args, kwargs, [], foreseen)
 
@@ -181,11 +187,10 @@ class Tape:
         args, kwargs = self.evaluate((args, kwargs))
         return op(*args, **kwargs)
 
-    def _deferred(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        return self._write_down(op, args, kwargs, written, self._foresee(op, args, kwargs))
-
     def _foresee(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an operation would return, without values."""
+        if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
+            return args[0]
         args, kwargs = tree_map(self._foreseeable, (args, kwargs))
         with self._fake:
             return op(*args, **kwargs)
@@ -254,6 +259,10 @@ class Tape:
         return step
 
     def _whole(self, views: list[View]) -> list[torch.Tensor]:
+        if self._dry and len(views) == 1:
+            maker = self._steps[views[0].memory.writes[0]]
+            if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
+                return [torch.tensor(maker.name == "all", device="cpu")]
         if len(views) == 1:
             return [Recipe(self._steps, views[0], len(self._steps), self._piece).whole()]
         return replay(self._steps, views, len(self._steps))
@@ -304,6 +313,16 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
     """What an operation changes in place."""
     places = written_arguments(op)
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+
+
+def _can_wait(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def _size(shape: Any) -> float:
+    """The number of elements of a shape, if it is one."""
+    is_shape = isinstance(shape, list | tuple) and all(type(n) is int for n in shape)
+    return math.prod(shape) if is_shape else math.inf
 
 
 def _generator_of(op: Any, args: Any, kwargs: Any) -> torch.Generator | None:
