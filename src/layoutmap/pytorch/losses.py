@@ -28,6 +28,8 @@ def _by_element(names: str) -> Callable[..., Any]:
     def loss(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         reduction = _reduction(given)
+        if given.get("weight") is not None and function is not F.binary_cross_entropy:
+            return function(**given, reduction=reduction)  # torch composes it of sums
         elements = function(**given, reduction="none")
         return elements if reduction == "none" else getattr(elements, reduction)()
 

@@ -35,6 +35,13 @@ def _of_settled(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def _pad(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
+    if given.get("mode", "constant") == "constant":
+        return function(*args, **kwargs)
+    return _but_last(len(given["pad"]) // 2)(function, args, kwargs)
+
+
 _ALL = Apart(lambda rank: range(rank))
 _FIRST = Apart(lambda rank: range(1))
 
@@ -65,6 +72,9 @@ _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_
 ROWS: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.rms_norm: _rms_norm,
+    F.pad: _pad,
+    F.unfold: _but_last(3),
+    F.fold: _but_last(2),
     **dict.fromkeys(
         (
             F.normalize,

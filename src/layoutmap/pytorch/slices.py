@@ -1,12 +1,14 @@
 """Changes in place of parts of DTensors.
 
 Torch's slices are views: what changes them changes the whole. DTensor's slices along an axis that is cut are copies,
-and a change of one is lost without a word. Here `x[...] = y` is made right, and any other such change is refused.
+and a change of one is lost without a word. Here `x[...] = y` is made right, and any other such change is refused. Where
+a slice is a view, its gradient goes through a view again, of a gradient that has the layout of the tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from layoutmap.errors import EngineError
 from layoutmap.pytorch.gathered import name_of, on_whole
 from layoutmap.pytorch.private import tree_leaves
-from layoutmap.pytorch.whole import everywhere
+from layoutmap.pytorch.whole import everywhere, placed, settled
 
-__all__ = ["VIEWS", "assign", "check_no_copy", "mark_copies"]
+__all__ = ["VIEWS", "assign", "check_no_copy", "keep_gradient", "mark_copies"]
 
 _COPY = "_layoutmap_copy_of_slice"
 
@@ -51,15 +53,23 @@ def _num_cuts(tensor: Any) -> int:
     return sum(not placement.is_replicate() for placement in tensor.placements)
 
 
+def keep_gradient(changed: Any) -> None:
+    """Have the gradient of a DTensor of which a view was changed come in the layout in which that was a view."""
+    base = changed._base if changed._base is not None else changed
+    if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
+        placements = settled(base.detach()).placements
+        base.register_hook(lambda gradient: placed(settled(gradient), placements))
+
+
 def assign(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`x[index] = value`."""
     target, index, value = args
     if isinstance(target, DTensor) and _is_whole_where_indexed(target, index):
         on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        try:
-            return function(target, index, everywhere(value, target.device_mesh) if on_mesh else value)
-        except NotImplementedError:
-            pass
+        with suppress(NotImplementedError):
+            function(target, index, everywhere(value, target.device_mesh) if on_mesh else value)
+            keep_gradient(target)
+            return None
     return on_whole(function, args, kwargs)
 
 

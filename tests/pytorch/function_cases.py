@@ -1,0 +1,362 @@
+"""Functions that are to give on DTensors what they give on plain tensors: each with arguments, named for their role.
+
+Arguments are given in order, and are float64, so that rounding hides nothing. The first letter of a name says what it
+is:
+x  along the batch with its first axis, with a gradient
+t  the same without a gradient: labels, masks
+w  a weight, with a gradient
+c  whole everywhere, without a gradient
+s  a running statistic, changed in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["CASES", "Case"]
+
+Case = tuple[Callable[..., Any], dict[str, torch.Tensor]]
+
+CASES: dict[str, Case] = {}
+_generator = torch.Generator().manual_seed(0)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=_generator, dtype=torch.float64)
+
+
+def uniform(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=_generator, dtype=torch.float64) * 0.98 + 0.01
+
+
+def labels(number: int, *shape: int) -> torch.Tensor:
+    return torch.randint(number, shape, generator=_generator)
+
+
+def some_ignored(*shape: int) -> torch.Tensor:
+    found = labels(6, *shape)
+    found[:3] = -100
+    found[5] = -100
+    return found
+
+
+def signs(*shape: int) -> torch.Tensor:
+    return torch.sign(normal(*shape))
+
+
+def add(name: str, function: Callable[..., Any], **tensors: torch.Tensor) -> None:
+    CASES[name] = (function, tensors)
+
+
+# -- losses
+
+_ALL = ("mean", "sum", "none")
+
+
+def add_loss(
+    name: str,
+    function: Callable[..., Any],
+    *,
+    reductions: tuple[str, ...] = ("mean",),
+    **tensors: torch.Tensor,
+) -> None:
+    for reduction in reductions:
+
+        def reduced(*given, reduction=reduction):
+            return function(*given, reduction=reduction)
+
+        add(f"{name} {reduction}", reduced, **tensors)
+
+
+def _weighted(**more):
+    return lambda x, t, c, reduction: F.cross_entropy(x, t, c, reduction=reduction, **more)
+
+
+for _name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+    add_loss(
+        _name,
+        getattr(F, _name),
+        reductions=_ALL if _name == "mse_loss" else ("mean",),
+        x=normal(8, 6),
+        x2=normal(8, 6),
+    )
+_mixed_signs = {"x": normal(8, 6), "t": signs(8, 6)}
+_fractions = {"x": uniform(8, 6), "t": uniform(8, 6)}
+add_loss("soft_margin_loss", F.soft_margin_loss, **_mixed_signs)
+add_loss("hinge_embedding_loss", F.hinge_embedding_loss, **_mixed_signs)
+add_loss("binary_cross_entropy", F.binary_cross_entropy, reductions=_ALL, **_fractions)
+add_loss("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits, **_fractions)
+add_loss("kl_div", F.kl_div, reductions=("sum",), x=normal(8, 6), t=uniform(8, 6))
+add_loss(
+    "poisson_nll_loss", lambda x, t, reduction: F.poisson_nll_loss(x, t, reduction=reduction), **_fractions
+)
+add_loss(
+    "gaussian_nll_loss",
+    lambda x, x2, x3, reduction: F.gaussian_nll_loss(x, x2, x3, reduction=reduction),
+    x=normal(8, 6),
+    x2=normal(8, 6),
+    x3=uniform(8, 6),
+)
+add_loss("margin_ranking_loss", F.margin_ranking_loss, x=normal(8), x2=normal(8), t=signs(8))
+add_loss("cosine_embedding_loss", F.cosine_embedding_loss, x=normal(8, 6), x2=normal(8, 6), t=signs(8))
+add_loss("triplet_margin_loss", F.triplet_margin_loss, x=normal(8, 6), x2=normal(8, 6), x3=normal(8, 6))
+add_loss("multi_margin_loss", F.multi_margin_loss, x=normal(8, 6), t=labels(6, 8))
+add_loss("multilabel_soft_margin_loss", F.multilabel_soft_margin_loss, **_fractions)
+add_loss("cross_entropy", F.cross_entropy, x=normal(8, 6), t=labels(6, 8))
+add_loss("cross_entropy, labels ignored", F.cross_entropy, reductions=_ALL, x=normal(8, 6), t=some_ignored(8))
+add_loss("cross_entropy, several axes", F.cross_entropy, x=normal(8, 6, 4), t=some_ignored(8, 4))
+add_loss("cross_entropy, probabilities", F.cross_entropy, x=normal(8, 6), t=torch.softmax(normal(8, 6), -1))
+add_loss("cross_entropy, weights", _weighted(), x=normal(8, 6), t=some_ignored(8), c=uniform(6))
+add_loss(
+    "cross_entropy, smoothing",
+    _weighted(label_smoothing=0.1),
+    x=normal(8, 6),
+    t=some_ignored(8),
+    c=uniform(6),
+)
+add_loss("nll_loss, labels ignored", F.nll_loss, x=normal(8, 6), t=some_ignored(8))
+add_loss("nll_loss, several axes", F.nll_loss, x=normal(8, 6, 4, 2), t=labels(6, 8, 4, 2))
+add("kl_div batchmean", lambda x, t: F.kl_div(x, t, reduction="batchmean"), x=normal(8, 6), t=uniform(8, 6))
+add(
+    "mse_loss, said in the old way",
+    lambda x, x2: F.mse_loss(x, x2, None, None),
+    x=normal(8, 6),
+    x2=normal(8, 6),
+)
+add(
+    "mse_loss, weighted",
+    lambda x, x2, c: F.mse_loss(x, x2, weight=c),
+    x=normal(8, 6),
+    x2=normal(8, 6),
+    c=uniform(8, 6),
+)
+
+# -- activations
+
+for _name in (
+    *(
+        "relu",
+        "leaky_relu",
+        "elu",
+        "selu",
+        "gelu",
+        "silu",
+        "mish",
+        "softplus",
+        "hardtanh",
+        "relu6",
+        "hardswish",
+    ),
+    *("hardsigmoid", "logsigmoid", "hardshrink", "softshrink", "glu"),
+):
+    add(_name, lambda x, name=_name: getattr(F, name)(x), x=normal(8, 4, 6))
+add("prelu", F.prelu, x=normal(8, 4, 6), w=uniform(4))
+add("softmax", lambda x: F.softmax(x, -1), x=normal(8, 4, 6))
+add("softmax of the batch", lambda x: F.log_softmax(x, 0), x=normal(8, 4, 6))
+
+# -- norms
+
+_channels = {"w": normal(4), "w2": normal(4)}
+add("layer_norm", lambda x, w, w2: F.layer_norm(x, (6,), w, w2), x=normal(8, 4, 6), w=normal(6), w2=normal(6))
+add("rms_norm", lambda x, w: F.rms_norm(x, (6,), w), x=normal(8, 4, 6), w=normal(6))
+add("group_norm", lambda x, w, w2: F.group_norm(x, 2, w, w2), x=normal(8, 4, 6), **_channels)
+add("instance_norm", lambda x: F.instance_norm(x), x=normal(8, 4, 6))
+
+
+def _tracked(norm, **more):
+    def function(x, s, s2, w=None, w2=None):
+        return norm(x, s, s2, w, w2, **more), s, s2
+
+    return function
+
+
+for _shape in ((8, 4), (8, 4, 6), (8, 4, 3, 2), (8, 4, 2, 2, 3)):
+    add(
+        f"batch_norm of rank {len(_shape)}",
+        _tracked(F.batch_norm, training=True),
+        x=normal(*_shape),
+        s=normal(4),
+        s2=uniform(4),
+        **_channels,
+    )
+add(
+    "batch_norm in inference",
+    _tracked(F.batch_norm),
+    x=normal(8, 4, 6),
+    s=normal(4),
+    s2=uniform(4),
+    **_channels,
+)
+add("instance_norm, tracked", _tracked(F.instance_norm), x=normal(8, 4, 6), s=normal(4), s2=uniform(4))
+add("normalize", lambda x: F.normalize(x, dim=-1), x=normal(8, 4, 6))
+add("normalize of the batch", lambda x: F.normalize(x, dim=0), x=normal(8, 4, 6))
+add("local_response_norm", lambda x: F.local_response_norm(x, 2), x=normal(8, 4, 6))
+add("cosine_similarity", F.cosine_similarity, x=normal(8, 6), x2=normal(8, 6))
+add("pairwise_distance", F.pairwise_distance, x=normal(8, 6), x2=normal(8, 6))
+add("cdist", torch.cdist, x=normal(8, 6), x2=normal(8, 6))
+for _order in (1, 2, 3, float("inf")):
+    add(f"vector_norm {_order}", lambda x, order=_order: torch.linalg.vector_norm(x, order), x=normal(8, 6))
+
+# -- images and sequences
+
+for _name in ("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "unfold"):
+    add(_name, lambda x, name=_name: getattr(F, name)(x, 2), x=normal(8, 4, 6, 6))
+for _name in ("avg_pool1d", "max_pool1d"):
+    add(_name, lambda x, name=_name: getattr(F, name)(x, 2), x=normal(8, 4, 6))
+for _name in ("avg_pool3d", "max_pool3d"):
+    add(_name, lambda x, name=_name: getattr(F, name)(x, 2), x=normal(8, 2, 4, 4, 4))
+add("lp_pool2d", lambda x: F.lp_pool2d(x.abs() + 0.1, 2, 2), x=normal(8, 4, 6, 6))
+add("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), x=normal(8, 4, 6, 6))
+for _name in ("nearest", "bilinear", "bicubic", "area"):
+    add(
+        f"interpolate {_name}",
+        lambda x, name=_name: F.interpolate(x, scale_factor=2, mode=name),
+        x=normal(8, 4, 6, 6),
+    )
+for _name in ("constant", "reflect", "replicate", "circular"):
+    add(f"pad {_name}", lambda x, name=_name: F.pad(x, (1, 2, 1, 1), mode=name), x=normal(8, 4, 6, 6))
+add(
+    "grid_sample",
+    lambda x, x2: F.grid_sample(x, x2.clamp(-0.9, 0.9), align_corners=False),
+    x=normal(8, 4, 6, 6),
+    x2=normal(8, 6, 5, 2),
+)
+add(
+    "conv1d",
+    lambda x, w, w2: F.conv1d(x, w, w2, padding=1),
+    x=normal(8, 4, 6),
+    w=normal(6, 4, 3),
+    w2=normal(6),
+)
+_image_conv = {"x": normal(8, 4, 6, 6), "w": normal(6, 4, 3, 3), "w2": normal(6)}
+add("conv2d", lambda x, w, w2: F.conv2d(x, w, w2, stride=2), **_image_conv)
+add("conv2d, same", lambda x, w, w2: F.conv2d(x, w, bias=w2, padding="same"), **_image_conv)
+add(
+    "conv2d, depthwise",
+    lambda x, w, w2: F.conv2d(x, w, w2, groups=4),
+    x=normal(8, 4, 6, 6),
+    w=normal(4, 1, 3, 3),
+    w2=normal(4),
+)
+add("conv_transpose2d", F.conv_transpose2d, x=normal(8, 4, 6, 6), w=normal(4, 6, 3, 3), w2=normal(6))
+
+# -- layers
+
+add("linear", F.linear, x=normal(8, 4, 6), w=normal(8, 6), w2=normal(8))
+add("bilinear", F.bilinear, x=normal(8, 6), x2=normal(8, 4), w=normal(4, 6, 4))
+_tokens = {"t": labels(12, 8, 4), "w": normal(12, 6)}
+add("embedding", F.embedding, **_tokens)
+add("embedding, padded", lambda t, w: F.embedding(t, w, padding_idx=3), **_tokens)
+add("embedding, scaled gradient", lambda t, w: F.embedding(t, w, scale_grad_by_freq=True), **_tokens)
+add("embedding_bag", F.embedding_bag, **_tokens)
+
+
+def _embedding_twice(t, w):
+    embedded = F.embedding(t, w)
+    return embedded * 2 + torch.relu(embedded), embedded
+
+
+add("embedding, used twice", _embedding_twice, **_tokens)
+_gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
+
+
+def _recurrent(name, batch_first=True):
+    def function(x, w, w2, w3, w4):
+        state = torch.zeros(1, 8, 4, dtype=x.dtype)
+        states = (state, state) if name == "lstm" else state
+        layers = [w, w2, w3, w4]
+        return getattr(torch, name)(x, states, layers, True, 1, 0.0, True, False, batch_first)
+
+    return function
+
+
+for _name, _number in _gates.items():
+    add(
+        _name,
+        _recurrent(_name),
+        x=normal(8, 6, 4),
+        w=normal(4 * _number, 4),
+        w2=normal(4 * _number, 4),
+        w3=normal(4 * _number),
+        w4=normal(4 * _number),
+    )
+
+# -- attention
+
+_heads = {"x": normal(8, 4, 6, 2), "x2": normal(8, 4, 6, 2), "x3": normal(8, 4, 6, 2)}
+_grouped = {"x": normal(8, 4, 6, 2), "x2": normal(8, 2, 6, 2), "x3": normal(8, 2, 6, 2)}
+_attend = F.scaled_dot_product_attention
+add("attention", lambda x, x2, x3: _attend(x, x2, x3), **_heads)
+add("attention, causal", lambda x, x2, x3: _attend(x, x2, x3, is_causal=True, scale=0.3), **_heads)
+add("attention, a mask of scores", lambda x, x2, x3, c: _attend(x, x2, x3, c), **_heads, c=normal(6, 6))
+add(
+    "attention, a mask of the batch",
+    lambda x, x2, x3, t: _attend(x, x2, x3, attn_mask=t),
+    **_heads,
+    t=uniform(8, 1, 6, 6) > 0.3,
+)
+add("attention, grouped", lambda x, x2, x3: _attend(x, x2, x3, enable_gqa=True), **_grouped)
+
+
+def _multi_head(need_weights):
+    def function(x, w, w2, w3, w4):
+        return F.multi_head_attention_forward(
+            *(x, x, x, 8, 2, w, w2, None, None, False, 0.0, w3, w4), need_weights=need_weights
+        )
+
+    return function
+
+
+_projections = {"w": normal(24, 8), "w2": normal(24), "w3": normal(8, 8), "w4": normal(8)}
+add("multi_head_attention, with weights", _multi_head(True), x=normal(8, 8, 8), **_projections)
+add("multi_head_attention", _multi_head(False), x=normal(8, 8, 8), **_projections)
+
+# -- reductions, and what picks or puts parts
+
+for _name in ("sum", "mean", "prod", "std", "var", "amax", "amin", "max", "logsumexp", "cumsum", "cumprod"):
+    add(f"{_name} of the batch", lambda x, name=_name: getattr(torch, name)(x, 0), x=normal(8, 6))
+for _name in ("mean", "std", "var", "amax", "min", "norm", "median", "argmax"):
+    add(_name, lambda x, name=_name: getattr(torch, name)(x), x=normal(8, 6))
+add("sort", lambda x: torch.sort(x, 0)[0], x=normal(8, 6))
+add("topk", lambda x: torch.topk(x, 3, 1)[0], x=normal(8, 6))
+add("gather", lambda x, t: torch.gather(x, 1, t), x=normal(8, 6), t=labels(6, 8, 2))
+add(
+    "scatter_add",
+    lambda x, t, x2: torch.scatter_add(x, 0, t, x2),
+    x=normal(8, 6),
+    t=labels(8, 8, 6),
+    x2=normal(8, 6),
+)
+add("index", lambda x, c: x[c], x=normal(8, 6), c=labels(8, 5))
+add("masked_select", lambda x, t: torch.masked_select(x, t), x=normal(8, 6), t=normal(8, 6) > 0)
+add("nonzero", torch.nonzero, t=normal(8, 6) > 0)
+add("einsum", lambda x, w: torch.einsum("bij,jk->bik", x, w), x=normal(8, 4, 6), w=normal(6, 4))
+add("trace", torch.trace, x=normal(8, 8))
+add("select_scatter", lambda x, x2: torch.select_scatter(x, x2, 1, 2), x=normal(8, 6), x2=normal(8))
+
+
+def _assign(x, x2):
+    changed = x * 1
+    changed[2:4] = x2[:2]
+    changed[:, 1:3] = x2[:, :2]
+    changed[:, 3] = 0
+    changed[x2[:, :1].squeeze(1) > 0] = 1
+    changed.add_(x2).clamp_(min=-1)
+    return changed
+
+
+def _mix(x):
+    plain = torch.arange(6.0, dtype=x.dtype)
+    mask = torch.eye(8, 6).bool()
+    changed = torch.zeros(8, 6, dtype=x.dtype)
+    changed.copy_(x)
+    changed[:2] = x[2:4]
+    return (x * plain + torch.ones(8, 1, dtype=x.dtype)).masked_fill(mask, 0.0) * changed
+
+
+add("assignments", _assign, x=normal(8, 6), x2=normal(8, 6))
+add("plain tensors among them", _mix, x=normal(8, 6))
