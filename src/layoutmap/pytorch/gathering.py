@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 __all__ = ["can_gather", "gather_over"]
@@ -51,6 +52,7 @@ class _GatherOver(torch.autograd.Function):
         return tuple(place.put_together(part) for place, part in zip(ctx.tensors, columns, strict=True))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> Any:
         given = [
             (place, place.partial(gradient))

@@ -8,7 +8,7 @@ up together, so that optimizers, clipping and reads find each gradient in the la
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ __all__ = ["Gradients", "finalize_gradients"]
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
 
-def finalize_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:
+def finalize_gradients(
+    parameters: Iterable[torch.Tensor], refer_to: Callable[[Any], Callable[[], Any]] = weakref.ref
+) -> Gradients:
     """From now on, give the gradient of each parameter that is a `DTensor` the parameter's layout.
 
     A pass adds to gradients that are there already, as always. Gradients that `torch.autograd.grad` returns are left as
@@ -30,17 +32,22 @@ def finalize_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:
 
     Args:
         parameters: The parameters of a model; plain tensors, and what has no gradient, are passed over.
+        refer_to: Gives a function that gives a parameter, without keeping it. Torch does not convert parameters that
+            have weak references, as by `model.to(dtype)`, so a model's are better reached through the model.
 
     Returns:
         What does it; `remove()` ends that.
     """
-    return Gradients(parameters)
+    return Gradients(parameters, refer_to)
 
 
 class Gradients:
     """Finalizes the gradients of some parameters, see `finalize_gradients`."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], refer_to: Callable[[Any], Callable[[], Any]] = weakref.ref
+    ) -> None:
+        self._refer_to = refer_to
         self._passes: dict[int, list[tuple[Any, Any]]] = {}
         self._hooks: list[Any] = []
         for parameter in parameters:
@@ -54,14 +61,15 @@ class Gradients:
 
     def _watch(self, parameter: Any) -> tuple[Any, Any]:
         earlier: list[Any] = []
-        parameter_of: Any = weakref.ref(parameter)
+        parameter_of = self._refer_to(parameter)
 
         @unserializable_hook
         def before(gradient: Any) -> None:
             # Apart from what is there: DTensor would sum this gradient up by itself in order to add it.
-            if parameter_of().grad is not None and _waits(gradient):
-                earlier.append(parameter_of().grad)
-                parameter_of().grad = None
+            parameter = parameter_of()
+            if parameter is not None and parameter.grad is not None and _waits(gradient):
+                earlier.append(parameter.grad)
+                parameter.grad = None
 
         def after(parameter: Any) -> None:
             added = earlier.pop() if earlier else None
@@ -149,7 +157,7 @@ def _sum_up(parameters: list[Any], mesh: Any, partial: tuple[Any, ...]) -> None:
     parts = summed.split([each.numel() for each in pieces])
     for parameter, part, piece in zip(parameters, parts, pieces, strict=True):
         parameter.grad = DTensor.from_local(
-            part.view(piece.shape),
+            part.clone().view(piece.shape),  # torch copies no DTensor that begins inside of a storage
             mesh,
             parameter.placements,
             run_check=False,

@@ -47,6 +47,7 @@ __all__ = [
     "set_replicates_plain_tensors",
     "simulate_on_all_threads",
     "without_function_modes",
+    "has_saving_hooks",
     "hooks_of_tensor",
     "is_view",
     "members_of_module",
@@ -56,6 +57,7 @@ __all__ = [
     "storage_key",
     "tree_leaves",
     "tree_map",
+    "version_of",
     "written_arguments",
 ]
 
@@ -264,3 +266,13 @@ def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for two tensors that are alive if they lie in the same memory."""
     return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
+
+
+def has_saving_hooks() -> bool:
+    """Whether something decides what autograd keeps for the backward pass, as activation checkpoints do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Home
 from layoutmap.pytorch import simulation
-from layoutmap.pytorch.private import tree_leaves, tree_map
+from layoutmap.pytorch.private import plainly, tree_leaves, tree_map
+from layoutmap.pytorch.whole import everywhere, placed, settled, whole
 
-__all__ = ["map_tensors", "on_mesh", "plain", "tensors_in"]
+__all__ = ["map_tensors", "on_mesh", "plain", "summed_up", "tensors_in"]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
@@ -53,9 +54,18 @@ def on_mesh(values: Any, home: Home) -> Any:
     def place(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, DTensor):
             return tensor
-        return home.place(tensor, home.batch_layout(tuple(tensor.shape)))
+        layout = home.batch_layout(tuple(tensor.shape))
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return home.place(tensor, layout)
+        mesh, placements = home.native(layout, tensor.ndim)
+        return plainly(_cut)(tensor, mesh, placements)
 
     return map_tensors(place, values)
+
+
+def _cut(tensor: torch.Tensor, mesh: Any, placements: Any) -> Any:
+    """A plain tensor on the mesh, so that its gradient has a gradient, too."""
+    return placed(everywhere(tensor, mesh), placements)
 
 
 def plain(values: Any) -> Any:
@@ -63,26 +73,21 @@ def plain(values: Any) -> Any:
     return map_tensors(lambda tensor: _whole(tensor) if isinstance(tensor, DTensor) else tensor, values)
 
 
+def summed_up(values: Any) -> Any:
+    """`DTensor`s that are no sum still to be made: what a program reads of them is then right."""
+
+    def settle(tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        with simulation.on_ranks(tensor.device_mesh.mesh.flatten().tolist()):
+            return settled(tensor)
+
+    return map_tensors(settle, values)
+
+
 def _whole(tensor: DTensor) -> torch.Tensor:
-    mesh = tensor.device_mesh
-    everywhere = [Replicate()] * mesh.ndim
-    ranks = mesh.mesh.flatten().tolist()
-    with simulation.on_ranks(ranks):
-        local = tensor.redistribute(mesh, everywhere).to_local(grad_placements=everywhere)
-    return _OfAllRanks.apply(local, ranks) if simulation.is_simulated() else local  # pyright: ignore[reportReturnType]
-
-
-class _OfAllRanks(torch.autograd.Function):
-    """The plain tensor of which all simulated ranks hold the same; its gradient is that of each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Any, ranks: list[int]) -> torch.Tensor:
-        ctx.ranks = ranks
-        return simulation.plain(local).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        return simulation.every_rank(upstream[0], ctx.ranks), None
+    with simulation.on_ranks(tensor.device_mesh.mesh.flatten().tolist()):
+        return whole(tensor)
 
 
 def _is_record(value: Any) -> bool:

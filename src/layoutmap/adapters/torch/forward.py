@@ -12,15 +12,17 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Home
-from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, tensors_in
+from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, summed_up, tensors_in
 from layoutmap.adapters.torch.gathering import Weight, gathered
+from layoutmap.adapters.torch.watching import Watch
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
 
@@ -57,6 +59,7 @@ class Forward:
         self.gather = list(gather)
         self.valueless = valueless
         self._output = home.activation_layout(path) if path else None
+        self._watch: Watch | None = None
 
     def attach(self) -> None:
         """Put it in its place."""
@@ -77,20 +80,22 @@ class Forward:
             )
         if getattr(_here, "inside", False):
             return self._run(args, kwargs)
-        return self._on_mesh(args, kwargs)
+        return self._on_mesh(args, kwargs)  # pyright: ignore[reportCallIssue]
 
     @torch.compiler.disable
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
-        tensors = tensors_in((args, kwargs))
-        is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
+        if torch.is_grad_enabled():
+            self._watch = self._watch or Watch(self._the_module())
+            self._watch.look()
+        is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
         _here.inside = True
         try:
-            with self.home.run_on_mesh():
+            with _with_versions(), self.home.run_on_mesh():
                 args, kwargs = on_mesh((args, kwargs), self.home)
                 result = self._run(args, kwargs)
         finally:
             _here.inside = False
-        return plain(result) if is_plain else result
+        return plain(result) if is_plain else summed_up(result)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         module = self._the_module()
@@ -135,6 +140,7 @@ class Forward:
         made._module = weakref.ref(memo.get(id(module), module))
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
+        made._watch = None
         return made
 
     def __copy__(self) -> Forward:
@@ -149,6 +155,16 @@ class Forward:
 def _plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward of a module's class, for a module that was laid out when it was pickled."""
     return functools.partial(type(module).forward, module)
+
+
+@contextmanager
+def _with_versions() -> Generator[None]:
+    """Under `torch.inference_mode`, which has no views of a `DTensor`, only no gradients."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 def _before(module: torch.nn.Module) -> Any:

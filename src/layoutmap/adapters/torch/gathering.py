@@ -1,8 +1,9 @@
 """Weights that are cut over the dim that splits the batch are put together while their layer computes.
 
 That is what FSDP does: a layer needs its weights whole, but for what is cut over other dims. They are gathered when the
-layer is called and let go afterwards; gradients go the same way back, summed up and cut. The layers of one block, an
-element of a list of equal modules, are gathered together, so that it takes one collective and not one for each weight.
+layer is called and let go afterwards, and once more for the backward pass; gradients go the same way back, summed up
+and cut. The layers of one block, an element of a list of equal modules, are gathered together, so that it takes one
+collective and not one for each weight.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from layoutmap.adapters.protocol import Home
 from layoutmap.adapters.torch.paths import Place
 from layoutmap.layout import Layout
 from layoutmap.pytorch.gathering import can_gather, gather_over
-from layoutmap.pytorch.private import members_of_module
+from layoutmap.pytorch.private import members_of_module, plainly, version_of
+from layoutmap.pytorch.regathering import regathered
 
 __all__ = ["Weight", "gathered", "weights_to_gather"]
 
@@ -84,11 +86,22 @@ def gathered(weights: Sequence[Weight], home: Home) -> Generator[None]:
     held = [(weight, _held(weight)) for weight in weights]
     cut = {id(tensor): (tensor, weight.layout) for weight, tensor in held if isinstance(tensor, DTensor)}
     together = _put_together(cut, home)
+    versions = {key: version_of(tensor) for key, (tensor, _) in cut.items()}
+
+    def again() -> list[Any]:
+        for key, (tensor, _) in cut.items():
+            if version_of(tensor) != versions[key]:
+                raise RuntimeError(
+                    "a weight that is needed for the backward pass was changed in place after the forward pass"
+                )
+        return list(_put_together(cut, home).values())
+
     try:
         for weight, tensor in held:
             if id(tensor) in together:
                 members_of_module(weight.place.module)[0][weight.place.name] = together[id(tensor)]
-        yield
+        with regathered(list(together.values()), again):
+            yield
     finally:
         for weight, tensor in held:
             members_of_module(weight.place.module)[0][weight.place.name] = tensor
@@ -112,6 +125,6 @@ def _put_together(cut: Mapping[int, tuple[Any, Layout]], home: Home) -> dict[int
         elif changed:
             together[key] = home.place(tensor, layout)
     for (mesh_dim, _, _), members in groups.items():
-        whole = gather_over([tensor for _, tensor in members], mesh_dim)
+        whole = plainly(gather_over)([tensor for _, tensor in members], mesh_dim)
         together.update(zip((key for key, _ in members), whole, strict=True))
     return together
