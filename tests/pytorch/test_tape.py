@@ -254,6 +254,20 @@ def test_memory_of_nothing_is_deferred():
     assert bits(plain.bias) == bits(deferred.bias)
 
 
+def test_a_move_to_another_device_is_refused():
+    """A module with deferred parameters is not moved: that would make them all, on one device."""
+    tape = Tape(1)
+    with tape.recording():
+        layer = nn.Linear(4, 3)
+        with pytest.raises(
+            EngineError, match=r"Linear\.weight is moved to meta(?s:.*)the mesh names the devices"
+        ):
+            layer.to("meta")
+        assert layer.to("cpu") is layer
+    assert ["weight", "bias"] == list(dict(layer.named_parameters()))
+    assert tape.holds(layer.bias)
+
+
 def test_only_what_a_tape_holds_has_a_recipe():
     """A recipe is refused for a tensor of somebody else, with the mend."""
     with pytest.raises(EngineError, match=r"no such tensor(?s:.*)tape\.holds"):

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.pytorch.private import TorchDispatchMode, patch_module_apply
+from layoutmap.errors import EngineError
+from layoutmap.pytorch.private import TorchDispatchMode, members_of_module, patch_module_apply, storage_key
 
 __all__ = ["Recorder", "intercepted"]
 
@@ -74,7 +75,7 @@ class _Reads(TorchFunctionMode):
             return _deep_copy(*args)
         if func is torch.Tensor.data_ptr and self._tape.holds(args[0]):
             # No address, but as one it is equal for the same place of the same memory, and for no other.
-            return args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].itemsize
+            return storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func in _READS and self._tape.holds(args[0]):
             return func(self._tape.evaluate(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -127,27 +128,34 @@ def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
         module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> Any:
         tapes = getattr(_open, "tapes", ())
+        parameters, _ = members_of_module(module)
+        every = dict(parameters)
         held = {
-            key: parameter
-            for key, parameter in module._parameters.items()
-            if parameter is not None and any(tape.holds(parameter) for tape in tapes)
+            key: each for key, each in every.items() if each is not None and any(t.holds(each) for t in tapes)
         }
         if recurse and tapes:
             for child in module.children():
                 child._apply(fn)
         if not held:
             return original(module, fn, recurse and not tapes)
-        parameters = module._parameters
-        for parameter in held.values():
+        for key, parameter in held.items():
             with torch.no_grad():
-                parameter.data = fn(parameter)
-        module.__dict__["_parameters"] = {key: each for key, each in parameters.items() if key not in held}
+                converted = fn(parameter)
+            if not any(tape.holds(converted) for tape in tapes):
+                raise EngineError(
+                    f"{type(module).__name__}.{key} is moved to {converted.device} before it has values",
+                    why="deferred tensors are made later, each part on the device that its layout says",
+                    mend="leave out the move: the mesh names the devices",
+                )
+            parameter.data = converted
+        for key in held:
+            del parameters[key]
         try:
             original(module, fn, False)
         finally:
-            converted = module._parameters
-            module.__dict__["_parameters"] = parameters
-            parameters.update(converted)
+            rest = dict(parameters)
+            parameters.clear()
+            parameters.update({key: rest.get(key, each) for key, each in every.items()})
         return module
 
     return _apply

@@ -205,6 +205,6 @@ def with_generator(op: Any) -> Any:
         return op
     for overload in op.overloadpacket.overloads():
         other = getattr(op.overloadpacket, overload)
-        if sorted(argument.name for argument in other._schema.arguments) == sorted([*names, "generator"]):
+        if sorted(argument_names(other)) == sorted([*names, "generator"]):
             return other
     return op

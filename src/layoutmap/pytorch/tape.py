@@ -14,8 +14,6 @@ make their values.
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 from layoutmap.errors import EngineError
+from layoutmap.pytorch.calls import asked_by, can_wait, changed_by, generator_of, size_of
 from layoutmap.pytorch.interception import intercepted
 from layoutmap.pytorch.operations import OVERWRITING
 from layoutmap.pytorch.private import (
@@ -31,9 +30,9 @@ from layoutmap.pytorch.private import (
     FakeTensorMode,
     argument_names,
     is_view,
+    storage_key,
     tree_leaves,
     tree_map,
-    written_arguments,
 )
 from layoutmap.pytorch.recipes import Recipe
 from layoutmap.pytorch.replay import call, replay
@@ -104,7 +103,7 @@ class Tape:
         return (
             isinstance(tensor, FakeTensor)
             and tensor.layout == torch.strided
-            and tensor.untyped_storage()._cdata in self._memories
+            and storage_key(tensor) in self._memories
         )
 
     def recipe(self, tensor: torch.Tensor) -> Recipe:
@@ -131,7 +130,7 @@ class Tape:
             return op(*args, **kwargs)
         if not any(map(self.holds, tensors)):
             return self._plain(op, args, kwargs, tensors)
-        written = [leaf for leaf in _written(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
+        written = [leaf for leaf in changed_by(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
         if not all(map(self.holds, written)):
             if any(map(self.holds, written)):
                 raise EngineError(
@@ -146,7 +145,7 @@ class Tape:
             if written:
                 raise
             return self._real(op, args, kwargs, written)
-        if not all(_can_wait(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)):
+        if not all(can_wait(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)):
             return self._real(op, args, kwargs, written)
         return self._write_down(op, args, kwargs, written, foreseen)
 
@@ -163,12 +162,12 @@ class Tape:
 
     def _plain(self, op: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """An operation on real tensors alone: it is done, unless it would make a large one out of small ones."""
-        written = _written(op, args, kwargs)
+        written = changed_by(op, args, kwargs)
         for leaf in written:
             self._keep(leaf)
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
         bound = max(self._smallest, 2 * known + 1 if known else 0)
-        if written or is_view(op) or (not tensors and args and _size(args[0]) < bound):
+        if written or is_view(op) or (not tensors and args and size_of(args[0]) < bound):
             return op(*args, **kwargs)
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return op(*args, **kwargs)
@@ -177,7 +176,7 @@ class Tape:
         except (*UNFORESEEN, NotImplementedError):
             return op(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)]
-        if not made or not all(_can_wait(tensor) and tensor.numel() >= bound for tensor in made):
+        if not made or not all(can_wait(tensor) and tensor.numel() >= bound for tensor in made):
             return op(*args, **kwargs)
         return self._write_down(op, args, kwargs, [], foreseen)
 
@@ -208,11 +207,11 @@ class Tape:
             return made  # views
         number = len(self._steps)
         for tensor in fresh:
-            storage = tensor.untyped_storage()
-            self._memories.setdefault(storage._cdata, Memory(storage, tensor.dtype, [number]))
+            memory = Memory(tensor.untyped_storage(), tensor.dtype, [number])
+            self._memories.setdefault(storage_key(tensor), memory)
         if "dtype" in argument_names(op) and not any(isinstance(x, torch.Tensor) for x in tree_leaves(args)):
             kwargs = {**kwargs, "dtype": made_tensors[0].dtype}  # not what the default is when it is made
-        generator = _generator_of(op, args, kwargs)
+        generator = generator_of(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         recorded_args, recorded_kwargs = tree_map(self._recorded, (args, kwargs))
         step = Step(
@@ -223,7 +222,7 @@ class Tape:
             tuple(self._view(each) if self.holds(each) else None for each in made_tensors),
             tuple(self._view(each) for each in written),
             None if generator is None else generator.get_state(),
-            seen_in=_caller(),
+            seen_in=asked_by(),
         )
         if generator is not None and not self._dry:
             step = self._advanced(step, generator)
@@ -269,7 +268,7 @@ class Tape:
 
     def _view(self, tensor: torch.Tensor) -> View:
         return View(
-            self._memories[tensor.untyped_storage()._cdata],
+            self._memories[storage_key(tensor)],
             tuple(tensor.shape),
             tensor.stride(),
             int(tensor.storage_offset()),
@@ -290,13 +289,13 @@ class Tape:
             if leaf.numel() <= _SNAPSHOT:
                 return Constant(leaf.detach().clone())
             constant = Constant(leaf.detach())
-            self._lent.setdefault(leaf.untyped_storage()._cdata, []).append(constant)
+            self._lent.setdefault(storage_key(leaf), []).append(constant)
             return constant
 
     def _keep(self, leaf: Any) -> None:
         """Before a real tensor changes: copy it for the steps that read it."""
         if isinstance(leaf, torch.Tensor) and self._lent:
-            for constant in self._lent.pop(leaf.untyped_storage()._cdata, ()):
+            for constant in self._lent.pop(storage_key(leaf), ()):
                 constant.value = constant.value.clone()
 
     @contextmanager
@@ -307,48 +306,6 @@ class Tape:
                 yield
         finally:
             self._paused = before
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What an operation changes in place."""
-    places = written_arguments(op)
-    return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
-
-
-def _can_wait(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type == "cpu"
-
-
-def _size(shape: Any) -> float:
-    """The number of elements of a shape, if it is one."""
-    is_shape = isinstance(shape, list | tuple) and all(type(n) is int for n in shape)
-    return math.prod(shape) if is_shape else math.inf
-
-
-def _generator_of(op: Any, args: Any, kwargs: Any) -> torch.Generator | None:
-    """What an operation draws its random numbers from; `None` if it draws none."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return None
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-    return given[0] if given else torch.default_generator
-
-
-_ASKING = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
-
-
-def _caller() -> str:
-    """The outermost function of torch.nn or initializer of Keras that asked for what is being recorded."""
-    found = ""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(_ASKING):
-            owner = frame.f_locals.get("self")
-            name = frame.f_code.co_name if owner is None else type(owner).__name__
-            module = "keras.initializers" if module.startswith("keras") else module.removeprefix("torch.")
-            found = found if name.startswith("_") else f"{module}.{name}"
-        frame = frame.f_back
-    return found
 
 
 def trace(function: Callable[..., Any], *args: Any, tiles: bool = False) -> Recipe:
