@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from layoutmap.engines.torch import engine
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
+from layoutmap.pytorch import simulation
 
-__all__ = ["MESH", "place", "run_on", "summands", "whole"]
+__all__ = ["MESH", "alone", "place", "run_on", "summands", "whole"]
 
 MESH = Mesh(None, "batch=2,model=2")
 
@@ -37,5 +41,11 @@ def run_on() -> Any:
     return engine().run_on(MESH)
 
 
-def is_dtensor(value: Any) -> bool:
-    return isinstance(value, DTensor)
+@contextmanager
+def alone() -> Generator[None]:
+    """DTensor without us, but for the simulation, and with plain tensors as replicated."""
+    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    with warnings.catch_warnings(), simulation.on_ranks(native.mesh.flatten().tolist()):
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
+        with implicit_replication():
+            yield

@@ -45,6 +45,7 @@ from layoutmap.pytorch.private import (
     plainly,
     replicates_plain_tensors,
     set_replicates_plain_tensors,
+    tree_leaves,
     without_function_modes,
 )
 from layoutmap.pytorch.randomness import RANDOM
@@ -69,6 +70,7 @@ _HANDLERS: dict[Any, Handler] = {
     **READS,
     torch.Tensor.__setitem__: assign,
 }
+_HANDLERS = {function: plainly(handler) for function, handler in _HANDLERS.items()}
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
 
 
@@ -108,11 +110,11 @@ class _Computing(TorchFunctionMode):
             check_no_copy(func, args[0])
         handler = _HANDLERS.get(func)
         if handler is not None:
-            return plainly(handler)(func, args, kwargs)
+            return handler(func, args, kwargs)
         if can_be_opened(func):
             with self:
                 return opened(func)(*args, **kwargs)
-        result = plainly(_compute)(func, args, kwargs, mesh)
+        result = _compute(func, args, kwargs, mesh)
         if args and changes_in_place(func) and isinstance(args[0], DTensor) and args[0]._base is not None:
             keep_gradient(args[0])
         if func in VIEWS:
@@ -123,6 +125,7 @@ class _Computing(TorchFunctionMode):
 _PROPERTY = types.MethodWrapperType
 
 
+@plainly
 def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
     """DTensor's own way, or on whole tensors if it has none."""
     if args and changes_in_place(function) and not _are_dtensors(args[0]):
@@ -138,7 +141,7 @@ def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
             result = on_whole(function, args, kwargs)
         except Exception as same:
             raise same from None
-        if not (changes_in_place(function) and any(p.is_partial() for p in args[0].placements)):
+        if not (changes_in_place(function) and _waits(args[0])):
             warn_of_gathering(name_of(function), str(error))
         return result
 
@@ -146,6 +149,11 @@ def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
 def _are_dtensors(target: Any) -> bool:
     """Whether what is changed in place, a tensor or a list of them, is all DTensors."""
     return all(isinstance(each, DTensor) for each in (target if type(target) in (list, tuple) else [target]))
+
+
+def _waits(target: Any) -> bool:
+    """Whether what is changed in place waits to be summed up."""
+    return any(p.is_partial() for each in tree_leaves(target) for p in each.placements)
 
 
 def _mesh_among(values: Any) -> Any:
