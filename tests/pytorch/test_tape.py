@@ -390,6 +390,29 @@ def test_real_operands_count_as_they_were(numel: int):
     assert 6.0 == values(tape, later).mean()
 
 
+@pytest.mark.parametrize("smallest", [1, 300])
+def test_new_data_for_a_parameter(smallest: int):
+    """Data that a parameter is given counts, whichever of both is deferred, and both go on as plain ones would."""
+
+    def make() -> nn.Module:
+        layer = nn.Linear(30, 40)
+        vector = nn.utils.parameters_to_vector(layer.parameters())
+        nn.utils.vector_to_parameters(vector * 2, layer.parameters())
+        other = nn.Linear(30, 40)
+        other.weight.data = torch.from_numpy(np.ones((40, 30), np.float32))
+        other.weight.data.mul_(layer.weight.data)
+        return nn.ModuleList([layer, other])
+
+    torch.manual_seed(2)
+    plain = tensors_of(make())
+    torch.manual_seed(2)
+    tape = Tape(smallest)
+    deferred = tensors_of(record(tape, make))
+    assert {key: bits(each) for key, each in plain.items()} == {
+        key: bits(values(tape, each)) for key, each in deferred.items()
+    }
+
+
 def test_defaults_count_as_they_were():
     """The default element type of the time of recording is that of the values."""
     tape = Tape(1)

@@ -103,11 +103,12 @@ class History:
 
     def _region(self, view: View, until: int, frame: Frame) -> Reader | None:
         """The reader of a tensor's elements in the order of memory; `None` if they have none, or lie far apart."""
+        if view.is_dense:
+            reader = self._memory(view.memory, until, frame.around(view))
+            return Shifted(reader, view.offset) if view.offset else reader
         if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:
             return None
         reader = self._memory(view.memory, until, frame.around(view))
-        if view.is_dense:
-            return Shifted(reader, view.offset) if view.offset else reader
         return _used(Picked(reader, view.geometry))
 
     def _memory(self, memory: Memory, until: int, frame: Frame) -> Reader:

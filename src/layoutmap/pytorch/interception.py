@@ -31,6 +31,10 @@ class Recorder(Protocol):
         """Do an operation, or write it down."""
         ...
 
+    def defer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A deferred tensor with the values of a real one."""
+        ...
+
     def evaluate(self, values: Any) -> Any:
         """Arguments with real tensors in place of deferred ones."""
         ...
@@ -54,6 +58,7 @@ class _Operations(TorchDispatchMode):
         return self._tape.dispatch(func, args, kwargs or {})
 
 
+_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _COPIES = (torch.Tensor.__deepcopy__,)
 _READS = {
     getattr(torch.Tensor, name)
@@ -76,9 +81,17 @@ class _Reads(TorchFunctionMode):
         if func is torch.Tensor.data_ptr and self._tape.holds(args[0]):
             # No address, but as one it is equal for the same place of the same memory, and for no other.
             return storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
+        if func == _SET_DATA:
+            return func(args[0], self._alike(*args))
         if func in _READS and self._tape.holds(args[0]):
             return func(self._tape.evaluate(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
+
+    def _alike(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """New data for a tensor, real if the tensor is real and deferred if it is deferred."""
+        if self._tape.holds(tensor) == self._tape.holds(data):
+            return data
+        return self._tape.defer(data) if self._tape.holds(tensor) else self._tape.evaluate(data)
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

@@ -149,6 +149,12 @@ class Tape:
             return self._real(op, args, kwargs, written)
         return self._write_down(op, args, kwargs, written, foreseen)
 
+    def defer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A deferred tensor with the values of a real one."""
+        copy = torch.ops.aten.clone.default
+        with torch.no_grad():
+            return self._write_down(copy, (tensor,), {}, [], self._foresee(copy, (tensor,), {}))
+
     def evaluate(self, values: Any) -> Any:
         """Arguments with real tensors in place of deferred ones."""
         held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.holds(leaf)]
