@@ -135,9 +135,9 @@ def by_layoutmap(mesh: str, size: str, loss_of: Any) -> Any:
         with lm.dtensor.run_on(layout_map.mesh):
             logits = model(lm.dtensor.relayout(x, rows))
             loss = loss_of(logits.flatten(0, 1), lm.dtensor.relayout(y, rows).flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
     def mean(loss: Any) -> float:
@@ -171,6 +171,7 @@ def laid_out(mesh: str, size: str) -> Any:
     shapes = dict(make_model(size).named_parameters())
     layout_map = lm.LayoutMap.from_tp_plan(TP_PLAN, on, batch_dim=batch_dim, parameters=shapes)
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
+    layout_map.activations[r".*norm\d?$"] = (batch_dim, None, None)
     with layout_map.scope(batch_dim=batch_dim):
         model = make_model(size)
     return model, torch.optim.AdamW(model.parameters(), 1e-3), layout_map, batch_dim

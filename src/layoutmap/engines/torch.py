@@ -294,7 +294,9 @@ class TorchEngine:
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
             recipe: Any = None
-            with contextlib.suppress(EngineError):  # it gives something else than a tensor: that is told below
+            with contextlib.suppress(
+                EngineError
+            ):  # it gives something else than a tensor: that is told below
                 recipe = trace(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_whole:
                 check_placed(layout, recipe.shape)
@@ -345,7 +347,7 @@ class _OnMesh(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _meshes.innermost is not self:
+        if type(result) is DTensor or _meshes.innermost is not self:
             return result
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return tree_map(lambda value: self._placed(value, given), result)
