@@ -516,16 +516,34 @@ class Checkpointed(nn.Module):
         return x
 
 
+class CheckpointedMethod(nn.Module):
+    """A model that computes a method of its own again, with a mask and plain tensors in it."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+
+    def inner(self, x):
+        return self.down(F.dropout(F.gelu(self.up(x)) * torch.ones(128), 0.2) + torch.arange(128.0) / 128)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
 class TestTools:
     """What programs put around a model."""
 
+    @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedMethod])
     @pytest.mark.parametrize("use_reentrant", [False, True])
-    def test_activation_checkpointing(self, use_reentrant):
+    def test_activation_checkpointing(self, kind, use_reentrant):
         """Activations that are computed again are the same, dropout included."""
-        plain, model = pair(
-            partial(Checkpointed, use_reentrant),
-            {r"body\.\d\.0\.weight": ("model", "batch"), r"body\.\d\.3\.weight": ("batch", "model")},
-        )
+        rules = {
+            r"(body\.\d\.0|up)\.weight": ("model", "batch"),
+            r"(body\.\d\.3|down)\.weight": ("batch", "model"),
+        }
+        plain, model = pair(partial(kind, use_reentrant), rules)
         x = X.clone().requires_grad_()  # reentrant checkpoints want an input with a gradient
         for each in (plain, model):
             torch.manual_seed(5)

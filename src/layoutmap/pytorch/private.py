@@ -3,7 +3,8 @@
 torch.autograd.Variable                 _execution_engine: queue_callback
 torch._C                                _current_graph_task_id: the backward pass that runs now
 _get_dtensor_allow_implicit_replication and its setter: implicit_replication forgets that it was set before
-torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode: devices simulated in one process
+torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode, enabled_local_tensor_mode: devices
+simulated in one process
 _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the list of modes that are active, of the process or of each thread
 torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was cut from
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse
@@ -11,6 +12,9 @@ ShardOrderEntry: one axis that is cut over several mesh dims, in any order
 torch.distributed.tensor.DTensor        _local_tensor: the piece of this process, without a step of autograd
 torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
+torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
+torch.nn.Module                         _apply, _parameters, _buffers
+torch.Tensor                            _backward_hooks, _post_accumulate_grad_hooks, _version, the _cdata of storages
 torch.utils._python_dispatch            _get_current_dispatch_mode_stack
 torch.utils._pytree                     tree_leaves, tree_map
 """
@@ -24,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 
 from layoutmap.errors import EngineError
 
@@ -42,6 +47,7 @@ __all__ = [
     "at_end_of_backward",
     "backward_pass",
     "dispatch_modes",
+    "enabled_local_tensor_mode",
     "plainly",
     "replicates_plain_tensors",
     "set_replicates_plain_tensors",
@@ -52,6 +58,7 @@ __all__ = [
     "is_view",
     "members_of_module",
     "overload_name",
+    "patch_checkpoints",
     "own_attributes",
     "patch_module_apply",
     "storage_key",
@@ -80,7 +87,12 @@ def _moved(what: str) -> EngineError:
 
 try:
     from torch.distributed import _local_tensor as local_tensors
-    from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
+    from torch.distributed._local_tensor import (
+        LocalIntNode,
+        LocalTensor,
+        LocalTensorMode,
+        enabled_local_tensor_mode,
+    )
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -94,7 +106,13 @@ _WANTED: list[tuple[Any, tuple[str, ...]]] = [
     (DTensor, ("_local_tensor", "from_local", "redistribute", "full_tensor")),
     (
         LocalTensorMode,
-        ("_patch_device_mesh", "_patch_random_functions", "_unpatch_random_functions", "__torch_dispatch__"),
+        (
+            "_patch_device_mesh",
+            "_unpatch_device_mesh",
+            "_patch_random_functions",
+            "_unpatch_random_functions",
+            "__torch_dispatch__",
+        ),
     ),
 ]
 _WANTED += [(local_tensors, ("_PROCESS_MODE", "_THREAD_LOCAL_TENSOR_MODE"))]
@@ -241,6 +259,12 @@ def without_function_modes() -> Generator[None]:
 
 # -- modules, and the tensors in them
 
+top_saving_hooks: Any = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+)
+if top_saving_hooks is None:
+    raise _moved("torch._C._autograd._top_saved_tensors_default_hooks")
+
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
 
 
@@ -275,4 +299,32 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def has_saving_hooks() -> bool:
     """Whether something decides what autograd keeps for the backward pass, as activation checkpoints do."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return top_saving_hooks(True) is not None
+
+
+if not hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator"):
+    raise _moved("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+
+
+def patch_checkpoints(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Have activation checkpoints keep `wrap(function)` to compute once more; gives the function that ends that."""
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    reentrant = torch_checkpoint.CheckpointFunction
+
+    def wrapped_generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return generator(wrap(function), *args, **kwargs)
+
+    class Wrapped:
+        @staticmethod
+        def apply(function: Any, *args: Any) -> Any:
+            return reentrant.apply(wrap(function), *args)
+
+    patched: Any = torch_checkpoint
+    patched._checkpoint_without_reentrant_generator = wrapped_generator
+    patched.CheckpointFunction = Wrapped
+
+    def restore() -> None:
+        patched._checkpoint_without_reentrant_generator = generator
+        patched.CheckpointFunction = reentrant
+
+    return restore

@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import Home
 from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, summed_up, tensors_in
 from layoutmap.adapters.torch.gathering import Weight, gathered
+from layoutmap.adapters.torch.running import is_running, running
 from layoutmap.adapters.torch.watching import Watch
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
@@ -29,7 +28,6 @@ from layoutmap.layout import Layout
 __all__ = ["Forward", "forward_of", "is_planned"]
 
 _ATTRIBUTE = "forward"
-_here = threading.local()
 
 
 class Forward:
@@ -78,7 +76,7 @@ class Forward:
                 why="the tensors of this model know their shapes only",
                 mend="build it again, in a scope or with layout_map.build",
             )
-        if getattr(_here, "inside", False):
+        if is_running():
             return self._run(args, kwargs)
         return self._on_mesh(args, kwargs)  # pyright: ignore[reportCallIssue]
 
@@ -88,13 +86,9 @@ class Forward:
             self._watch = self._watch or Watch(self._the_module())
             self._watch.look()
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
-        _here.inside = True
-        try:
-            with _with_versions(), self.home.run_on_mesh():
-                args, kwargs = on_mesh((args, kwargs), self.home)
-                result = self._run(args, kwargs)
-        finally:
-            _here.inside = False
+        with running(self.home):
+            args, kwargs = on_mesh((args, kwargs), self.home)
+            result = self._run(args, kwargs)
         return plain(result) if is_plain else summed_up(result)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -155,16 +149,6 @@ class Forward:
 def _plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward of a module's class, for a module that was laid out when it was pickled."""
     return functools.partial(type(module).forward, module)
-
-
-@contextmanager
-def _with_versions() -> Generator[None]:
-    """Under `torch.inference_mode`, which has no views of a `DTensor`, only no gradients."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    else:
-        yield
 
 
 def _before(module: torch.nn.Module) -> Any:

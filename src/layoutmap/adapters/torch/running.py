@@ -1,0 +1,85 @@
+"""Where the layers of a laid out model run: on its mesh, entered once by the outermost call.
+
+A checkpoint of activations runs a part of the model once more, in the backward pass, when no call of the model is open.
+What it runs then has to come to the mesh by itself, so the function that it keeps is made one that does.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from layoutmap.adapters.protocol import Home
+from layoutmap.pytorch.private import patch_checkpoints
+
+__all__ = ["is_running", "running"]
+
+_here = threading.local()
+_lock = threading.Lock()
+_num_running = 0
+_restore: Callable[[], None] | None = None
+
+
+def is_running() -> bool:
+    """Whether a call of a laid out model is open on this thread."""
+    return getattr(_here, "home", None) is not None
+
+
+@contextmanager
+def running(home: Home) -> Generator[None]:
+    """While open, this thread computes on the mesh of a scope."""
+    before = getattr(_here, "home", None)
+    _here.home = home
+    try:
+        with _checkpoints_patched(), _with_versions(), home.run_on_mesh():
+            yield
+    finally:
+        _here.home = before
+
+
+@contextmanager
+def _with_versions() -> Generator[None]:
+    """Under `torch.inference_mode`, which has no views of a `DTensor`, only no gradients."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _checkpoints_patched() -> Generator[None]:
+    """Counted, so that threads share it; a thread that runs no laid out model is left alone."""
+    global _num_running, _restore
+    with _lock:
+        if not _num_running:
+            _restore = patch_checkpoints(_on_mesh_later)
+        _num_running += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_running -= 1
+            if not _num_running and _restore is not None:
+                _restore()
+
+
+def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint keeps of a function: one that runs on the mesh whenever it is called."""
+    home = getattr(_here, "home", None)
+    if home is None:
+        return function
+
+    @functools.wraps(function)
+    def on_mesh(*args: Any, **kwargs: Any) -> Any:
+        if is_running():
+            return function(*args, **kwargs)
+        with running(home):
+            return function(*args, **kwargs)
+
+    return on_mesh
