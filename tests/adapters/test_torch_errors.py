@@ -96,6 +96,44 @@ class TestRefusedBeforeAnythingIsMade:
             build(lambda: nn.Parameter(torch.ones(2)))
 
 
+class TestRefusedInTraining:
+    """What would go on silently with wrong numbers, or raises only somewhere inside of torch."""
+
+    def test_an_optimizer_that_reads_norms(self):
+        """Adafactor would read the norm of a piece; it is refused before it changes anything."""
+        model = build(lambda: nn.Linear(64, 64), {"weight": ("model", "batch")})
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer = torch.optim.Adafactor(model.parameters())
+
+        with pytest.raises(lm.ScopeError, match="Adafactor cannot step weights in layouts"):
+            optimizer.step()
+        plain = nn.Linear(4, 4)
+        plain(torch.ones(2, 4)).sum().backward()
+        torch.optim.Adafactor(plain.parameters()).step()
+
+    @pytest.mark.parametrize("name", ["Rprop", "SGD", "Adagrad"])
+    def test_optimizers_that_dtensor_does_not_know(self, name):
+        """Rprop, and the fused forms of SGD and Adagrad, raise in their first step."""
+        model = build(lambda: nn.Linear(64, 64), {"weight": ("model", "batch")})
+        model(torch.ones(2, 64)).sum().backward()
+        options = {} if name == "Rprop" else {"fused": True}
+
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            getattr(torch.optim, name)(model.parameters(), lr=0.1, **options).step()
+
+    def test_the_state_of_a_plain_models_optimizer(self):
+        """Plain slots do not meet weights in layouts unseen."""
+        plain, model = nn.Linear(64, 64), build(lambda: nn.Linear(64, 64), {"weight": ("model", "batch")})
+        optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
+        for each in (plain, model):
+            each(torch.ones(2, 64)).sum().backward()
+        optimizers[0].step()
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            optimizers[1].step()
+
+
 class TestModelsWithoutValues:
     """What was only planned, or whose scope failed, cannot be used by mistake."""
 

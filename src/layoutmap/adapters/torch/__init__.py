@@ -37,6 +37,7 @@ class TorchAdapter:
     """Knows `torch.nn`; see `layoutmap.adapters.protocol`."""
 
     name = "torch"
+    other_draws = ("tiles",)
     lays_out_activations = True
     engine_name = "torch"
 

@@ -71,10 +71,13 @@ class TorchSession:
 
     def __init__(self, home: Home):
         self.home = home
-        self._tape = Tape(dry=home.plan_only)
+        self._tape = self._new_tape()
         self._recording: Any = None
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id, in the order of birth
         self._unbuilt: list[str] = []
+
+    def _new_tape(self) -> Tape:
+        return Tape(dry=self.home.plan_only, tiles=self.home.draws == "tiles")
 
     # -- births
 
@@ -162,7 +165,7 @@ class TorchSession:
                 self._mark_valueless(roots, _FAILED)
             raise
         finally:
-            self._tape = Tape(dry=self.home.plan_only)  # the one that was holds on to much
+            self._tape = self._new_tape()  # the one that was holds on to much
             self._modules.clear()
 
     def _refuse_lazy(self, roots: Sequence[torch.nn.Module]) -> None:
