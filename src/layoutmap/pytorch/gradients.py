@@ -8,13 +8,14 @@ up together, so that optimizers, clipping and reads find each gradient in the la
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import unserializable_hook
 
+from layoutmap.pytorch import simulation
 from layoutmap.pytorch.private import at_end_of_backward, backward_pass, plainly
 
 __all__ = ["Gradients", "finalize_gradients"]
@@ -60,7 +61,7 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _watch(self, parameter: Any) -> tuple[Any, Any]:
-        earlier: list[Any] = []
+        earlier: dict[int, Any] = {}  # by pass, so that one that fails leaves nothing for the next
         parameter_of = self._refer_to(parameter)
 
         @unserializable_hook
@@ -68,11 +69,12 @@ class Gradients:
             # Apart from what is there: DTensor would sum this gradient up by itself in order to add it.
             parameter = parameter_of()
             if parameter is not None and parameter.grad is not None and _waits(gradient):
-                earlier.append(parameter.grad)
+                earlier.clear()
+                earlier[backward_pass()] = parameter.grad
                 parameter.grad = None
 
         def after(parameter: Any) -> None:
-            added = earlier.pop() if earlier else None
+            added = earlier.pop(backward_pass(), None)
             if added is not None or _differs(parameter):
                 self._note(parameter, added)
 
@@ -91,16 +93,13 @@ class Gradients:
     @torch.no_grad()
     def _finish(self, number: int) -> None:
         noted = self._passes.pop(number, [])
-        sums: dict[Any, list[Any]] = {}
         for parameter, _ in noted:
             _bring_closer(parameter)
-            if _differs(parameter):
-                gradient = parameter.grad
-                partial = tuple(p if p.is_partial() else None for p in gradient.placements)
-                sums.setdefault((gradient.device_mesh, partial, gradient.dtype), []).append(parameter)
-        for (mesh, partial, _), parameters in sums.items():
-            for some in _batches(parameters):
-                _sum_up(some, mesh, partial)
+        parameters = [parameter for parameter, _ in noted]
+        for mesh in {parameter.device_mesh for parameter in parameters}:
+            with simulation.on_ranks(mesh.mesh.flatten().tolist()):
+                for dim in range(mesh.ndim):
+                    _sum_up([each for each in parameters if each.device_mesh == mesh], dim)
         for parameter, earlier in noted:
             if earlier is not None:
                 parameter.grad = earlier.add_(parameter.grad)
@@ -128,39 +127,54 @@ def _bring_closer(parameter: Any) -> None:
         parameter.grad = gradient.redistribute(gradient.device_mesh, closer)
 
 
+def _sum_up(parameters: list[Any], dim: int) -> None:
+    """Sum up, in few tensors, what of the gradients of parameters waits for that over a mesh dim."""
+    alike: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements[dim].is_partial():
+            alike.setdefault((gradient.placements[dim], gradient.dtype), []).append(parameter)
+    for (partial, _), waiting in alike.items():
+        for some in _batches(waiting):
+            _sum_up_at_once(some, dim, partial)
+
+
 def _batches(parameters: list[Any]) -> Iterable[list[Any]]:
     some: list[Any] = []
     size = 0
     for parameter in parameters:
         local = parameter.grad.to_local()
-        size += local.numel() * local.element_size()
-        if some and size > _MAX_BYTES:
+        more = local.numel() * local.element_size()
+        if some and size + more > _MAX_BYTES:
             yield some
-            some, size = [], local.numel() * local.element_size()
+            some, size = [], 0
         some.append(parameter)
+        size += more
     yield some
 
 
-def _sum_up(parameters: list[Any], mesh: Any, partial: tuple[Any, ...]) -> None:
-    """Sum the gradients of parameters up over the mesh dims that have a partial placement, in one tensor."""
+def _sum_up_at_once(parameters: list[Any], dim: int, partial: Any) -> None:
+    mesh = parameters[0].device_mesh
     pieces = [parameter.grad.to_local() for parameter in parameters]
-    # What lies along the other dims is not moved, and any cut says that it may differ there.
+    # What lies along the other dims is not moved: any cut says that it may differ there.
+    others: list[Any] = [Shard(0)] * mesh.ndim
     joined = DTensor.from_local(
-        torch.cat([each.reshape(-1) for each in pieces]),
-        mesh,
-        [Shard(0) if each is None else each for each in partial],
-        run_check=False,
+        torch.cat([each.reshape(-1) for each in pieces]), mesh, _with(others, dim, partial), run_check=False
     )
-    summed = joined.redistribute(
-        mesh, [Shard(0) if each is None else Replicate() for each in partial]
-    ).to_local()
-    parts = summed.split([each.numel() for each in pieces])
-    for parameter, part, piece in zip(parameters, parts, pieces, strict=True):
+    parts = joined.redistribute(mesh, _with(others, dim, Replicate())).to_local()
+    for parameter, piece, part in zip(
+        parameters, pieces, parts.split([each.numel() for each in pieces]), strict=True
+    ):
+        gradient = parameter.grad
         parameter.grad = DTensor.from_local(
-            part.clone().view(piece.shape),  # torch copies no DTensor that begins inside of a storage
+            part.view(piece.shape),
             mesh,
-            parameter.placements,
+            _with(gradient.placements, dim, Replicate()),
             run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
+            shape=gradient.shape,
+            stride=gradient.stride(),
         )
+
+
+def _with(placements: Sequence[Any], dim: int, placement: Any) -> list[Any]:
+    return [placement if i == dim else each for i, each in enumerate(placements)]

@@ -25,7 +25,8 @@ def placed(tensor: Any, placements: Sequence[Any]) -> Any:
     """A DTensor in other placements on its mesh; itself if it has them."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
-    return tensor.redistribute(tensor.device_mesh, placements)
+    with simulation.on_ranks(tensor.device_mesh.mesh.flatten().tolist()):
+        return tensor.redistribute(tensor.device_mesh, placements)
 
 
 def settled(tensor: Any) -> Any:
