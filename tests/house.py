@@ -82,7 +82,7 @@ FRONT = (
 )  # "" is layoutmap/__init__.py
 SHIPPED_TESTS = {"testing": {"pytest", "hypothesis"}}
 
-THIRD_PARTY = {"numpy", "google", "yaml"}  # google: the package of protobuf
+THIRD_PARTY = {"numpy", "google", "yaml", "ml_dtypes"}  # google: the package of protobuf
 
 # Imports upwards, each one inside a function, so that it is made only when that function is called.
 UPWARD_DOORS = {

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from layoutmap.adapters import REFUSED, Adapter, adapter_of_model, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Session
@@ -48,6 +48,7 @@ class Scope:
         strict: bool = False,
         batch_dim: str | None = None,
         progress: bool | None = None,
+        draws: str = "exact",
     ):
         self.layout_map = layout_map
         self.strict = strict
@@ -55,6 +56,7 @@ class Scope:
         self.plan = Plan(layout_map.mesh or Mesh(None, ()), ())
         self.plan_only = engine is None  # a dry run: nothing may get a value
         self._engine = engine
+        self.draws = draws
         self._progress = progress
         self._warned: set[str] = set()
         self.layers: Sequence[str] | None = None
@@ -212,6 +214,7 @@ def scope(
     batch_dim: str | None = None,
     library: str | None = None,
     progress: bool | None = None,
+    draws: Literal["exact", "tiles"] = "exact",
 ) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
@@ -224,6 +227,9 @@ def scope(
         batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
         library: The model library, as in `"keras"`; `None` means the one that is imported.
         progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
+        draws: `"exact"`: first values are those of the plain model, bit for bit. `"tiles"`, for torch only: a device draws
+            just what it holds, from seeds for each tile of 256 by 256; the same on every mesh, and not those of the
+            plain model. For models that are so large that to draw one stream of numbers takes too long.
 
     Yields:
         The scope; `scope.plan` is what was planned.
@@ -247,7 +253,8 @@ def scope(
     References:
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
-    opened = _open(layout_map, _adapter(library), strict=strict, batch_dim=batch_dim, progress=progress)
+    options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
+    opened = _open(layout_map, _adapter(library), **options)
     with opened.session.defer():
         yield opened
     opened.warn_of_nothing()
@@ -274,6 +281,7 @@ def build(
     batch_dim: str | None = None,
     library: str | None = None,
     progress: bool | None = None,
+    draws: Literal["exact", "tiles"] = "exact",
 ) -> Any:
     """Build one model in a scope.
 
@@ -287,6 +295,7 @@ def build(
         batch_dim: See `scope`.
         library: See `scope`.
         progress: See `scope`.
+        draws: See `scope`.
 
     Returns:
         The model, its variables in their layouts.
@@ -302,7 +311,8 @@ def build(
         >>> model.layers[0].bias.layout.is_fully_replicated()
         True
     """
-    opened = _open(layout_map, _adapter(library), strict=strict, batch_dim=batch_dim, progress=progress)
+    options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
+    opened = _open(layout_map, _adapter(library), **options)
     return _make(opened, make_model, inputs)
 
 
@@ -433,6 +443,14 @@ def _adapter(library: str | None) -> Adapter:
 
 def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
     adapter.check()
+    draws = options.get("draws", "exact")
+    if draws not in ("exact", *adapter.other_draws):
+        raise ScopeError(
+            f"draws={draws!r}: {adapter.name} models cannot be drawn so",
+            facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_draws)))},
+            why="exact draws are those of the plain model; a library may offer others, for models that are very large",
+            mend='leave draws out, or draws="exact"',
+        )
     opened = Scope(layout_map, adapter, get_engine(adapter.engine_name), **options)
     opened.engine.bind(opened.mesh)
     if opened.batch_dim is not None and opened.batch_dim not in opened.mesh:

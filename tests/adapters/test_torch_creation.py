@@ -405,3 +405,27 @@ class TestCopies:
         model, _ = assert_as_plain(REAL["llama"])
 
         assert inspect.signature(plain.forward) == inspect.signature(model.forward)
+
+
+def test_draws_by_tiles_are_the_same_on_every_mesh_and_not_the_plain_ones():
+    """A model that is drawn by tiles has one set of values on all meshes, another than that of the plain model."""
+    found = []
+    for dims in ("batch=2,model=4", "model=8", "batch=4,model=2"):
+        torch.manual_seed(0)
+        layout_map = lm.LayoutMap(lm.create_mesh(dims), {r"weight": ("model", None)})
+        model = layout_map.build(lambda: torch.nn.Linear(512, 512, bias=False), draws="tiles")
+        found.append(get_engine("torch").whole(model.weight))
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(512, 512, bias=False).weight.detach().numpy()
+
+    assert (found[0] == found[1]).all()
+    assert (found[0] == found[2]).all()
+    assert not np.isclose(found[0], plain).all()
+    assert np.isclose(found[0].std(), plain.std(), rtol=0.02)
+
+
+def test_a_way_to_draw_that_is_not_known_is_refused():
+    """Another word for `draws` is refused, with the ways that there are."""
+    layout_map = lm.LayoutMap(lm.create_mesh("model=8"))
+    with pytest.raises(lm.ScopeError, match="'exact', 'tiles'"):
+        layout_map.build(lambda: torch.nn.Linear(8, 8), draws="fast")

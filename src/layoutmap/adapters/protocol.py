@@ -25,6 +25,9 @@ class Home(Protocol):
     plan_only: bool
     """Whether this is a dry run: nothing may get a value."""
 
+    draws: str
+    """How first values are drawn: `"exact"`, or one of the adapter's `other_draws`."""
+
     def assign(
         self,
         variables: Sequence[VariableSpec],
@@ -108,6 +111,9 @@ class Adapter(Protocol):
     """Knows one model library."""
 
     name: str
+
+    other_draws: Sequence[str]
+    """Ways to draw first values that do not give those of the plain model, by name."""
 
     lays_out_activations: bool
     """Whether what layers put out is laid out; a scope refuses rules for it if not."""

@@ -25,6 +25,7 @@ class KerasAdapter:
     """Knows Keras 3; see `layoutmap.adapters.protocol`."""
 
     name = "keras"
+    other_draws = ()
     lays_out_activations = False
 
     @property
