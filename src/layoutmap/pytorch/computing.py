@@ -38,6 +38,7 @@ from layoutmap.pytorch.gathered import (
     on_whole,
     warn_of_gathering,
 )
+from layoutmap.pytorch.joining import JOINS, without_empty
 from layoutmap.pytorch.losses import LOSSES
 from layoutmap.pytorch.norms import NORMS
 from layoutmap.pytorch.opening import can_be_opened, opened
@@ -122,6 +123,7 @@ class _Computing(TorchFunctionMode):
         return result
 
 
+_QUIET = (torch.unbind, torch.Tensor.unbind)  # also of a loop over a tensor
 _PROPERTY = types.MethodWrapperType
 
 
@@ -132,6 +134,8 @@ def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
         return on_whole(function, args, kwargs)
     args = tuple(_on_mesh(each, mesh) for each in args)
     kwargs = {name: _on_mesh(each, mesh) for name, each in kwargs.items()}
+    if function in JOINS:
+        args, kwargs = without_empty(args, kwargs)
     try:
         return function(*args, **kwargs)
     except torch.OutOfMemoryError:
@@ -141,7 +145,7 @@ def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
             result = on_whole(function, args, kwargs)
         except Exception as same:
             raise same from None
-        if not (changes_in_place(function) and _waits(args[0])):
+        if function not in _QUIET and not (changes_in_place(function) and _waits(args[0])):
             warn_of_gathering(name_of(function), str(error))
         return result
 

@@ -1,0 +1,23 @@
+"""Joining tensors end to end: caches begin with an empty tensor of one axis, which torch lets be joined with any other.
+
+DTensor takes that tensor for one with all the others' axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["JOINS", "without_empty"]
+
+JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+
+
+def without_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a join without the tensors of shape (0,) among others of more axes."""
+    tensors = args[0] if args else kwargs.get("tensors", ())
+    kept = [each for each in tensors if tuple(each.shape) != (0,)]
+    if not kept or max(each.ndim for each in kept) < 2:
+        return args, kwargs
+    return ((kept, *args[1:]), kwargs) if args else (args, {**kwargs, "tensors": kept})
