@@ -227,9 +227,9 @@ def scope(
         batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
         library: The model library, as in `"keras"`; `None` means the one that is imported.
         progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
-        draws: `"exact"`: first values are those of the plain model, bit for bit. `"tiles"`, for torch only: a device draws
-            just what it holds, from seeds for each tile of 256 by 256; the same on every mesh, and not those of the
-            plain model. For models that are so large that to draw one stream of numbers takes too long.
+        draws: `"exact"`: first values are those of the plain model, bit for bit. `"tiles"`, for torch only: a device
+            draws just what it holds, from a seed for each tile of 256 by 256: the same values on every mesh, and not
+            those of the plain model. For models so large that to draw one stream of numbers takes too long.
 
     Yields:
         The scope; `scope.plan` is what was planned.

@@ -36,7 +36,7 @@ def get_engine(name: str) -> Engine:
         )
     loaded = sys.modules.get(ENGINES[name])
     # The usual case, and inside a trace no import may happen; unless another thread is still importing it.
-    if hasattr(loaded, "engine"):
+    if loaded is not None and hasattr(loaded, "engine"):
         return loaded.engine()
     if importlib.util.find_spec(name) is None:
         raise EngineError(
