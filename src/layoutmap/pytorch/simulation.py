@@ -10,6 +10,7 @@ compute rightly only while it runs. Plain tensors stay plain in it.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Generator, Iterable, Mapping
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from layoutmap.errors import EngineError
 from layoutmap.pytorch.private import (
@@ -27,6 +29,7 @@ from layoutmap.pytorch.private import (
     LocalTensor,
     LocalTensorMode,
     dispatch_modes,
+    enabled_local_tensor_mode,
     plainly,
     simulate_on_all_threads,
     tree_leaves,
@@ -61,19 +64,27 @@ class _Simulation(LocalTensorMode):
         return self
 
     def _patch_device_mesh(self) -> None:
+        if self is not _simulation or self._old_device_mesh_methods is not None:
+            return  # it is, for all threads, since the simulation of the process began
         super()._patch_device_mesh()
         of_all: Any = DeviceMesh.get_coordinate
 
         def get_coordinate(mesh: DeviceMesh) -> Any:
-            """The coordinates of the ranks in a mesh, which may have fewer than are simulated now."""
+            """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
             ranks = set(mesh._rank_map.tolist())
-            if self.ranks <= ranks:
+            now = enabled_local_tensor_mode() or self
+            if now.ranks <= ranks:
                 return of_all(mesh)
-            with _Simulation(self.ranks & ranks):
+            with _Simulation(now.ranks & ranks):
                 return mesh.get_coordinate()
 
         patched: Any = DeviceMesh
         patched.get_coordinate = get_coordinate
+        for name, plain in (self._old_device_mesh_methods or {}).items():
+            setattr(patched, name, _either(plain, getattr(patched, name)))
+
+    def _unpatch_device_mesh(self) -> None:
+        """It stays as it is while the process lives."""
 
     def _patch_random_functions(self) -> None:
         """`torch.manual_seed` stays torch's own."""
@@ -84,13 +95,24 @@ class _Simulation(LocalTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        ranks = next((leaf._ranks for leaf in leaves if isinstance(leaf, LocalTensor)), self.ranks)
+        locals_ = (leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+        ranks = next((each._ranks for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
         if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
             with _Simulation(ranks):
                 return func(*args, **kwargs)
         if func.namespace not in _COLLECTIVES and not any(map(_is_per_rank, leaves)):
             return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _either(plain: Any, local: Any) -> Any:
+    """A method of a mesh where ranks are simulated on this thread, and where they are not, as in parts of torch."""
+
+    @functools.wraps(plain)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return (plain if enabled_local_tensor_mode() is None else local)(*args, **kwargs)
+
+    return method
 
 
 def _is_per_rank(value: Any) -> bool:
@@ -106,9 +128,7 @@ def start() -> None:
         EngineError: A simulation would begin inside of a dispatch mode, which would end it.
     """
     global _simulation
-    if dist.is_initialized():
-        return
-    with _lock:
+    with _lock:  # also to look: another thread may have begun, and not be done
         if dist.is_initialized():
             return
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
