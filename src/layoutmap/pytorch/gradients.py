@@ -167,7 +167,7 @@ def _sum_up_at_once(parameters: list[Any], dim: int, partial: Any) -> None:
     ):
         gradient = parameter.grad
         parameter.grad = DTensor.from_local(
-            part.view(piece.shape),
+            part.clone().view(piece.shape),  # a DTensor that begins inside of a storage cannot be copied
             mesh,
             _with(gradient.placements, dim, Replicate()),
             run_check=False,
