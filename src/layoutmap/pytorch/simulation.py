@@ -67,6 +67,11 @@ class _Simulation(LocalTensorMode):
         if self is not _simulation or self._old_device_mesh_methods is not None:
             return  # it is, for all threads, since the simulation of the process began
         super()._patch_device_mesh()
+        for name in (
+            "_patch_device_mesh",
+            "_unpatch_device_mesh",
+        ):  # also by modes that torch makes in passing
+            setattr(LocalTensorMode, name, _nothing)
         of_all: Any = DeviceMesh.get_coordinate
 
         def get_coordinate(mesh: DeviceMesh) -> Any:
@@ -103,6 +108,10 @@ class _Simulation(LocalTensorMode):
         if func.namespace not in _COLLECTIVES and not any(map(_is_per_rank, leaves)):
             return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _nothing(mode: LocalTensorMode) -> None:
+    """What is done once needs not be done again."""
 
 
 def _either(plain: Any, local: Any) -> Any:
