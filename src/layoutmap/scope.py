@@ -13,7 +13,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Se
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
-from layoutmap.adapters import REFUSED, Adapter, adapter_of_model, get_adapter, imported_adapter
+from layoutmap.adapters import (
+    REFUSED,
+    Adapter,
+    adapter_of_model,
+    get_adapter,
+    imported_adapter,
+    others_refused,
+)
 from layoutmap.adapters.protocol import Session
 from layoutmap.draws import Draw
 from layoutmap.engines import Engine, get_engine
@@ -60,7 +67,7 @@ class Scope:
         self._progress = progress
         self._warned: set[str] = set()
         self.layers: Sequence[str] | None = None
-        self._adapter_name = adapter.name
+        self.adapter = adapter
         self._engine_name = adapter.engine_name
         _refuse_activations(layout_map, adapter)
         self.session: Session = adapter.begin(self)
@@ -194,13 +201,13 @@ class Scope:
                 why,
                 mend,
             )
-            warnings.warn(text, LayoutMapWarning, stacklevel=_level_of_user({self._adapter_name}))
+            warnings.warn(text, LayoutMapWarning, stacklevel=_level_of_user({self.adapter.name}))
 
     def _warn(self) -> None:
         text = warning_text(self.plan)
         if text and text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, LayoutMapWarning, stacklevel=_level_of_user({self._adapter_name, "jax"}))
+            warnings.warn(text, LayoutMapWarning, stacklevel=_level_of_user({self.adapter.name, "jax"}))
 
     def __repr__(self) -> str:
         return f"<Scope: {self.plan!r}>"
@@ -255,7 +262,7 @@ def scope(
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
     opened = _open(layout_map, _adapter(library), **options)
-    with opened.session.defer():
+    with opened.session.defer(), others_refused(opened.adapter):
         yield opened
     opened.warn_of_nothing()
 
@@ -464,7 +471,7 @@ def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
 
 
 def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
-    with opened.session.defer():
+    with opened.session.defer(), others_refused(opened.adapter):
         model = make_model()
         if model is None:
             raise ScopeError(
@@ -472,6 +479,12 @@ def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
                 why="it may have made one, and build and plan have only what it returns",
                 mend="end it with: return model",
             )
-        adapter_of_model(model)
+        owner = adapter_of_model(model).name
+        if owner != opened.adapter.name:
+            raise ScopeError(
+                f"{type(model).__name__}: a {owner} model is built in a scope for {opened.adapter.name} models",
+                why="a scope works inside one library",
+                mend=f"pass library={owner!r}",
+            )
         opened.session.complete(model, inputs)
     return model

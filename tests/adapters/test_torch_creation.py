@@ -413,7 +413,9 @@ def test_draws_by_tiles_are_the_same_on_every_mesh_and_not_the_plain_ones():
     for dims in ("batch=2,model=4", "model=8", "batch=4,model=2"):
         torch.manual_seed(0)
         layout_map = lm.LayoutMap(lm.create_mesh(dims), {r"weight": ("model", None)})
-        model = layout_map.build(lambda: torch.nn.Linear(512, 512, bias=False), draws="tiles")
+        model = layout_map.build(
+            lambda: torch.nn.Linear(512, 512, bias=False), draws="tiles", library="torch"
+        )
         found.append(get_engine("torch").whole(model.weight))
     torch.manual_seed(0)
     plain = torch.nn.Linear(512, 512, bias=False).weight.detach().numpy()
@@ -428,4 +430,4 @@ def test_a_way_to_draw_that_is_not_known_is_refused():
     """Another word for `draws` is refused, with the ways that there are."""
     layout_map = lm.LayoutMap(lm.create_mesh("model=8"))
     with pytest.raises(lm.ScopeError, match="'exact', 'tiles'"):
-        layout_map.build(lambda: torch.nn.Linear(8, 8), draws="fast")
+        layout_map.build(lambda: torch.nn.Linear(8, 8), draws="fast", library="torch")

@@ -231,3 +231,32 @@ class TestActivations:
 
         with pytest.raises(lm.LayoutError, match=f"the output of 0: .*{said}"):
             model(torch.ones(3, 8))
+
+
+class TestOtherLibraries:
+    """With Keras imported too, a scope is for Keras, and what it would not see is refused."""
+
+    def test_a_torch_module_in_a_scope_for_keras(self):
+        """A torch module is refused at its first parameter; lists of parameters that Keras keeps are its own."""
+        import keras
+
+        assert keras.backend.backend() in ("jax", "tensorflow", "torch")
+        for run in (lm.plan, lm.build):
+            with pytest.raises(lm.ScopeError, match=r"Linear: a torch module .* keras") as caught:
+                run(lambda: nn.Linear(8, 8), make_map())
+            assert 'pass library="torch"' == caught.value.mend
+        assert isinstance(nn.Linear(8, 8).weight, nn.Parameter)
+
+    def test_a_keras_layer_in_a_scope_for_torch(self):
+        """A Keras layer, which is a torch module on this backend, is refused in a scope for torch modules."""
+        import keras
+
+        with pytest.raises(
+            lm.ScopeError, match="Sequential: a keras model is built in a scope for torch models"
+        ):
+            lm.build(lambda: keras.Sequential([keras.layers.Dense(4)]), make_map(), library="torch")
+        with (
+            pytest.raises(lm.ScopeError, match="Dense: a Keras layer is built"),
+            make_map().scope(library="torch"),
+        ):
+            keras.layers.Dense(4).build((2, 4))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 from layoutmap.adapters.protocol import Adapter
@@ -17,6 +19,7 @@ __all__ = [
     "adapter_of_model",
     "get_adapter",
     "imported_adapter",
+    "others_refused",
     "refuse",
 ]
 
@@ -90,6 +93,16 @@ def imported_adapter() -> Adapter:
         why=f"a scope works inside one of {', '.join(ADAPTERS)}, and cannot know which is to come",
         mend='import it before the scope is opened, or pass library="keras"',
     )
+
+
+@contextmanager
+def others_refused(adapter: Adapter) -> Generator[None]:
+    """While open, models of the other libraries that are imported are refused, where they would pass unseen."""
+    with ExitStack() as stack:
+        for name in ADAPTERS:
+            if name != adapter.name and name in sys.modules and importlib.util.find_spec(name) is not None:
+                stack.enter_context(get_adapter(name).refused(adapter.name))
+        yield
 
 
 def adapter_of_model(model: Any) -> Adapter:

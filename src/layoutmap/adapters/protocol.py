@@ -135,6 +135,14 @@ class Adapter(Protocol):
         """Whether a model is of this library."""
         ...
 
+    def refused(self, library: str) -> AbstractContextManager[None]:
+        """While open, models of this library that are built here are refused, where they would pass unseen.
+
+        Args:
+            library: The library that the scope was opened for.
+        """
+        ...
+
     def begin(self, home: Home) -> Session:
         """A session for one scope."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -49,6 +49,10 @@ class KerasAdapter:
     def owns(self, model: Any) -> bool:
         """Whether an object is a Keras layer or model."""
         return isinstance(model, keras.layers.Layer)
+
+    def refused(self, library: str) -> AbstractContextManager[None]:
+        """Nothing is refused here: Keras, where it is imported, is what a scope is for unless the program says else."""
+        return nullcontext()
 
     def begin(self, home: Home) -> KerasSession:
         """A session for one scope."""

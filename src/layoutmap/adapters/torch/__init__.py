@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.torch import births
 from layoutmap.adapters.torch.forward import is_planned
-from layoutmap.adapters.torch.paths import find_tensors
+from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
 from layoutmap.adapters.torch.training import (
     arrays_of,
@@ -57,9 +58,11 @@ class TorchAdapter:
 
     def owns(self, model: Any) -> bool:
         """Whether an object is a torch module, and no Keras layer on torch."""
-        return isinstance(model, torch.nn.Module) and not any(
-            base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__
-        )
+        return isinstance(model, torch.nn.Module) and not is_of_keras(model)
+
+    def refused(self, library: str) -> AbstractContextManager[None]:
+        """While open, torch modules that are built here are refused: the scope is one for another library."""
+        return births.refused(library)
 
     def begin(self, home: Home) -> TorchSession:
         """A session for one scope."""

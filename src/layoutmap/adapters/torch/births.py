@@ -16,8 +16,10 @@ import torch
 from torch.nn.modules import module as of_modules
 
 from layoutmap.active import current
+from layoutmap.adapters.torch.paths import has_forward, is_of_keras
+from layoutmap.errors import ScopeError
 
-__all__ = ["installed"]
+__all__ = ["installed", "refused"]
 
 
 @runtime_checkable
@@ -75,3 +77,28 @@ def _registered(module: torch.nn.Module, name: str, registered: Any) -> None:
 def _setstate(module: torch.nn.Module, state: dict[str, Any]) -> None:
     _plain_setstate(module, state)
     _registered(module, "", None)
+
+
+@contextmanager
+def refused(library: str) -> Generator[None]:
+    """While open on this thread, a torch module that gets a parameter is refused: the scope sees another library's.
+
+    Args:
+        library: The library that the scope was opened for.
+    """
+    thread = threading.get_ident()
+
+    def refuse(module: torch.nn.Module, name: str, parameter: Any) -> None:
+        if threading.get_ident() == thread and has_forward(module) and not is_of_keras(module):
+            raise ScopeError(
+                f"{type(module).__name__}: a torch module is built in a scope for {library} models",
+                facts={"parameter": name},
+                why=f"{library} is imported too, and a scope works inside one library: this would not be laid out",
+                mend='pass library="torch"',
+            )
+
+    handle = of_modules.register_module_parameter_registration_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -18,6 +18,8 @@ __all__ = [
     "Place",
     "below",
     "find_tensors",
+    "has_forward",
+    "is_of_keras",
     "layer_paths",
     "lazy_layers",
     "model_names",
@@ -50,6 +52,16 @@ class Found:
     is_buffer: bool
     aliases: list[str] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
+
+
+def has_forward(module: torch.nn.Module) -> bool:
+    """Whether a module can be called: a list of modules cannot."""
+    return type(module).forward is not torch.nn.Module.forward
+
+
+def is_of_keras(module: torch.nn.Module) -> bool:
+    """Whether a module is a layer of Keras on torch."""
+    return any(base.__module__.partition(".")[0] == "keras" for base in type(module).__mro__)
 
 
 def find_tensors(root: torch.nn.Module) -> list[Found]:

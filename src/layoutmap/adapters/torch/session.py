@@ -29,6 +29,7 @@ from layoutmap.adapters.torch.paths import (
     Found,
     below,
     find_tensors,
+    is_of_keras,
     layer_paths,
     lazy_layers,
     model_names,
@@ -121,6 +122,12 @@ class TorchSession:
         """A module was given its first tensor or child, or a further one."""
         key = id(module)
         if key not in self._modules:
+            if is_of_keras(module):
+                raise ScopeError(
+                    f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
+                    why="a scope works inside one library, and names and trains Keras models in another way",
+                    mend='pass library="keras"',
+                )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
 
     def _born(self) -> list[torch.nn.Module]:
