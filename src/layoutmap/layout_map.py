@@ -290,7 +290,11 @@ def _made_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str,
         made.append(make_model())
         return made[0]
 
-    weights = [a.variable for a in plan(make_and_keep, LayoutMap(mesh)) if a.variable.kind == "weight"]
+    weights = [
+        a.variable
+        for a in plan(make_and_keep, LayoutMap(mesh), library="torch")
+        if a.variable.kind == "weight"
+    ]
     return made[0], {path: v.shape for v in weights for path in (v.path, *v.aliases)}
 
 
