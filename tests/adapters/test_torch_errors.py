@@ -122,18 +122,6 @@ class TestRefusedInTraining:
         with pytest.raises((RuntimeError, NotImplementedError)):
             getattr(torch.optim, name)(model.parameters(), lr=0.1, **options).step()
 
-    def test_the_state_of_a_plain_models_optimizer(self):
-        """Plain slots do not meet weights in layouts unseen."""
-        plain, model = nn.Linear(64, 64), build(lambda: nn.Linear(64, 64), {"weight": ("model", "batch")})
-        optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
-        for each in (plain, model):
-            each(torch.ones(2, 64)).sum().backward()
-        optimizers[0].step()
-        optimizers[1].load_state_dict(optimizers[0].state_dict())
-
-        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-            optimizers[1].step()
-
 
 class TestModelsWithoutValues:
     """What was only planned, or whose scope failed, cannot be used by mistake."""

@@ -233,8 +233,9 @@ class TestSteps:
         """The mesh changes no number."""
         assert_trains_as_plain(OPTIMIZERS["sgd"], mesh=mesh)
 
-    @pytest.mark.parametrize("name", MODELS)
-    @pytest.mark.parametrize("mesh", ["model=8", "batch=4,model=2"])
+    @pytest.mark.parametrize(
+        ("name", "mesh"), [("transformer", "model=8"), ("perceptron", "batch=4,model=2")]
+    )
     def test_parity(self, name, mesh):
         """`check_parity` holds on other meshes, too."""
         on = lm.create_mesh(mesh)
@@ -485,6 +486,20 @@ class TestStateDicts:
             step(each, its)
 
         assert_models_close(model, other, 0)
+
+    def test_the_state_of_a_plain_models_optimizer(self):
+        """A plain model's optimizer state goes on with the laid out model: its slots get the weights' layouts."""
+        plain, model = pair(Layers)
+        optimizers = [OPTIMIZERS["adamw"](each.parameters()) for each in (plain, model)]
+        step(plain, optimizers[0])
+        model.load_state_dict(plain.state_dict())
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for each, its in zip((plain, model), optimizers, strict=True):
+            step(each, its)
+
+        assert_models_close(plain, model)
+        slot = optimizers[1].state[model.body[0].weight]["exp_avg"]
+        assert lm.dtensor.fetch_layout(model.body[0].weight) == lm.dtensor.fetch_layout(slot)
 
     def test_a_conversion(self):
         """`model.to(dtype)` converts what is laid out, in its layout."""

@@ -20,7 +20,7 @@ FSDP = {
     r".*bias|scale|.*norm.*": ("batch",),
     "mask": (None, None),
 }
-STEPS = 3
+STEPS = 2
 
 
 def whole(tensor):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.refusing import refuse_optimizers
+from layoutmap.adapters.torch.stepping import look_after_optimizers
 from layoutmap.pytorch.gradients import finalize_gradients
 from layoutmap.pytorch.private import members_of_module
 
@@ -44,7 +44,7 @@ class Watch:
                 setattr(parameter, _WATCHED, id(parameter))
                 new[id(parameter)] = parameter, partial(_held_by, holder, name)
         if new:
-            refuse_optimizers()
+            look_after_optimizers()
             finalize_gradients(
                 [parameter for parameter, _ in new.values()], refer_to=lambda parameter: new[id(parameter)][1]
             )
