@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
 from layoutmap.engines import get_engine
+from layoutmap.testing.engine_contract import all_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 torch.set_num_threads(1)
@@ -178,6 +181,40 @@ class TestFirstValues:
         assert (None, "model") == tuple(
             None if spec == "unsharded" else spec for spec in variables(model)["weight"].layout.sharding_specs
         )
+
+
+INITIALIZERS = {
+    "uniform": nn.init.uniform_,
+    "normal": nn.init.normal_,
+    "trunc_normal": nn.init.trunc_normal_,
+    "kaiming": nn.init.kaiming_uniform_,
+    "orthogonal": nn.init.orthogonal_,
+}
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.tuples(st.sampled_from([8, 24, 64, 200]), st.sampled_from([8, 40, 64, 512])),
+    specs=st.sampled_from(all_specs(lm.Mesh(None, "a=2,b=4"), 2)),
+    names=st.lists(st.sampled_from(list(INITIALIZERS)), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_any_layout_of_any_size(sizes, specs, names, dtype):
+    """Weights of any size in any layout, small ones and large ones in turn, are those of the plain program."""
+
+    def make_model():
+        return nn.ParameterList(
+            INITIALIZERS[name](torch.empty(sizes)).to(dtype).requires_grad_() for name in names
+        )
+
+    plain = seeded(make_model)
+    state = torch.get_rng_state()
+    model = make_map("a=2,b=4", {".*": specs}).build(lambda: seeded(make_model), library="torch")
+
+    assert torch.equal(state, torch.get_rng_state())
+    for (path, expected), actual in zip(variables(plain).items(), variables(model).values(), strict=True):
+        assert bits(expected.read()) == bits(actual.read()), path
+        assert lm.Layout(specs, lm.create_mesh("a=2,b=4")) == actual.layout
 
 
 SIZES = {

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -18,6 +20,7 @@ from torch_models import MODELS, RULES, Perceptron, Transformer, batch, token_lo
 
 import layoutmap as lm
 from layoutmap.adapters.torch import train_with
+from layoutmap.testing.engine_contract import all_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 torch.set_num_threads(1)
@@ -183,6 +186,31 @@ class TestCalls:
             with mode():
                 assert_close(plain(X), model(X))
                 assert not model(X).requires_grad
+
+
+SPECS = all_specs(lm.Mesh(None, "batch=2,model=4"), 2)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    first=st.sampled_from(SPECS),
+    second=st.sampled_from(SPECS),
+    activation=st.none() | st.sampled_from(SPECS),
+    batch_dim=st.sampled_from(["batch", "model", None]),
+)
+def test_gradients_in_any_layout(first, second, activation, batch_dim):
+    """Whatever the layouts of weights, of what a layer puts out and of the batch, gradients are those of one device."""
+    layout_map = make_map({r"body\.0\.weight": first, r"body\.3\.weight": second})
+    if activation is not None:
+        layout_map.activations[r"body\.2"] = activation
+    plain = seeded(Layers)
+    model = layout_map.build(lambda: seeded(Layers), batch_dim=batch_dim, library="torch")
+    for each in (plain, model):
+        F.mse_loss(each(X), Y).backward()
+
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        assert_close(expected.grad, parameter.grad)
+        assert lm.dtensor.fetch_layout(parameter) == lm.dtensor.fetch_layout(parameter.grad)
 
 
 class Lion(torch.optim.Optimizer):
