@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.pytorch.attention import ATTENTION
@@ -97,43 +98,64 @@ class _Computing(TorchFunctionMode):
     """Looks each function up that is called with a DTensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if type(func) is _PROPERTY:
-            return func(*args, **kwargs)
-        mesh = _mesh_among((*args, *kwargs.values()))
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if func in _BACKWARD:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.
             with without_function_modes(), self:
                 return opened(func)(*args, **kwargs)
+        mesh, is_mixed = _survey(args)
+        if kwargs:
+            other, also = _survey(kwargs.values())
+            mesh, is_mixed = mesh or other, is_mixed or also
         if mesh is None:
             return func(*args, **kwargs)
-        if args and changes_in_place(func):
+        in_place = bool(args) and changes_in_place(func)
+        if in_place:
             check_no_copy(func, args[0])
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        if can_be_opened(func):
+        if func not in _THIN and can_be_opened(func):
             with self:
                 return opened(func)(*args, **kwargs)
-        result = _compute(func, args, kwargs, mesh)
-        if args and changes_in_place(func) and isinstance(args[0], DTensor) and args[0]._base is not None:
+        result = _compute(func, args, kwargs, mesh if is_mixed else None)
+        if in_place and isinstance(args[0], DTensor) and args[0]._base is not None:
             keep_gradient(args[0])
         if func in VIEWS:
             mark_copies(args[0] if args else kwargs.get("input"), result)
         return result
 
 
+# Python that does no more than call the function of torch that DTensor has a rule for.
+_THIN = frozenset(
+    (
+        F.celu,
+        F.elu,
+        F.glu,
+        F.layer_norm,
+        F.leaky_relu,
+        F.log_softmax,
+        F.mish,
+        F.relu,
+        F.selu,
+        F.silu,
+        F.softmax,
+    )
+)
 _QUIET = (torch.unbind, torch.Tensor.unbind)  # also of a loop over a tensor
 _PROPERTY = types.MethodWrapperType
 
 
 @plainly
 def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
-    """DTensor's own way, or on whole tensors if it has none."""
+    """DTensor's own way, or on whole tensors if it has none; there are plain tensors only if there is a mesh."""
     if args and changes_in_place(function) and not _are_dtensors(args[0]):
         return on_whole(function, args, kwargs)
-    args = tuple(_on_mesh(each, mesh) for each in args)
-    kwargs = {name: _on_mesh(each, mesh) for name, each in kwargs.items()}
+    if mesh is not None:
+        args = tuple(_on_mesh(each, mesh) for each in args)
+        kwargs = {name: _on_mesh(each, mesh) for name, each in kwargs.items()}
     if function in JOINS:
         args, kwargs = without_empty(args, kwargs)
     try:
@@ -160,16 +182,18 @@ def _waits(target: Any) -> bool:
     return any(p.is_partial() for each in tree_leaves(target) for p in each.placements)
 
 
-def _mesh_among(values: Any) -> Any:
-    """The mesh of the first DTensor among values and in lists of them."""
+def _survey(values: Any) -> tuple[Any, bool]:
+    """The mesh of a DTensor among values and in lists of them, and whether there are plain tensors."""
+    mesh, is_mixed = None, False
     for value in values:
         if isinstance(value, DTensor):
-            return value.device_mesh
-        if type(value) in (list, tuple):
-            found = _mesh_among(value)
-            if found is not None:
-                return found
-    return None
+            mesh = value.device_mesh
+        elif isinstance(value, torch.Tensor):
+            is_mixed = True
+        elif type(value) in (list, tuple):
+            inner, also = _survey(value)
+            mesh, is_mixed = mesh or inner, is_mixed or also
+    return mesh, is_mixed
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:

@@ -25,6 +25,8 @@ def placed(tensor: Any, placements: Sequence[Any]) -> Any:
     """A DTensor in other placements on its mesh; itself if it has them."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
+    if not simulation.is_simulated():
+        return tensor.redistribute(tensor.device_mesh, placements)
     with simulation.on_ranks(tensor.device_mesh.mesh.flatten().tolist()):
         return tensor.redistribute(tensor.device_mesh, placements)
 
@@ -56,7 +58,8 @@ def _settled(placements: Sequence[Any]) -> list[Any]:
 
 
 def _everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
-    local = simulation.every_rank(tensor, mesh.mesh.flatten().tolist())
+    simulated = simulation.is_simulated()
+    local = simulation.every_rank(tensor, mesh.mesh.flatten().tolist()) if simulated else tensor.detach()
     return DTensor.from_local(
         local, mesh, replicated(mesh), run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
