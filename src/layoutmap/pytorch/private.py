@@ -61,6 +61,7 @@ __all__ = [
     "patch_checkpoints",
     "own_attributes",
     "patch_module_apply",
+    "run_for_ranks_of_arguments",
     "storage_key",
     "tree_leaves",
     "tree_map",
@@ -115,7 +116,9 @@ _WANTED: list[tuple[Any, tuple[str, ...]]] = [
         ),
     ),
 ]
-_WANTED += [(local_tensors, ("_PROCESS_MODE", "_THREAD_LOCAL_TENSOR_MODE"))]
+_WANTED += [
+    (local_tensors, ("_PROCESS_MODE", "_THREAD_LOCAL_TENSOR_MODE", "_for_each_rank_run_func")),
+]
 _missing = [
     f"{owner.__name__}.{name}" for owner, names in _WANTED for name in names if not hasattr(owner, name)
 ]
@@ -153,6 +156,26 @@ def simulate_on_all_threads(mode: Any) -> None:
     """
     local_tensors._THREAD_LOCAL_TENSOR_MODE = _Modes(mode)
     local_tensors._PROCESS_MODE = False
+
+
+def run_for_ranks_of_arguments() -> None:
+    """Have what runs for each simulated rank run for those that its arguments have, if these are fewer.
+
+    That is so in a backward pass of tensors on a mesh of some of the ranks: it runs outside of their simulation.
+    """
+    for_ranks = local_tensors._for_each_rank_run_func
+
+    @functools.wraps(for_ranks)
+    def for_common_ranks(func: Any, ranks: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
+            if isinstance(leaf, LocalTensor):
+                ranks = ranks & leaf._ranks
+            elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):
+                ranks = ranks & leaf.node._local_ints.keys()
+        return for_ranks(func, ranks, args, kwargs, **options)
+
+    local_tensors._for_each_rank_run_func = for_common_ranks
 
 
 # -- tensors without values

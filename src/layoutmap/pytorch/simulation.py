@@ -31,6 +31,7 @@ from layoutmap.pytorch.private import (
     dispatch_modes,
     enabled_local_tensor_mode,
     plainly,
+    run_for_ranks_of_arguments,
     simulate_on_all_threads,
     tree_leaves,
 )
@@ -155,6 +156,7 @@ def start() -> None:
         _simulation = _Simulation(number)
         _simulation.__enter__()
         simulate_on_all_threads(_simulation)
+        run_for_ranks_of_arguments()
 
 
 def is_simulated() -> bool:
