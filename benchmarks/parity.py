@@ -4,7 +4,7 @@ Each case is one `layoutmap.check_parity`: the same model from the same seed, pl
 first weights (bit for bit), forward pass, gradients, and the losses and variables of three steps.
 
     python benchmarks/parity.py                                 Keras on TensorFlow, all cases
-    python benchmarks/parity.py --backend jax                   Keras on JAX
+    python benchmarks/parity.py --backend jax                   Keras on JAX; or torch
     python benchmarks/parity.py --models mlp --optimizers adam muon --meshes batch=2,model=4
 """
 
@@ -149,7 +149,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backend", choices=("tensorflow", "jax"), default="tensorflow")
+    parser.add_argument("--backend", choices=("tensorflow", "jax", "torch"), default="tensorflow")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="transformer, mlp, embedding; all")
     parser.add_argument("--optimizers", nargs="+", metavar="NAME", help="all of them if left out")
     parser.add_argument("--meshes", nargs="+", default=MESHES, metavar="MESH", help="as in batch=2,model=4")

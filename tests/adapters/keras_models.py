@@ -5,6 +5,7 @@ import inspect
 
 import keras
 import numpy as np
+from keras.src.backend import compute_output_spec
 
 from layoutmap.adapters.keras.hooks import CommonVariable
 from layoutmap.engines import get_engine
@@ -126,6 +127,11 @@ def assert_held(variable):
     assert {str(layout.shard_slices(shape, i)) for i in range(layout.mesh.size)} == {
         str(i) for i, _ in shards
     }
+
+
+def symbolic_function(function):
+    """A function that Keras calls with symbols, as it does to find out shapes."""
+    return lambda: compute_output_spec(function)
 
 
 ON_JAX = keras.backend.backend() == "jax"

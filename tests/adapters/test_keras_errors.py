@@ -11,7 +11,7 @@ import threading
 import keras
 import numpy as np
 import pytest
-from keras_models import ON_TORCH, compiled_function, hooked, num_arrays
+from keras_models import ON_TORCH, compiled_function, hooked, num_arrays, symbolic_function
 
 import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
@@ -149,8 +149,8 @@ def test_a_scope_inside_a_compiled_function():
         with layout_map.scope():
             make_model()
 
-    run = keras.backend.compute_output_spec if ON_TORCH else lambda function: compiled_function(function)()
-    assert raised(lm.ScopeError, lambda: run(traced)) == text("""
+    function = symbolic_function if ON_TORCH else compiled_function
+    assert raised(lm.ScopeError, lambda: function(traced)()) == text("""
         a scope was opened inside a compiled function
           why   variables are real arrays on real devices, and inside a trace there are none
           mend  build the model outside, and call it inside

@@ -126,15 +126,22 @@ def check_keras(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
 _lock = threading.Lock()
 _users = 0
 _plain: dict[str, Any] = {}
+_plain_methods: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """Keep the class hooks in place for a while; they are counted, so threads and nested scopes share them."""
+def installed(quiet: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
+    """Keep the class hooks in place for a while; they are counted, so threads and nested scopes share them.
+
+    Args:
+        quiet: Classes, and methods of theirs that do nothing on a thread that is in a scope; the same in each call.
+    """
     global _users
     with _lock:
         if not _users:
             _install()
+            for owner, name in quiet:
+                _silence(owner, name)
         _users += 1
     try:
         yield
@@ -182,7 +189,20 @@ def _install() -> None:
     BaseOptimizer.__init__ = optimizer
 
 
+def _silence(owner: Any, name: str) -> None:
+    plain = owner.__dict__[name]
+    _plain_methods.append((owner, name, plain))
+
+    @functools.wraps(plain)
+    def silent(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs) if current() is None else None
+
+    setattr(owner, name, silent)
+
+
 def _uninstall() -> None:
+    while _plain_methods:
+        setattr(*_plain_methods.pop())
     CommonVariable.__init__ = _plain["init"]
     Layer.__new__ = _plain["new"]
     BaseOptimizer.__init__ = _plain["optimizer"]

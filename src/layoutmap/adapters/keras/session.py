@@ -86,7 +86,7 @@ class KerasSession:
         depth = getattr(self._open, "depth", 0)
         self._open.depth = depth + 1
         try:
-            with hooks.installed(), entered(self):
+            with hooks.installed(self.port.quiet), entered(self):
                 yield
         finally:
             self._open.depth = depth

@@ -34,6 +34,9 @@ class Port(Protocol):
     drawn_whole: Mapping[str, str]
     """Keras's own initializers, by class name, that this backend's engine draws whole, and why."""
 
+    quiet: Sequence[tuple[Any, str]]
+    """Classes of Keras, and methods of theirs that do nothing on a thread that is in a scope."""
+
     def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
         """Classes or modules of Keras, and the private names of theirs that this port uses."""
         ...

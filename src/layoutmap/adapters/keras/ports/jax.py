@@ -27,6 +27,7 @@ class JaxPort:
     """Keras on JAX; see `layoutmap.adapters.keras.ports`."""
 
     engine_name = "jax"
+    quiet = ()
     drawn_whole: Mapping[str, str] = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",

@@ -46,6 +46,7 @@ class TensorFlowPort:
     """Keras on TensorFlow; see `layoutmap.adapters.keras.ports`."""
 
     engine_name = "tensorflow"
+    quiet = ()
     drawn_whole: Mapping[str, str] = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",

@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.torch import core as keras_core
+from keras.src.backend.torch.layer import TorchLayer
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.keras.ports import Wraps
-from layoutmap.adapters.keras.ports.torch_calls import calling, on_mesh, own_losses, placed, whole
+from layoutmap.adapters.keras.ports.torch_calls import calling, own_losses, placed, running, whole
 from layoutmap.adapters.keras.ports.torch_limits import limits_of
 from layoutmap.adapters.keras.ports.torch_steps import applying, making, refusing_export
 from layoutmap.adapters.keras.training import settle_for_training
@@ -49,6 +50,10 @@ class TorchPort:
     """Keras on torch; see `layoutmap.adapters.keras.ports`."""
 
     engine_name = "torch"
+    quiet = (
+        (TorchLayer, "_post_build"),
+        (TorchLayer, "_post_track_variable"),
+    )  # both would read what has no value yet
     drawn_whole: Mapping[str, str] = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
@@ -63,7 +68,7 @@ class TorchPort:
         """What the top of this file lists, where it belongs to a class or module."""
         return [
             (keras_core, ("DEFAULT_DEVICE", "device_scope", "get_device")),
-            (keras.layers.Layer, ("_post_build", "_post_track_variable", "_track_variables")),
+            (TorchLayer, ("_post_build", "_post_track_variable", "_track_variables")),
             (keras.layers.Layer, ("_get_own_losses", "_get_regularization_losses")),
             (keras.Model, ("_compute_loss",)),
         ]
@@ -114,11 +119,9 @@ class TorchPort:
         """Each parameter has memory of its own."""
 
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
-        """A call with plain tensors runs on the mesh; torch is told of parameters when they have their values."""
+        """A call with plain tensors runs on the mesh."""
         wraps = {
             "call": calling(layer, session),
-            "_post_build": _nothing,
-            "_post_track_variable": _nothing,
             "_get_own_losses": own_losses(layer._get_own_losses, session),
             "_get_regularization_losses": own_losses(layer._get_regularization_losses, session),
         }
@@ -147,7 +150,7 @@ class TorchPort:
             return _gradients(model, x, y, sample_weight)
         settle_for_training(model, session)
         batch = placed((x, y, sample_weight), session)
-        with on_mesh(session):
+        with running(session, batch):
             return _gradients(model, *batch)
 
 
@@ -191,10 +194,6 @@ def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any
 
 
 # -- layers
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a layer does of itself when it is built or gets a variable; `TorchPort.settled` does it later."""
 
 
 def _is_stale(layer: Any) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import torch
 from keras.src.backend.torch.core import get_device
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from layoutmap.adapters.keras.ports.torch_sums import SummingUp, divides, summed_up, with_summed_gradients
 from layoutmap.engines import get_engine
 from layoutmap.layout import Layout
 from layoutmap.pytorch import simulation
@@ -64,12 +65,18 @@ def on_mesh(session: KerasSession) -> Generator[None]:
 
 
 @contextmanager
-def running(session: KerasSession) -> Generator[None]:
-    """The same, for the outermost call on a thread, or a step: the layers called in it are not the outermost."""
+def running(session: KerasSession, values: Any) -> Generator[None]:
+    """The same, for the outermost call on a thread, or a step: the layers called in it are not the outermost.
+
+    Args:
+        session: The scope.
+        values: What it is called with, on the mesh.
+    """
     session.inside.depth = getattr(session.inside, "depth", 0) + 1
+    session.inside.sums_up = sums_up = not all(map(divides, keras.tree.flatten(values)))
     try:
         # The session's lock first, as where weights are made: two threads would else wait for each other.
-        with session.lock, on_mesh(session):
+        with session.lock, on_mesh(session), SummingUp() if sums_up else nullcontext():
             yield
     finally:
         session.inside.depth -= 1
@@ -93,6 +100,8 @@ def calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_running(session):
+            if session.inside.sums_up:
+                args, kwargs = with_summed_gradients((args, kwargs))
             return _by_rows(summed_up(function(*args, **kwargs)), layer, session)
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
@@ -100,8 +109,8 @@ def calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
             return function(*args, **kwargs)
         session.refuse_in_a_plan(layer.name)
         stays = any(isinstance(each, DTensor) for each in tensors)
-        with running(session):
-            args, kwargs = placed((args, kwargs), session)
+        args, kwargs = placed((args, kwargs), session)
+        with running(session, (args, kwargs)):
             results = function(*args, **kwargs)
         return results if stays else plain(results)
 
@@ -156,21 +165,6 @@ def own_losses(method: Callable[..., Any], session: KerasSession) -> Callable[..
             return plain(method())
 
     return losses
-
-
-def summed_up(outputs: Any) -> Any:
-    """What a layer puts out, with sums over the mesh made: once here, not by each of those who use it.
-
-    The rows of an embedding that is cut by rows are such a sum, too, and can be used once only.
-    """
-
-    def sum_up(value: Any) -> Any:
-        if not isinstance(value, DTensor) or not any(each.is_partial() for each in value.placements):
-            return value
-        made = [Replicate() if each.is_partial() else each for each in value.placements]
-        return value.redistribute(value.device_mesh, made)
-
-    return keras.tree.map_structure(sum_up, outputs, none_is_leaf=True)
 
 
 def _by_rows(outputs: Any, layer: Any, session: KerasSession) -> Any:

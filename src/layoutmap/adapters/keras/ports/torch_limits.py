@@ -1,4 +1,4 @@
-"""What DTensor cannot compute, layer by layer, found out by running each with torch 2.13."""
+"""What cannot be laid out, layer by layer; all of Keras's own layers that were tried with torch 2.13 can."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ L = keras.layers
 
 
 def limits_of(layer: Any, path: str, weights: list[str]) -> list[Limit]:
-    """What DTensor cannot do with a layer.
+    """What cannot be done with a layer.
 
     Args:
         layer: The layer.
         path: Its path.
         weights: The paths of its own weights.
     """
-    return []
+    if not isinstance(layer, L.TorchModuleWrapper):
+        return []
+    return [
+        Limit(
+            path,
+            "a torch module inside a Keras layer is not laid out",
+            why="the module keeps its own parameters, which the layer's variables would no longer be",
+            mend="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
+        )
+    ]

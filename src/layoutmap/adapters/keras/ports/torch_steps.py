@@ -51,8 +51,9 @@ class _Step:
         before = getattr(session.inside, "model", None)
         session.inside.model = model
         try:
-            with running(session):
-                results = self._step([placed(batch, session) for batch in data])
+            batches = [placed(batch, session) for batch in data]
+            with running(session, batches):
+                results = self._step(batches)
         finally:
             session.inside.model = before
         with torch.no_grad():

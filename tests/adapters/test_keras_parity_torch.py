@@ -1,0 +1,36 @@
+"""Keras on torch trains in layouts as on one device: some of the cases of `benchmarks/parity.py`, on some meshes.
+
+Simulated devices compute one after the other, so each optimizer meets one small model; the benchmark runs all.
+"""
+
+import parity
+import pytest
+
+PROCESSES = ("torch",)
+# Torch 2.13's own tensors know only the older form of __array__.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
+MESHES = ("model=8", "batch=2,model=4", "batch=4,model=2")
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adafactor", "lion", "muon")
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "mesh"),
+    [
+        *(("embedding", optimizer, MESHES[i % 3]) for i, optimizer in enumerate(OPTIMIZERS)),
+        ("mlp", "adamw", "batch=4,model=2"),
+    ],
+)
+def test_three_steps_give_the_numbers_of_one_device(model, optimizer, mesh):
+    """First weights bit for bit; outputs, gradients, losses and weights of three steps within 1e-5."""
+    report = parity.check(model, optimizer, mesh)
+
+    assert report.agrees
+    assert 0.0 == report.worst("weights")
+    assert max(abs(plain - ours) for plain, ours in report.losses) <= 1e-5
+
+
+def test_the_cases_are_all_optimizers():
+    """An optimizer that is added to the benchmark is tested here."""
+    assert set(OPTIMIZERS) == set(parity.optimizers())
