@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 __all__ = ["CASES", "Case"]
 
@@ -289,6 +290,7 @@ for _name, _number in _gates.items():
 
 _heads = {"x": normal(8, 4, 6, 2), "x2": normal(8, 4, 6, 2), "x3": normal(8, 4, 6, 2)}
 _grouped = {"x": normal(8, 4, 6, 2), "x2": normal(8, 2, 6, 2), "x3": normal(8, 2, 6, 2)}
+_of_one_head = {"x": normal(8, 4, 6, 2), "x2": normal(8, 1, 6, 2), "x3": normal(8, 1, 6, 2)}
 _attend = F.scaled_dot_product_attention
 add("attention", lambda x, x2, x3: _attend(x, x2, x3), **_heads)
 add("attention, causal", lambda x, x2, x3: _attend(x, x2, x3, is_causal=True, scale=0.3), **_heads)
@@ -302,10 +304,20 @@ add(
 add("attention, grouped", lambda x, x2, x3: _attend(x, x2, x3, enable_gqa=True), **_grouped)
 
 
-def _multi_head(need_weights):
+add("attention, one key for all heads", lambda x, x2, x3: _attend(x, x2, x3, enable_gqa=True), **_of_one_head)
+add("attention, dropout", lambda x, x2, x3: _attend(x, x2, x3, dropout_p=0.3, is_causal=True), **_heads)
+add(
+    "attention, dropout, grouped, some rows masked",
+    lambda x, x2, x3, t: _attend(x, x2, x3, t, dropout_p=0.3, enable_gqa=True),
+    **_grouped,
+    t=torch.arange(6).expand(8, 1, 6, 6).lt(torch.arange(6)[:, None]),
+)
+
+
+def _multi_head(need_weights, dropout_p=0.0):
     def function(x, w, w2, w3, w4):
         return F.multi_head_attention_forward(
-            *(x, x, x, 8, 2, w, w2, None, None, False, 0.0, w3, w4), need_weights=need_weights
+            *(x, x, x, 8, 2, w, w2, None, None, False, dropout_p, w3, w4), need_weights=need_weights
         )
 
     return function
@@ -315,10 +327,32 @@ _projections = {"w": normal(24, 8), "w2": normal(24), "w3": normal(8, 8), "w4": 
 add("multi_head_attention, with weights", _multi_head(True), x=normal(8, 8, 8), **_projections)
 add("multi_head_attention", _multi_head(False), x=normal(8, 8, 8), **_projections)
 
+add("multi_head_attention, dropout, with weights", _multi_head(True, 0.3), x=normal(8, 8, 8), **_projections)
+add("multi_head_attention, dropout", _multi_head(False, 0.3), x=normal(8, 8, 8), **_projections)
+
+# -- what draws
+
+for _name in ("dropout", "dropout1d", "alpha_dropout", "feature_alpha_dropout"):
+    add(_name, lambda x, name=_name: getattr(F, name)(x, 0.4, training=True), x=normal(8, 4, 6))
+add("dropout, in inference", lambda x: F.dropout(x, 0.4, training=False), x=normal(8, 4, 6))
+add("dropout, in place, other strides", lambda x: F.dropout((x * 1).mT, 0.4, inplace=True), x=normal(8, 4, 6))
+add("rrelu", lambda x: F.rrelu(x, training=True), x=normal(8, 4, 6))
+add("gumbel_softmax", lambda x: F.gumbel_softmax(x, hard=True, dim=2), x=normal(8, 4, 6, 2))
+add("rand_like and its like", lambda x: x * torch.rand_like(x) + torch.randn_like(x), x=normal(8, 4, 6))
+add("multinomial", lambda x: torch.multinomial(torch.softmax(x, -1), 2), x=normal(8, 6))
+add(
+    "initializers",
+    lambda x: nn.init.trunc_normal_(nn.init.xavier_uniform_(torch.empty_like(x))),
+    x=normal(8, 6),
+)
+
 # -- reductions, and what picks or puts parts
 
 for _name in ("sum", "mean", "prod", "std", "var", "amax", "amin", "max", "logsumexp", "cumsum", "cumprod"):
     add(f"{_name} of the batch", lambda x, name=_name: getattr(torch, name)(x, 0), x=normal(8, 6))
+for _name in ("amax", "prod", "cumprod", "cummax"):
+    add(f"{_name} of the last axis", lambda x, name=_name: getattr(x, name)(dim=-1), x=normal(8, 4, 6))
+add("quantile", lambda x: torch.quantile(x, 0.3, 0), x=normal(8, 6))
 for _name in ("mean", "std", "var", "amax", "min", "norm", "median", "argmax"):
     add(_name, lambda x, name=_name: getattr(torch, name)(x), x=normal(8, 6))
 add("sort", lambda x: torch.sort(x, 0)[0], x=normal(8, 6))

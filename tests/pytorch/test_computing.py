@@ -29,7 +29,7 @@ def specs_of(layout, name, tensor):
     if layout == "batch and channels":
         if role in "xt":
             specs[0] = "batch"
-        if role == "x" and tensor.ndim > 1:
+        if role == "x" and tensor.ndim > 1 and tensor.shape[1] % 2 == 0:
             specs[1] = "model"
         if role == "w":
             specs[0] = "model"

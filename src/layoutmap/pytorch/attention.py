@@ -29,13 +29,18 @@ def _attend(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     dropout_p = given.pop("dropout_p", 0.0)
     mesh = mesh_of((*tensors, mask))
     kept = _kept(tensors, mesh)
-    pieces = [piece(each, mesh, _placements(mesh, kept), kept) for each in tensors]
+    rank = tensors[0].ndim
+    pieces = [piece(each, mesh, _placements(mesh, _of(each, kept, rank)), kept) for each in tensors]
     if mask is not None:
-        mask = piece(mask, mesh, _placements(mesh, _of_mask(mask, kept, tensors[0])), kept)
+        mask = piece(mask, mesh, _placements(mesh, _of(mask, kept, rank)), kept)
     if dropout_p > 0:
         query, key = tensors[:2]
-        shape = (*query.shape[:-1], key.shape[-2])
-        drawn = torch.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), dropout_p, True)
+        leading = query.shape[:-2]
+        if not given.get("enable_gqa", False):
+            leading = torch.broadcast_shapes(leading, key.shape[:-2])
+        drawn = _drawn(
+            (*leading, query.shape[-2], key.shape[-2]), _wide(query.dtype), query.device, dropout_p
+        )
         drawn = piece(drawn, mesh, _placements(mesh, kept), kept)
         local = _with_mask(pieces, mask, drawn, **given)
     else:
@@ -54,19 +59,29 @@ def _kept(tensors: list[Any], mesh: Any) -> dict[int, int]:
         if axis is None or axis >= rank - 2:
             continue
         dims = [other for other, cut in kept.items() if cut == axis] + [dim]
-        if all(each.shape[axis] > 1 and divides(each, axis, dims, mesh) for each in tensors):
+        if all(each.shape[axis] == 1 or divides(each, axis, dims, mesh) for each in tensors):
             kept[dim] = axis
     return kept
 
 
-def _of_mask(mask: Any, kept: dict[int, int], query: Any) -> dict[int, int]:
-    """The cuts of a mask: it lines up with the scores from the last axis on, and may have axes of size 1."""
-    missing = query.ndim - mask.ndim
+def _of(tensor: Any, kept: dict[int, int], rank: int) -> dict[int, int]:
+    """The cuts of an argument: it lines up with the scores from the last axis on, and an axis of size 1 fits all."""
+    missing = rank - tensor.ndim
     return {
         dim: axis - missing
         for dim, axis in kept.items()
-        if axis >= missing and mask.shape[axis - missing] > 1
+        if axis >= missing and tensor.shape[axis - missing] > 1
     }
+
+
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float) -> torch.Tensor:
+    """What the weights are multiplied by for dropout, drawn whole."""
+    return torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which weights are computed where no kernel does it in one."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _placements(mesh: Any, kept: Mapping[int, int | None]) -> list[Any]:
@@ -83,7 +98,8 @@ def _with_mask(
     enable_gqa: bool = False,
 ) -> Any:
     """Attention whose dropout has been drawn, as torch computes it where no kernel does it in one."""
-    query, key, value = pieces
+    dtype = pieces[0].dtype
+    query, key, value = (each.to(_wide(dtype)) for each in pieces)
     factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
@@ -94,7 +110,9 @@ def _with_mask(
         scores = scores.masked_fill(~kept, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return (torch.softmax(scores, -1) * drawn) @ value
+    nothing = torch.isneginf(scores).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
+    return ((weights * drawn) @ value).to(dtype)
 
 
 def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -111,7 +129,7 @@ def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: An
             cut = any(cut_axis(tensors[name], dim) == 1 for name in ("query", "key", "value"))
             if cut and divides(query, 1, [*kept, dim], mesh):
                 kept.append(dim)
-    drawn = _drawn(given)
+    drawn = _drawn_for_projected(given)
     pieces: dict[int, Any] = {}  # one for what is given twice: attention to oneself is projected at once
     for name, each in tensors.items():
         placements = _placements(mesh, dict.fromkeys(kept, _batch_axis(name, each)))
@@ -143,7 +161,7 @@ def _batch_axis(name: str, tensor: Any) -> int | None:
     return None
 
 
-def _drawn(given: dict[str, Any]) -> torch.Tensor | None:
+def _drawn_for_projected(given: dict[str, Any]) -> torch.Tensor | None:
     """What the scores are multiplied by for dropout, drawn whole; `None` if there is none."""
     if not given["training"] or given["dropout_p"] == 0:
         return None
@@ -152,8 +170,9 @@ def _drawn(given: dict[str, Any]) -> torch.Tensor | None:
     source = key.shape[0] if given["static_k"] is None else given["static_k"].shape[1]
     source += (given["bias_k"] is not None) + given["add_zero_attn"]
     shape = (query.shape[0], source)
-    shape = (batch * heads, *shape) if given["need_weights"] else (batch, heads, *shape)
-    return torch.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), given["dropout_p"], True)
+    if given["need_weights"]:
+        return _drawn((batch * heads, *shape), query.dtype, query.device, given["dropout_p"])
+    return _drawn((batch, heads, *shape), _wide(query.dtype), query.device, given["dropout_p"])
 
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)

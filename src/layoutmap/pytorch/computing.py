@@ -10,6 +10,7 @@ convolutions  with output channels that are cut
 recurrent     without a gather where the batch is cut
 randomness    dropout and its like draw whole what the plain program draws
 rows          what treats images or elements apart, and has no rule for its gradient
+along         what works along axes, with gradients that DTensor gets wrong
 slices        assignments to a part of a tensor
 gathered      values that are read, and what has no rule at all, on whole tensors
 
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from layoutmap.pytorch.along import ALONG
 from layoutmap.pytorch.attention import ATTENTION
 from layoutmap.pytorch.convolutions import CONVOLUTIONS
 from layoutmap.pytorch.gathered import (
@@ -68,6 +70,7 @@ _HANDLERS: dict[Any, Handler] = {
     **RANDOM,
     **ROWS,
     **RECURRENT,
+    **ALONG,
     **GATHERED,
     **READS,
     torch.Tensor.__setitem__: assign,

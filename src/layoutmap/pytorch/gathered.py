@@ -99,28 +99,16 @@ READS = dict.fromkeys(
 
 _BY_NAME = (
     *(
-        "amax",
-        "amin",
         "bucketize",
-        "cummax",
-        "cummin",
-        "cumprod",
         "index_put",
         "index_put_",
         "masked_select",
         "nonzero",
-    ),
-    *(
-        "prod",
         "put",
-        "quantile",
         "searchsorted",
         "select_scatter",
-        "slice_scatter",
-        "take",
-        "trace",
-        "unique",
     ),
+    *("slice_scatter", "take", "trace", "unique"),
 )
 GATHERED: dict[Any, Callable[..., Any]] = dict.fromkeys(
     [
