@@ -65,7 +65,7 @@ def test_activations_have_the_rank_of_what_the_layers_put_out(name):
             )
     model(torch.zeros(2, 4, dtype=torch.long))
 
-    assert len(ranks) >= 5
+    assert len(ranks) >= 4
     assert {path: layout_map.activations[path].rank for path in ranks} == ranks
 
 
@@ -97,7 +97,7 @@ def test_the_plan_for_experts_cuts_them_by_expert(name):
 
     check(layout_map, model)
     assert ("model", "unsharded", "unsharded") == layout_map[
-        "model.layers.1.mlp.experts.down_proj"
+        "model.layers.0.mlp.experts.down_proj"
     ].sharding_specs
 
 

@@ -108,11 +108,17 @@ class Forward:
         if found and not fitting:
             shape = tuple(found[0].shape)
             raise layout.rank_error(shape, f"the output of {self.path}")
-        for tensor in fitting:
-            for axis in layout.uneven_axes(tuple(tensor.shape)):
-                raise layout.uneven_error(tuple(tensor.shape), axis, f"the output of {self.path}")
-        chosen = {id(tensor) for tensor in fitting}
-        return map_tensors(lambda t: self.home.place(t, layout) if id(t) in chosen else t, result)
+        chosen = {id(tensor): self._even(layout, tuple(tensor.shape)) for tensor in fitting}
+        return map_tensors(lambda t: self.home.place(t, chosen[id(t)]) if id(t) in chosen else t, result)
+
+    def _even(self, layout: Layout, shape: tuple[int, ...]) -> Layout:
+        """The layout, or the one with a whole batch for a batch that does not divide."""
+        if not layout.uneven_axes(shape):
+            return layout
+        whole = self.home.computing_layout(layout)
+        for axis in whole.uneven_axes(shape):
+            raise whole.uneven_error(shape, axis, f"the output of {self.path}")
+        return whole
 
     def _the_module(self) -> torch.nn.Module:
         module = self._module()
