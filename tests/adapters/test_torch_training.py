@@ -638,9 +638,6 @@ TP = {
     r".*(o|down)_proj\.weight": (None, "model"),
     r".*embed_tokens\.weight": (None, "model"),
     r"lm_head\.weight": ("model", None),
-    r".*(query|key|value)\.weight": ("model", None),
-    r".*intermediate\.dense\.weight": ("model", None),
-    r".*output\.dense\.weight": (None, "model"),
 }
 
 
@@ -649,43 +646,19 @@ def llama():
     return train_with(model, optimizer=partial(torch.optim.AdamW, lr=1e-3))
 
 
-def vit():
-    config = transformers.ViTConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=32,
-        patch_size=8,
-        num_labels=16,
-    )
-    return train_with(
-        transformers.ViTForImageClassification(config), optimizer=partial(torch.optim.AdamW, lr=1e-3)
-    )
-
-
 def tokens():
     random = np.random.default_rng(0)
     ids = random.integers(1, 256, (4, 16))
     return {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
 
 
-def images():
-    random = np.random.default_rng(0)
-    return {
-        "pixel_values": random.normal(size=(4, 3, 32, 32)).astype("float32"),
-        "labels": random.integers(0, 16, (4,)),
-    }
-
-
 class TestModelsOfTransformers:
     """Models that nobody wrote for this library."""
 
-    @pytest.mark.parametrize(("make_model", "inputs"), [(llama, tokens), (vit, images)])
-    def test_they_train_as_on_one_device(self, make_model, inputs):
+    def test_they_train_as_on_one_device(self):
         """`check_parity` holds: the loss that the model computes itself, gradients, and a step of AdamW."""
         report = lm.check_parity(
-            make_model, make_map(TP), inputs(), steps=1, batch_dim="batch", library="torch", tolerance=2e-5
+            llama, make_map(TP), tokens(), steps=1, batch_dim="batch", library="torch", tolerance=2e-5
         )
 
         assert report.agrees
