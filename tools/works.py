@@ -33,7 +33,7 @@ ADAPTERS = {
     "TestKerasOnJax": "Keras 3 on JAX",
     "TestKerasOnTensorFlow": "Keras 3 on TensorFlow",
     "TestKerasOnTorch": "Keras 3 on PyTorch",
-    "TestTorchModules": "torch.nn",
+    "TestTorch": "torch.nn",
 }
 ENGINES = {"TestJaxEngine": "JAX", "TestTensorFlowEngine": "TensorFlow", "TestTorchEngine": "PyTorch"}
 LIMITS = "tests/adapters/test_keras_limits_tensorflow.py"
