@@ -28,6 +28,7 @@ from keras.src.backend.torch import core as keras_core
 from keras.src.backend.torch.layer import TorchLayer
 from torch.distributed.tensor import DTensor
 
+from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.ports.torch_calls import calling, own_losses, placed, running, whole
 from layoutmap.adapters.keras.ports.torch_limits import limits_of
@@ -107,7 +108,8 @@ class TorchPort:
     def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Layers know their parameters by the tensor, which is another one now."""
         held: dict[int, torch.Tensor] = {}
-        for layer in layers:
+        below = {id(each): each for layer in layers for each in (layer, *sublayers(layer))}
+        for layer in below.values():
             if getattr(layer, "built", False) and _is_stale(layer):
                 layer._track_variables()
             held |= {id(variable): variable._value for variable in layer._trainable_variables}

@@ -13,6 +13,7 @@ import torch
 from keras.src.backend.torch.core import get_device
 from torch.distributed.tensor import DTensor
 
+from layoutmap.adapters.keras.hooks import in_stateless_scope
 from layoutmap.adapters.keras.ports.torch_sums import SummingUp, divides, summed_up, with_summed_gradients
 from layoutmap.engines import get_engine
 from layoutmap.layout import Layout
@@ -86,6 +87,11 @@ def _is_running(session: KerasSession) -> bool:
     return getattr(session.inside, "depth", 0) > 0
 
 
+def _has_no_values(session: KerasSession) -> bool:
+    """Whether Keras only finds out shapes: with symbols, or with placeholders where symbols do not do."""
+    return get_device() == "meta" or (session.home.plan_only and in_stateless_scope())
+
+
 def _ranks(native: Any) -> list[int]:
     return native.mesh.flatten().tolist()
 
@@ -105,7 +111,7 @@ def calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
             return _by_rows(summed_up(function(*args, **kwargs)), layer, session)
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
-        if not tensors or get_device() == "meta":
+        if not tensors or _has_no_values(session):
             return function(*args, **kwargs)
         session.refuse_in_a_plan(layer.name)
         stays = any(isinstance(each, DTensor) for each in tensors)
@@ -159,7 +165,7 @@ def own_losses(method: Callable[..., Any], session: KerasSession) -> Callable[..
 
     @functools.wraps(method)
     def losses() -> Any:
-        if _is_running(session) or get_device() == "meta":
+        if _is_running(session) or _has_no_values(session):
             return method()
         with on_mesh(session):
             return plain(method())
