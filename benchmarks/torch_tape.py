@@ -2,7 +2,8 @@
 
     python benchmarks/torch_tape.py [eager | rows | columns | tiles_rows | tiles_columns]
 
-The shards are cut along rows or columns; with `tiles`, random numbers are drawn by tiles. Each way runs in a process of its own; seconds are of the wall, and memory is what the process grew by at its peak.
+The shards are cut along rows or columns; with `tiles`, random numbers are drawn by tiles. Each way runs in a process of
+its own; seconds are of the wall, and memory is what the process grew by at its peak.
 """
 
 from __future__ import annotations
