@@ -9,6 +9,7 @@ built, so each is tried on a few numbers before it is believed.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +75,26 @@ class Draw:
         if ahead * words >= _FAR and jump.works():
             jump.jump(generator, ahead * words)
             numel -= ahead
+        room = _room((2 if self.strided else 1) * min(numel, PIECE + _GROUP), self.dtype)
         for start, stop in pieces(numel):
-            self.next(stop - start, generator)
+            values = room[: 2 * (stop - start) : 2] if self.strided else room[: stop - start]
+            self.op(values, *self.args, generator=generator)
 
     def goes_in_pieces(self) -> bool:
         """Whether pieces give the bits of the whole, and leave the generator in the same state."""
         return _goes_in_pieces(self)
+
+
+_rooms = threading.local()
+
+
+def _room(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory to throw away, the same again: pieces that come and go leave holes that the heap does not fill."""
+    nbytes = numel * dtype.itemsize
+    room = getattr(_rooms, "bytes", None)
+    if room is None or room.numel() < nbytes:
+        room = _rooms.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return room[:nbytes].view(dtype)
 
 
 @functools.lru_cache(maxsize=4096)
