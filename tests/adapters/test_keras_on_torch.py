@@ -207,6 +207,18 @@ def test_layers_compute_as_on_one_device(name, rows):
     assert_same_weights(plain, model)
 
 
+def test_a_dropout_without_a_seed():
+    """It draws from torch's own generator what it draws on one device."""
+
+    def make_model():
+        layers = [keras.Input((16,)), L.Dense(32, name="d1"), L.Dropout(0.5), L.Dense(64, name="d2")]
+        return compiled(keras.Sequential(layers))
+
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), MLP_RULES)
+
+    assert lm.check_parity(make_model, layout_map, batch("sequential"), steps=2, batch_dim="batch").agrees
+
+
 # -- training
 
 

@@ -109,7 +109,9 @@ class KerasAdapter:
     def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
         """The loss of a batch, and its gradient for each trainable variable by path."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        loss, gradients = port_of(backend_name()).gradients(model, x, y, sample_weight)
+        port = port_of(backend_name())
+        with port.drawing(model):
+            loss, gradients = port.gradients(model, x, y, sample_weight)
         paths = {id(f.variable): f.path for f in find_variables(model)}
         named = zip(model.trainable_variables, gradients, strict=True)
         return float(loss), {paths[id(v)]: gradient for v, gradient in named}
@@ -117,7 +119,8 @@ class KerasAdapter:
     def train_step(self, model: Any, batch: Any) -> float:
         """One optimizer step of a compiled model on a batch; gives the loss before it."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        return float(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)["loss"])
+        with port_of(backend_name()).drawing(model):
+            return float(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)["loss"])
 
 
 def _x_of(batch: Any) -> Any:

@@ -85,6 +85,10 @@ class Port(Protocol):
         """The loss in training, and its gradient for each of the model's trainable variables, as numpy arrays."""
         ...
 
+    def drawing(self, model: Any) -> AbstractContextManager[Any]:
+        """While open, what is drawn from a generator of the process depends on how often the model drew before."""
+        ...
+
 
 _PORTS = {
     "jax": "layoutmap.adapters.keras.ports.jax:JaxPort",

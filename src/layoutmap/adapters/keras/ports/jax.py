@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,10 @@ class JaxPort:
     def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
         """JAX computes everything in every layout."""
         return []
+
+    def drawing(self, model: Any) -> AbstractContextManager[Any]:
+        """Keras draws from generators that are variables."""
+        return nullcontext()
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
         """The loss in training, and its gradients."""

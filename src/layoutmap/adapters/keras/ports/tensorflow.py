@@ -14,7 +14,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,10 @@ class TensorFlowPort:
     def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
         """What DTensor cannot do with a layer."""
         return limits_of(layer, path, weights)
+
+    def drawing(self, model: Any) -> AbstractContextManager[Any]:
+        """Keras draws from generators that are variables."""
+        return nullcontext()
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
         """The loss in training, and its gradients."""

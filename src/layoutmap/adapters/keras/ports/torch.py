@@ -15,6 +15,7 @@ Private names of Keras's torch backend that are used here, besides those that `h
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
 __all__ = ["TorchPort"]
+
+
+_num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class TorchPort:
@@ -144,6 +148,14 @@ class TorchPort:
     def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
         """What DTensor cannot do with a layer."""
         return limits_of(layer, path, weights)
+
+    @contextmanager
+    def drawing(self, model: Any) -> Generator[None]:
+        """A dropout without a seed draws from torch's own generator: seeded anew here, and put back."""
+        _num_draws[model] = number = _num_draws.get(model, 0) + 1
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            yield
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
         """The loss in training, and its gradients."""
