@@ -365,6 +365,13 @@ add(
     t=labels(8, 8, 6),
     x2=normal(8, 6),
 )
+_rows = {"x": normal(8, 6), "t": labels(8, 4, 6), "x2": normal(4, 6)}
+add("scatter_add of fewer rows", lambda x, t, x2: torch.scatter_add(x, 0, t, x2), **_rows)
+add("scatter_add_", lambda x, t, x2: (x * 1).scatter_add_(0, t, x2), **_rows)
+add("index_add", lambda x, t, x2: torch.index_add(x, 0, t[:, 0], x2), **_rows)
+add("index_add_", lambda x, t, x2: (x * 1).index_add_(0, t[:, 0], x2), **_rows)
+add("index_select", lambda x, t, x2: torch.index_select(x, 0, t[:, 0]) * x2, **_rows)
+add("take_along_dim", lambda x, t, x2: torch.take_along_dim(x, t, 0) * x2, **_rows)
 add("index", lambda x, c: x[c], x=normal(8, 6), c=labels(8, 5))
 add("masked_select", lambda x, t: torch.masked_select(x, t), x=normal(8, 6), t=normal(8, 6) > 0)
 add("nonzero", torch.nonzero, t=normal(8, 6) > 0)

@@ -162,6 +162,27 @@ def test_gradients_of_the_largest(name):
     )
 
 
+@pytest.mark.parametrize("name", ["scatter_add", "index_add_"])
+def test_additions_at_an_index(name):
+    """What is added to some rows of a tensor has its gradient, however it is cut."""
+    width = 2 if name == "scatter_add" else 6
+    x, y = normal(8, 6), normal(8, width, seed=1)
+    rows = torch.randint(8, (8, width), generator=torch.Generator().manual_seed(0))
+
+    def function(y, x, rows):
+        if name == "scatter_add":
+            return torch.scatter_add(x, 0, rows, y).cumsum(0).square().sum()
+        return (x * 1).index_add_(0, rows[:, 0], y).square().sum()
+
+    x_specs = ("batch", None) if name == "scatter_add" else (None, "batch")
+    assert_right_here_and_wrong_alone(
+        lambda: value_and_gradient(
+            function, place(y, "batch", "model"), place(x, *x_specs), place(rows, "batch", "model")
+        ),
+        value_and_gradient(function, y, x, rows),
+    )
+
+
 def assign_rows(x, y):
     x[2:4] = y[:2]
 
