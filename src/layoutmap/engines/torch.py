@@ -49,6 +49,7 @@ from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
 from layoutmap.pytorch import simulation
 from layoutmap.pytorch.computing import computing
+from layoutmap.pytorch.heap import give_back
 from layoutmap.pytorch.private import plainly, tree_leaves, tree_map
 from layoutmap.pytorch.tape import trace
 from layoutmap.variables import Assignment
@@ -58,6 +59,7 @@ __all__ = ["TorchEngine", "engine"]
 NumpyArray = npt.NDArray[Any]
 
 _MAX_REASONS = 512
+_LARGE = 1 << 20  # bytes: the least variable after which memory is given back to the system
 
 
 class TorchEngine:
@@ -166,6 +168,8 @@ class TorchEngine:
             with torch.no_grad():
                 for key, assignment in assignments.items():
                     made[key], checksums[key] = _created(assignment, used[key], seeds.get(key))
+                    if assignment.variable.nbytes >= _LARGE:
+                        give_back()
                     if progress is not None:
                         progress(key)
             if across():
