@@ -380,6 +380,10 @@ add("trace", torch.trace, x=normal(8, 8))
 add("select_scatter", lambda x, x2: torch.select_scatter(x, x2, 1, 2), x=normal(8, 6), x2=normal(8))
 
 
+add("reshaped twice", lambda x: x.view(-1).view(4, 16) @ x.view(16, 4), x=normal(8, 8))
+add("a sum that is filled", lambda x: (x.sum(0) * 1).fill_(2) + x.sum(0), x=normal(8, 6))
+
+
 def _assign(x, x2):
     changed = x * 1
     changed[2:4] = x2[:2]

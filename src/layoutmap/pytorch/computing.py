@@ -55,7 +55,16 @@ from layoutmap.pytorch.private import (
 from layoutmap.pytorch.randomness import RANDOM
 from layoutmap.pytorch.recurrent import RECURRENT
 from layoutmap.pytorch.rows import ROWS
-from layoutmap.pytorch.slices import VIEWS, assign, check_no_copy, keep_gradient, mark_copies
+from layoutmap.pytorch.slices import (
+    RESHAPES,
+    VIEWS,
+    assign,
+    check_no_copy,
+    fill,
+    keep_gradient,
+    mark_copies,
+    whole_where_strided,
+)
 from layoutmap.pytorch.whole import everywhere
 
 __all__ = ["computing"]
@@ -74,6 +83,7 @@ _HANDLERS: dict[Any, Handler] = {
     **GATHERED,
     **READS,
     torch.Tensor.__setitem__: assign,
+    torch.Tensor.fill_: fill,
 }
 _HANDLERS = {function: plainly(handler) for function, handler in _HANDLERS.items()}
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
@@ -159,6 +169,8 @@ def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
     if mesh is not None:
         args = tuple(_on_mesh(each, mesh) for each in args)
         kwargs = {name: _on_mesh(each, mesh) for name, each in kwargs.items()}
+    if function in RESHAPES and args:
+        args = (whole_where_strided(args[0]), *args[1:])
     if function in JOINS:
         args, kwargs = without_empty(args, kwargs)
     try:
