@@ -150,7 +150,7 @@ def test_apply_wants_a_model():
 
     assert str(caught.value) == textwrap.dedent("""\
         builtins.int is no model
-          why   it is of none of the supported libraries: keras
+          why   it is of none of the supported libraries: keras, torch
           mend  pass a model, or a function that makes and returns one""")
 
 
@@ -161,7 +161,7 @@ def test_a_library_without_an_adapter():
 
     assert str(caught.value) == textwrap.dedent("""\
         there is no adapter 'sonnet'
-          why   the adapters are 'keras'
+          why   the adapters are 'keras', 'torch'
           mend  use one of them""")
 
 
