@@ -152,12 +152,16 @@ if ON_JAX:
 
 elif ON_TORCH:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from layoutmap.pytorch.private import dispatch_modes
 
     def num_arrays():
-        """How many tensors are alive."""
-        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        """How many tensors are alive, but for those in which torch keeps the ranks of a mesh once it has made it."""
+        things = gc.get_objects()
+        of_meshes = [t for m in things if type(m) is DeviceMesh for t in vars(m).values() if isinstance(t, torch.Tensor)]
+        kept = {id(t) for ranks in of_meshes for t in (ranks, ranks._base)}
+        return sum(issubclass(type(thing), torch.Tensor) and id(thing) not in kept for thing in things)
 
     def compiled_function(function):
         """A function whose tensors cannot be trained: what is made in it for later is not to be one of them."""
