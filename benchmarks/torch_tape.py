@@ -16,7 +16,7 @@ import time
 import torch
 from torch import nn
 
-from layoutmap.pytorch.tape import Tape
+from layoutmap.pytorch.drawing.tape import Tape
 
 RANKS = 8
 

@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import house  # noqa: E402
 
 RESULTS = ROOT / "results"
+# JAX and TensorFlow compile on every core by themselves; torch's tests are Python on one core, so two run at a time.
+SIDE_BY_SIDE = {"torch": ("--numprocesses=2", "--dist=loadfile")}
 COUNTED = ("passed", "failed", "skipped", "xfailed", "error")
 
 
@@ -41,7 +43,11 @@ def run(process: str, arguments: list[str]) -> Outcome:
     print(f"\n== {process} ==", flush=True)
     started = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-m", "pytest", f"--junitxml={RESULTS / process}.xml", *arguments],
+        [
+            *(sys.executable, "-m", "pytest", f"--junitxml={RESULTS / process}.xml"),
+            *SIDE_BY_SIDE.get(process, ()),
+            *arguments,
+        ],
         cwd=ROOT,
         env={**os.environ, "LAYOUTMAP_TEST_PROCESS": process},
         stdout=subprocess.PIPE,

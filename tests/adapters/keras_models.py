@@ -159,7 +159,13 @@ elif ON_TORCH:
     def num_arrays():
         """How many tensors are alive, but for those in which torch keeps the ranks of a mesh once it has made it."""
         things = gc.get_objects()
-        of_meshes = [t for m in things if type(m) is DeviceMesh for t in vars(m).values() if isinstance(t, torch.Tensor)]
+        of_meshes = [
+            t
+            for m in things
+            if type(m) is DeviceMesh
+            for t in vars(m).values()
+            if isinstance(t, torch.Tensor)
+        ]
         kept = {id(t) for ranks in of_meshes for t in (ranks, ranks._base)}
         return sum(issubclass(type(thing), torch.Tensor) and id(thing) not in kept for thing in things)
 

@@ -399,7 +399,7 @@ class TestScopes:
 
     def test_the_tape_is_let_go(self):
         """After a scope nothing of what it recorded is alive."""
-        from layoutmap.pytorch.tape import Tape
+        from layoutmap.pytorch.drawing.tape import Tape
 
         model = make_map().build(lambda: nn.Linear(96, 96), library="torch")
         gc.collect()

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from layoutmap.engines.torch import engine
 from layoutmap.errors import LayoutMapWarning
 from layoutmap.layout import Layout
-from layoutmap.pytorch import gathered
-from layoutmap.pytorch.computing import computing
+from layoutmap.pytorch.computing import gathered
+from layoutmap.pytorch.computing.mode import computing
 
 PROCESSES = ("torch",)
 

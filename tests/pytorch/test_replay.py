@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layoutmap.pytorch import jump
-from layoutmap.pytorch.recipes import Recipe
-from layoutmap.pytorch.runs import Run
-from layoutmap.pytorch.streams import Draw, Stream
-from layoutmap.pytorch.tape import Tape
+from layoutmap.pytorch.drawing import jump
+from layoutmap.pytorch.drawing.recipes import Recipe
+from layoutmap.pytorch.drawing.runs import Run
+from layoutmap.pytorch.drawing.streams import Draw, Stream
+from layoutmap.pytorch.drawing.tape import Tape
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -15,7 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from layoutmap.errors import EngineError
-from layoutmap.pytorch.tape import Tape, trace
+from layoutmap.pytorch.drawing.tape import Tape, trace
 
 
 class Language(nn.Module):

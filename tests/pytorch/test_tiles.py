@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layoutmap.pytorch.recipes import Recipe
-from layoutmap.pytorch.runs import ApartError, Run
-from layoutmap.pytorch.tape import Tape, trace
+from layoutmap.pytorch.drawing.recipes import Recipe
+from layoutmap.pytorch.drawing.runs import ApartError, Run
+from layoutmap.pytorch.drawing.tape import Tape, trace
 
 
 def columns() -> torch.Tensor:

@@ -48,10 +48,10 @@ from layoutmap.errors import EngineError
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
 from layoutmap.pytorch import simulation
-from layoutmap.pytorch.computing import computing
+from layoutmap.pytorch.computing.mode import computing
+from layoutmap.pytorch.drawing.tape import trace
 from layoutmap.pytorch.heap import give_back
 from layoutmap.pytorch.private import plainly, tree_leaves, tree_map
-from layoutmap.pytorch.tape import trace
 from layoutmap.variables import Assignment
 
 __all__ = ["TorchEngine", "engine"]
@@ -265,7 +265,7 @@ class TorchEngine:
     def run_on(self, mesh: Mesh) -> Generator[None]:
         """While open, what is computed from plain tensors lies on the mesh, each device having all of it.
 
-        What DTensor alone would compute wrongly is computed right, or refused: see `layoutmap.pytorch.computing`.
+        What DTensor alone would compute wrongly is computed right, or refused: see `layoutmap.pytorch.computing.mode`.
 
         Raises:
             MeshError: The machine does not have the mesh's devices.

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Home
 from layoutmap.pytorch import simulation
+from layoutmap.pytorch.computing.whole import everywhere, placed, settled, whole
 from layoutmap.pytorch.private import plainly, tree_leaves, tree_map
-from layoutmap.pytorch.whole import everywhere, placed, settled, whole
 
 __all__ = ["map_tensors", "on_mesh", "plain", "summed_up", "tensors_in"]
 

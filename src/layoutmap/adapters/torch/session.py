@@ -45,8 +45,8 @@ from layoutmap.adapters.torch.replacing import (
 from layoutmap.draws import Draw
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
+from layoutmap.pytorch.drawing.tape import Tape
 from layoutmap.pytorch.private import FakeTensor
-from layoutmap.pytorch.tape import Tape
 from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["TorchSession"]

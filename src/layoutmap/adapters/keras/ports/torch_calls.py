@@ -18,8 +18,8 @@ from layoutmap.adapters.keras.ports.torch_sums import SummingUp, divides, summed
 from layoutmap.engines import get_engine
 from layoutmap.layout import Layout
 from layoutmap.pytorch import simulation
-from layoutmap.pytorch.computing import computing
-from layoutmap.pytorch.whole import whole as plain_tensor
+from layoutmap.pytorch.computing.mode import computing
+from layoutmap.pytorch.computing.whole import whole as plain_tensor
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession

@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.pytorch.along import ALONG
-from layoutmap.pytorch.attention import ATTENTION
-from layoutmap.pytorch.convolutions import CONVOLUTIONS
-from layoutmap.pytorch.gathered import (
+from layoutmap.pytorch.computing.along import ALONG
+from layoutmap.pytorch.computing.attention import ATTENTION
+from layoutmap.pytorch.computing.convolutions import CONVOLUTIONS
+from layoutmap.pytorch.computing.gathered import (
     GATHERED,
     READS,
     changes_in_place,
@@ -41,21 +41,14 @@ from layoutmap.pytorch.gathered import (
     on_whole,
     warn_of_gathering,
 )
-from layoutmap.pytorch.joining import JOINS, without_empty
-from layoutmap.pytorch.losses import LOSSES
-from layoutmap.pytorch.norms import NORMS
-from layoutmap.pytorch.opening import can_be_opened, opened
-from layoutmap.pytorch.private import (
-    plainly,
-    replicates_plain_tensors,
-    set_replicates_plain_tensors,
-    tree_leaves,
-    without_function_modes,
-)
-from layoutmap.pytorch.randomness import RANDOM
-from layoutmap.pytorch.recurrent import RECURRENT
-from layoutmap.pytorch.rows import ROWS
-from layoutmap.pytorch.slices import (
+from layoutmap.pytorch.computing.joining import JOINS, without_empty
+from layoutmap.pytorch.computing.losses import LOSSES
+from layoutmap.pytorch.computing.norms import NORMS
+from layoutmap.pytorch.computing.opening import can_be_opened, opened
+from layoutmap.pytorch.computing.randomness import RANDOM
+from layoutmap.pytorch.computing.recurrent import RECURRENT
+from layoutmap.pytorch.computing.rows import ROWS
+from layoutmap.pytorch.computing.slices import (
     RESHAPES,
     VIEWS,
     assign,
@@ -65,7 +58,14 @@ from layoutmap.pytorch.slices import (
     mark_copies,
     whole_where_strided,
 )
-from layoutmap.pytorch.whole import everywhere
+from layoutmap.pytorch.computing.whole import everywhere
+from layoutmap.pytorch.private import (
+    plainly,
+    replicates_plain_tensors,
+    set_replicates_plain_tensors,
+    tree_leaves,
+    without_function_modes,
+)
 
 __all__ = ["computing"]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from layoutmap.blocks import Index, block_shape, whole_index
-from layoutmap.pytorch.elementwise import History, NeedsWhole
-from layoutmap.pytorch.passes import by_tiles, in_order
-from layoutmap.pytorch.replay import needed, replay
-from layoutmap.pytorch.runs import ApartError
-from layoutmap.pytorch.steps import Constant, Memory, Step, View
-from layoutmap.pytorch.streams import PIECE
+from layoutmap.pytorch.drawing.elementwise import History, NeedsWhole
+from layoutmap.pytorch.drawing.passes import by_tiles, in_order
+from layoutmap.pytorch.drawing.replay import needed, replay
+from layoutmap.pytorch.drawing.runs import ApartError
+from layoutmap.pytorch.drawing.steps import Constant, Memory, Step, View
+from layoutmap.pytorch.drawing.streams import PIECE
 
 __all__ = ["Recipe"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from layoutmap.pytorch.whole import everywhere, placed, settled
+from layoutmap.pytorch.computing.whole import everywhere, placed, settled
 
 __all__ = ["Apart", "cut_axis", "divides", "join", "mesh_of", "piece"]
 

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from layoutmap.pytorch.opening import opened
-from layoutmap.pytorch.pieces import cut_axis, divides, join, mesh_of, piece
+from layoutmap.pytorch.computing.opening import opened
+from layoutmap.pytorch.computing.pieces import cut_axis, divides, join, mesh_of, piece
 
 __all__ = ["ATTENTION"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from layoutmap.pytorch.gathered import on_whole
-from layoutmap.pytorch.pieces import cut_axis, divides, join, mesh_of, piece
+from layoutmap.pytorch.computing.gathered import on_whole
+from layoutmap.pytorch.computing.pieces import cut_axis, divides, join, mesh_of, piece
 from layoutmap.pytorch.private import tree_leaves
 
 __all__ = ["RECURRENT"]

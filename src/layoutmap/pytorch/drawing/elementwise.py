@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layoutmap.pytorch.operations import COPIES, FILLED, FILLED_WITH, ROWS, is_local, is_pointwise
-from layoutmap.pytorch.readers import (
+from layoutmap.pytorch.drawing.operations import COPIES, FILLED, FILLED_WITH, ROWS, is_local, is_pointwise
+from layoutmap.pytorch.drawing.readers import (
     Computed,
     Drawn,
     Filled,
@@ -30,10 +30,10 @@ from layoutmap.pytorch.readers import (
     RunPatch,
     Shifted,
 )
-from layoutmap.pytorch.replay import needed
-from layoutmap.pytorch.steps import Constant, Memory, Step, View
-from layoutmap.pytorch.streams import PIECE, Stream, draw_of
-from layoutmap.pytorch.tiles import Tiled
+from layoutmap.pytorch.drawing.replay import needed
+from layoutmap.pytorch.drawing.steps import Constant, Memory, Step, View
+from layoutmap.pytorch.drawing.streams import PIECE, Stream, draw_of
+from layoutmap.pytorch.drawing.tiles import Tiled
 
 __all__ = ["History", "NeedsWhole"]
 

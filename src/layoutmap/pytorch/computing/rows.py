@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.errors import EngineError
-from layoutmap.pytorch.gathered import on_whole
-from layoutmap.pytorch.pieces import Apart
+from layoutmap.pytorch.computing.gathered import on_whole
+from layoutmap.pytorch.computing.pieces import Apart
+from layoutmap.pytorch.computing.whole import settled
 from layoutmap.pytorch.private import tree_map
-from layoutmap.pytorch.whole import settled
 
 __all__ = ["ROWS"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from layoutmap.pytorch import jump
+from layoutmap.pytorch.drawing import jump
+from layoutmap.pytorch.drawing.runs import ApartError, Run
+from layoutmap.pytorch.drawing.steps import Step, View
 from layoutmap.pytorch.private import argument_names, overload_name
-from layoutmap.pytorch.runs import ApartError, Run
-from layoutmap.pytorch.steps import Step, View
 
 __all__ = ["PIECE", "Draw", "Stream", "draw_of", "pieces", "with_generator"]
 

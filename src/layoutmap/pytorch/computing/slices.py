@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layoutmap.errors import EngineError
-from layoutmap.pytorch.gathered import name_of, on_whole
+from layoutmap.pytorch.computing.gathered import name_of, on_whole
+from layoutmap.pytorch.computing.whole import everywhere, placed, settled
 from layoutmap.pytorch.private import tree_leaves
-from layoutmap.pytorch.whole import everywhere, placed, settled
 
 __all__ = [
     "RESHAPES",

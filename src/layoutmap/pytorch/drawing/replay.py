@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from layoutmap.pytorch.operations import OVERWRITING
+from layoutmap.pytorch.drawing.operations import OVERWRITING
+from layoutmap.pytorch.drawing.runs import Run
+from layoutmap.pytorch.drawing.steps import Constant, Memory, Step, View
+from layoutmap.pytorch.drawing.streams import draw_of, with_generator
+from layoutmap.pytorch.drawing.tiles import Tiled
 from layoutmap.pytorch.private import argument_names, tree_leaves, tree_map
-from layoutmap.pytorch.runs import Run
-from layoutmap.pytorch.steps import Constant, Memory, Step, View
-from layoutmap.pytorch.streams import draw_of, with_generator
-from layoutmap.pytorch.tiles import Tiled
 
 __all__ = ["call", "needed", "replay"]
 

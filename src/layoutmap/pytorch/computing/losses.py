@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.pytorch.whole import everywhere, placed, replicated
+from layoutmap.pytorch.computing.whole import everywhere, placed, replicated
 
 __all__ = ["LOSSES"]
 

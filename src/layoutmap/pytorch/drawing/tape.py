@@ -21,9 +21,13 @@ from typing import Any
 import torch
 
 from layoutmap.errors import EngineError
-from layoutmap.pytorch.calls import asked_by, can_wait, changed_by, generator_of, size_of
-from layoutmap.pytorch.interception import intercepted
-from layoutmap.pytorch.operations import OVERWRITING
+from layoutmap.pytorch.drawing.calls import asked_by, can_wait, changed_by, generator_of, size_of
+from layoutmap.pytorch.drawing.interception import intercepted
+from layoutmap.pytorch.drawing.operations import OVERWRITING
+from layoutmap.pytorch.drawing.recipes import Recipe
+from layoutmap.pytorch.drawing.replay import call, replay
+from layoutmap.pytorch.drawing.steps import Constant, Memory, Step, View
+from layoutmap.pytorch.drawing.streams import PIECE, draw_of
 from layoutmap.pytorch.private import (
     UNFORESEEN,
     FakeTensor,
@@ -34,10 +38,6 @@ from layoutmap.pytorch.private import (
     tree_leaves,
     tree_map,
 )
-from layoutmap.pytorch.recipes import Recipe
-from layoutmap.pytorch.replay import call, replay
-from layoutmap.pytorch.steps import Constant, Memory, Step, View
-from layoutmap.pytorch.streams import PIECE, draw_of
 
 __all__ = ["Tape", "trace"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from layoutmap.pytorch.runs import ApartError, Run
-from layoutmap.pytorch.steps import Geometry
-from layoutmap.pytorch.streams import Stream
-from layoutmap.pytorch.tiles import Tiled
+from layoutmap.pytorch.drawing.runs import ApartError, Run
+from layoutmap.pytorch.drawing.steps import Geometry
+from layoutmap.pytorch.drawing.streams import Stream
+from layoutmap.pytorch.drawing.tiles import Tiled
 
 __all__ = [
     "Computed",

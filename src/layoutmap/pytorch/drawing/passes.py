@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from layoutmap.blocks import Index, block_shape, intersect
-from layoutmap.pytorch.readers import boxes
-from layoutmap.pytorch.runs import Run
-from layoutmap.pytorch.streams import pieces
-from layoutmap.pytorch.tiles import columns_of, tile_of
+from layoutmap.pytorch.drawing.readers import boxes
+from layoutmap.pytorch.drawing.runs import Run
+from layoutmap.pytorch.drawing.streams import pieces
+from layoutmap.pytorch.drawing.tiles import columns_of, tile_of
 
 __all__ = ["Part", "by_tiles", "in_order"]
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from layoutmap.pytorch.runs import ApartError, Run
-from layoutmap.pytorch.streams import Draw
+from layoutmap.pytorch.drawing.runs import ApartError, Run
+from layoutmap.pytorch.drawing.streams import Draw
 
 __all__ = ["Tiled", "columns_of", "tile_of"]
 

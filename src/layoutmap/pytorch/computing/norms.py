@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.pytorch.pieces import Apart, mesh_of
-from layoutmap.pytorch.whole import everywhere, placed, settled, whole
+from layoutmap.pytorch.computing.pieces import Apart, mesh_of
+from layoutmap.pytorch.computing.whole import everywhere, placed, settled, whole
 
 __all__ = ["NORMS"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from layoutmap.pytorch.gathered import changes_in_place, on_whole
-from layoutmap.pytorch.pieces import cut_axis, divides, join, mesh_of, piece
-from layoutmap.pytorch.whole import placed, settled
+from layoutmap.pytorch.computing.gathered import changes_in_place, on_whole
+from layoutmap.pytorch.computing.pieces import cut_axis, divides, join, mesh_of, piece
+from layoutmap.pytorch.computing.whole import placed, settled
 
 __all__ = ["ALONG"]
 

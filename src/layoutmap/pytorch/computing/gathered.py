@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.errors import LayoutMapWarning, format_message
-from layoutmap.pytorch.pieces import mesh_of
+from layoutmap.pytorch.computing.pieces import mesh_of
+from layoutmap.pytorch.computing.whole import everywhere, like, whole
 from layoutmap.pytorch.private import tree_leaves, tree_map
-from layoutmap.pytorch.whole import everywhere, like, whole
 
 __all__ = ["GATHERED", "READS", "changes_in_place", "name_of", "on_whole", "read", "warn_of_gathering"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from layoutmap.pytorch.drawing.steps import Step
 from layoutmap.pytorch.private import overload_name
-from layoutmap.pytorch.steps import Step
 
 __all__ = ["COPIES", "FILLED", "FILLED_WITH", "OVERWRITING", "ROWS", "is_local", "is_pointwise"]
 

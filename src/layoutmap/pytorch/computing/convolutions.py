@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from layoutmap.pytorch.pieces import cut_axis, divides, join, mesh_of, piece
+from layoutmap.pytorch.computing.pieces import cut_axis, divides, join, mesh_of, piece
 
 __all__ = ["CONVOLUTIONS"]
 

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.pytorch.gathered import changes_in_place, on_whole
+from layoutmap.pytorch.computing.gathered import changes_in_place, on_whole
+from layoutmap.pytorch.computing.whole import like, placed, settled, whole
 from layoutmap.pytorch.private import tree_map
-from layoutmap.pytorch.whole import like, placed, settled, whole
 
 __all__ = ["RANDOM", "drawn_mask"]
 

@@ -1,0 +1,9 @@
+"""How tensors get their values: recorded without making them, then made again at some indices, bit for bit.
+
+tape           records a program's operations; asks `calls` what a call says, and `interception` what else it must see
+steps          what is written down: views of memory that does not exist, and operations
+recipes        the way to the values of one tensor: `replay` all of it, or one pass over some indices
+elementwise    which histories can be made in one pass; `operations` knows what each operation looks at
+readers, runs  elements from the first to the last, some at a time, in the order that `passes` sets
+streams, tiles random numbers in pieces: of torch's one stream (`jump` moves ahead in it), or by tiles
+"""
