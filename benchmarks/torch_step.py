@@ -5,8 +5,9 @@
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
 
 On model=4 (tensor parallel alone): `layoutmap` beside `parallelize_module`. On batch=2,model=2: beside
-`parallelize_module` with `fully_shard`. The same decoder, seed, batches and AdamW; losses are compared with those of
-one process, to which every way must come within 1e-4.
+`parallelize_module` with `fully_shard`, both with every weight cut over the batch dim too; `layoutmap, replicated` has
+it whole on each row of the mesh, which takes more memory and fewer collectives. The same decoder, seed, batches and
+AdamW; losses are compared with those of one process, to which every way must come within 1e-4.
 
 `layoutmap` takes DTensors and computes the loss on the mesh; `layoutmap, plain` takes and gives plain tensors, with no
 word of meshes in the training loop: every process then has the logits of all rows.
@@ -32,9 +33,10 @@ from torch_processes import measure
 PROCESSES = 4
 WARMUP = 3
 OWN = "parallelize_module"
+REPLICATED = "layoutmap, replicated"
 METHODS = {
     "model=4": (OWN, "layoutmap", "layoutmap, plain"),
-    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain"),
+    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", REPLICATED),
 }
 
 
@@ -44,7 +46,8 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
     from torch.nn import functional as F
 
     torch.set_num_threads(1)
-    step = {"layoutmap": by_layoutmap, "layoutmap, plain": by_layoutmap_plainly}.get(method, by_torch)
+    ways = {"layoutmap": by_layoutmap, "layoutmap, plain": by_layoutmap_plainly, REPLICATED: by_replicas}
+    step = ways.get(method, by_torch)
     one_step, mean = step(mesh, size, F.cross_entropy)
     times, cpu, losses = [], [], []
     data = batches(size, WARMUP + steps)
@@ -123,11 +126,16 @@ def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
     return step, mean
 
 
-def by_layoutmap(mesh: str, size: str, loss_of: Any) -> Any:
+def by_replicas(mesh: str, size: str, loss_of: Any) -> Any:
+    """This library, with all of a weight's part of the model dim on each process of the batch dim."""
+    return by_layoutmap(mesh, size, loss_of, cut_by_batch=False)
+
+
+def by_layoutmap(mesh: str, size: str, loss_of: Any, cut_by_batch: bool = True) -> Any:
     """This library, from batches on the mesh to a loss on the mesh."""
     import layoutmap as lm
 
-    model, optimizer, layout_map, batch_dim = laid_out(mesh, size)
+    model, optimizer, layout_map, batch_dim = laid_out(mesh, size, cut_by_batch)
     assert layout_map.mesh is not None
     rows = lm.Layout([batch_dim, None], layout_map.mesh)
 
@@ -148,7 +156,7 @@ def by_layoutmap(mesh: str, size: str, loss_of: Any) -> Any:
 
 def by_layoutmap_plainly(mesh: str, size: str, loss_of: Any) -> Any:
     """This library, with a training loop that knows of no mesh."""
-    model, optimizer, _, _ = laid_out(mesh, size)
+    model, optimizer, _, _ = laid_out(mesh, size, cut_by_batch=True)
 
     def step(x: Any, y: Any) -> Any:
         loss = loss_of(model(x).flatten(0, 1), y.flatten())
@@ -160,8 +168,12 @@ def by_layoutmap_plainly(mesh: str, size: str, loss_of: Any) -> Any:
     return step, float
 
 
-def laid_out(mesh: str, size: str) -> Any:
-    """The model in the layouts of its tensor parallel plan, and its optimizer."""
+def laid_out(mesh: str, size: str, cut_by_batch: bool) -> Any:
+    """The model in the layouts of its tensor parallel plan, and its optimizer.
+
+    With `cut_by_batch`, the batch dim cuts every weight too, as `fully_shard` does: the first axis that is still whole,
+    or along with the model dim where none is.
+    """
     import torch
 
     import layoutmap as lm
@@ -172,6 +184,12 @@ def laid_out(mesh: str, size: str) -> Any:
     layout_map = lm.LayoutMap.from_tp_plan(TP_PLAN, on, batch_dim=batch_dim, parameters=shapes)
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
     layout_map.activations[r".*norm\d?$"] = (batch_dim, None, None)
+    for rule, layout in list(layout_map.items()) if batch_dim and cut_by_batch else ():
+        specs: list[Any] = [None if spec == lm.UNSHARDED else spec for spec in layout.sharding_specs]
+        axis = specs.index(None) if None in specs else 0
+        specs[axis] = batch_dim if specs[axis] is None else (specs[axis], batch_dim)
+        del layout_map[rule]
+        layout_map[rule] = tuple(specs)
     with layout_map.scope(batch_dim=batch_dim):
         model = make_model(size)
     return model, torch.optim.AdamW(model.parameters(), 1e-3), layout_map, batch_dim
