@@ -6,8 +6,9 @@
         def make_array(self, values): return mine.array(values)
         def device_values(self, array): return {shard.device: shard.numpy() for shard in array.shards}
 
-The laws use the engine protocol, numpy and hypothesis, and no framework. They want 8 devices. Where an engine runs as
-several processes, each runs the tests, with the same `hypothesis` seed, and `gathered` joins what they hold.
+The laws use the engine protocol, numpy and hypothesis, and no framework. They want 8 devices, or just the one that
+`one_device` names, such as a machine's only GPU. Where an engine runs as several processes, each runs the tests, with
+the same `hypothesis` seed, and `gathered` joins what they hold.
 """
 
 # ruff: noqa: SIM300
@@ -55,6 +56,7 @@ class EngineContract:
         dtypes: The element types to try.
         cannot_hold: Sharding specs on the mesh `x=2,y=4` that the engine cannot hold, each with words of its refusal.
         holds_any_device_order: Whether a mesh may name devices in any order; if not, the engine must refuse others.
+        one_device: The name of a device that all grids are then on, each dim of size 1; `None`: eight devices.
     """
 
     engine_name: ClassVar[str]
@@ -62,6 +64,7 @@ class EngineContract:
     dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "int8", "bool", "uint32")
     cannot_hold: ClassVar[Mapping[tuple[ShardingSpec, ...], str]] = {}
     holds_any_device_order: ClassVar[bool] = True
+    one_device: ClassVar[str | None] = None
 
     # -- what a subclass says
 
@@ -101,15 +104,24 @@ class EngineContract:
         """Whether the engine says it can hold such a layout."""
         return specs not in self.cannot_hold
 
+    def mesh(self, dims: str, first: int | None = None, name: str = "") -> Mesh:
+        """A grid on whatever devices come first, or on those from a number on; or one on the one device."""
+        mesh = Mesh(None, self._sizes(dims), name)
+        if self.one_device is not None:
+            return mesh.with_devices([self.one_device])
+        return mesh if first is None else mesh.with_devices(self.engine.devices()[first : first + mesh.size])
+
     # -- devices and meshes
 
     def test_devices_are_named(self):
         """Each device has a name of its own, made of its type and its number."""
-        names = self.engine.devices()
+        names = self.engine.devices(self._device_type)
+        number = 8 if self.one_device is None else 1
 
-        assert 8 <= len(names)
+        assert number <= len(names)
+        assert self.one_device in (None, *names)
         assert len(names) == len(set(names))
-        assert tuple(names[:8]) == Mesh(names[:8], "x=8").devices
+        assert tuple(names[:number]) == Mesh(names[:number], {"x": number}).devices
         assert names == self.engine.devices(names[0].partition(":")[0].lower())
 
     def test_an_unknown_device_type_is_refused(self):
@@ -119,10 +131,12 @@ class EngineContract:
 
     def test_an_abstract_mesh_is_bound_to_the_first_devices(self):
         """Binding gives an abstract mesh the first devices, and leaves a bound one as it is."""
-        bound = self.engine.bind(Mesh(None, "x=2,y=2", "name"))
+        abstract = Mesh(None, self._sizes("x=2,y=2"), "name")
+        bound = self.engine.bind(abstract)
 
-        assert Mesh(self.engine.devices()[:4], "x=2,y=2", "name") == bound
-        assert bound == self.engine.bind(bound)
+        assert abstract.with_devices(self.engine.devices()[: abstract.size]) == bound
+        for mesh in (bound, self.mesh("x=2,y=2", first=0)):
+            assert mesh == self.engine.bind(mesh)
 
     def test_a_mesh_of_more_devices_than_there_are_is_refused(self):
         """A mesh that the machine is too small for is refused, saying how many devices there are."""
@@ -136,12 +150,13 @@ class EngineContract:
 
     def test_a_mesh_of_unknown_devices_is_refused(self):
         """A mesh that names a device that does not exist is refused by the device's name."""
-        device_type = self.engine.devices()[0].partition(":")[0]
-        mesh = Mesh([f"{device_type}:0", f"{device_type}:77777"], "x=2")
+        known = self.engine.devices(self._device_type)[0]
+        unknown = f"{known.partition(':')[0]}:77777"
+        mesh = Mesh([known, unknown], "x=2") if self.one_device is None else Mesh([unknown], "x=1")
 
-        with pytest.raises(MeshError, match=f"{device_type}:77777"):
+        with pytest.raises(MeshError, match=unknown):
             self.engine.bind(mesh)
-        with pytest.raises(MeshError, match=f"{device_type}:77777"):
+        with pytest.raises(MeshError, match=unknown):
             self.engine.relayout(np.zeros(2, np.float32), Layout(["x"], mesh))
 
     # -- what an engine holds
@@ -159,12 +174,12 @@ class EngineContract:
     def test_native_checks_the_rank(self):
         """A layout of another rank than asked for is refused."""
         with pytest.raises(LayoutError, match="rank"):
-            self.engine.native(Layout(["x", None], Mesh(None, "x=2")), 1)
+            self.engine.native(Layout(["x", None], self.mesh("x=2")), 1)
 
     def test_what_cannot_be_held_is_refused(self):
         """A layout that the engine cannot hold is refused by name, before anything is drawn."""
         for specs, words in self.cannot_hold.items():
-            layout = Layout(specs, Mesh(None, "x=2,y=4"))
+            layout = Layout(specs, self.mesh("x=2,y=4"))
             shape = (8,) * layout.rank
             drawn: list[str] = []
             for refuse in (
@@ -184,7 +199,7 @@ class EngineContract:
 
     def test_every_relayout_is_exact(self):
         """From each layout to each other one, all bits stay and the layout is the one asked for."""
-        mesh = Mesh(None, "x=2,y=4")
+        mesh = self.mesh("x=2,y=4")
         values = random_values((8, 16), "float32", seed=1)
         layouts = [Layout(specs, mesh) for specs in all_specs(mesh, 2) if self.held(specs)]
         arrays = [self.engine.relayout(values, layout) for layout in layouts]
@@ -212,14 +227,13 @@ class EngineContract:
 
     def test_relayout_moves_between_meshes(self):
         """An array moves between meshes of other shapes and other devices with all its bits."""
-        names = self.engine.devices()
         values = random_values((8, 16), "float32", seed=3)
         layouts = [
-            Layout(["x", "y"], Mesh(None, "x=2,y=4")),
-            Layout([None, "a"], Mesh(names[:4], "a=4")),
-            Layout(["b", "a"], Mesh(names[2:6], "a=2,b=2")),
+            Layout(["x", "y"], self.mesh("x=2,y=4")),
+            Layout([None, "a"], self.mesh("a=4", first=0)),
+            Layout(["b", "a"], self.mesh("a=2,b=2", first=2)),
         ]
-        over_two = Layout([("b", "a"), None], Mesh(names[2:6], "a=2,b=2"))
+        over_two = Layout([("b", "a"), None], self.mesh("a=2,b=2", first=2))
         layouts += [over_two] * self.held(over_two.sharding_specs)
         for before, after in itertools.product(layouts, layouts):
             moved = self.engine.relayout(self.engine.relayout(values, before), after)
@@ -229,11 +243,12 @@ class EngineContract:
 
     def test_devices_in_another_order(self):
         """On a mesh of devices in another order each holds its shard, or the mesh is refused."""
-        names = self.engine.devices()
-        mesh = Mesh([names[i] for i in (3, 1, 0, 2, 7, 6, 4, 5)], "x=2,y=4")
+        mesh = self.mesh("x=2,y=4", first=0)
+        names = mesh.devices or ()
+        mesh = mesh.with_devices([names[i] for i in (3, 1, 0, 2, 7, 6, 4, 5) if i < len(names)])
         layout = Layout(["y", "x"], mesh)
         values = random_values((8, 16), "float32", seed=4)
-        if self.holds_any_device_order:
+        if self.holds_any_device_order or mesh.size == 1:  # one has one order
             array = self.engine.relayout(values, layout)
 
             assert layout == self.engine.layout_of(array)
@@ -244,15 +259,16 @@ class EngineContract:
 
     def test_what_does_not_fit_is_refused(self):
         """An axis that does not divide, or another rank, is refused and said so."""
-        mesh = Mesh(None, "x=2,y=4")
-        with pytest.raises(LayoutError, match="6 is not a multiple of 4"):
-            self.engine.relayout(np.zeros((4, 6), np.float32), Layout(["x", "y"], mesh))
+        mesh = self.mesh("x=2,y=4")
+        if mesh.size > 1:  # every axis divides by one
+            with pytest.raises(LayoutError, match="6 is not a multiple of 4"):
+                self.engine.relayout(np.zeros((4, 6), np.float32), Layout(["x", "y"], mesh))
         with pytest.raises(LayoutError, match="rank"):
             self.engine.relayout(np.zeros(4, np.float32), Layout(["x", "y"], mesh))
 
     def test_an_array_owns_its_values(self):
         """An array keeps its values when the numpy array it came from is changed."""
-        layout = Layout.replicated(Mesh(None, "x=2"), 1)
+        layout = Layout.replicated(self.mesh("x=2"), 1)
         assignment = _assignment((64,), "float32", layout)
         source = np.zeros(64, np.float32)
         arrays = [
@@ -300,8 +316,9 @@ class EngineContract:
 
     def test_a_shard_read_wrong_is_refused(self):
         """A reader that gives another shape or element type is refused by the variable's path."""
-        assignment = _assignment((8,), "float32", Layout(["x"], Mesh(None, "x=2")), "block.w")
-        for wrong in (np.zeros(3, np.float32), np.zeros(4, np.int8)):
+        assignment = _assignment((8,), "float32", Layout(["x"], self.mesh("x=2")), "block.w")
+        shape = assignment.layout.shard_shape((8,))
+        for wrong in (np.zeros(3, np.float32), np.zeros(shape, np.int8)):
             with pytest.raises(EngineError, match=r"block\.w"):
                 self.engine.from_shards(assignment, lambda _: wrong)  # noqa: B023
 
@@ -313,7 +330,7 @@ class EngineContract:
         for dtype in ("float32", "bfloat16"):
             draw = self.random_draw(shape, dtype, seed=7)
             expected = self._plain(draw.whole(), shape, dtype)
-            for mesh in self._all_meshes() if dtype == "float32" else [Mesh(None, "x=2,y=4")]:
+            for mesh in self._all_meshes() if dtype == "float32" else [self.mesh("x=2,y=4")]:
                 layouts = [Layout(specs, mesh) for specs in _some_specs(mesh) if self.held(specs)]
                 assignments = {str(i): _assignment(shape, dtype, each) for i, each in enumerate(layouts)}
                 arrays = self.engine.create(assignments, dict.fromkeys(assignments, draw))
@@ -339,7 +356,7 @@ class EngineContract:
 
     def test_equal_draws_with_other_seeds_differ(self):
         """Variables that are drawn alike, each with its seed, get each its own values."""
-        layout = Layout(["x", None], Mesh(None, "x=2"))
+        layout = Layout(["x", None], self.mesh("x=2"))
         draws = {str(seed): self.random_draw((16, 8), "float32", seed) for seed in range(3)}
         assignments = {key: _assignment((16, 8), "float32", layout) for key in draws}
         made = self.engine.create(assignments, draws)
@@ -350,7 +367,7 @@ class EngineContract:
 
     def test_progress_is_told(self):
         """Progress is called with each key, in order, once its variable is made."""
-        layout = Layout(["x"], Mesh(None, "x=2"))
+        layout = Layout(["x"], self.mesh("x=2"))
         draws = {key: self.random_draw((4,), "float32", seed=9) for key in "cab"}
         told: list[str] = []
         made = self.engine.create(
@@ -361,7 +378,7 @@ class EngineContract:
 
     def test_nothing_is_drawn_if_a_layout_does_not_fit(self):
         """One layout that does not fit, of many, is refused by its variable's path before anything is drawn."""
-        mesh = Mesh(None, "x=2")
+        mesh = self.mesh("x=2")
         good = _assignment((4,), "float32", Layout(["x"], mesh), "good")
         too_many = Mesh(None, {"x": 1 << 20})
         bad = {
@@ -371,6 +388,8 @@ class EngineContract:
             "missing": (EngineError, _assignment((4,), "float32", Layout(["x"], mesh), "missing")),
             "nosuchtype": (EngineError, _assignment((4,), "string", Layout(["x"], mesh), "nosuchtype")),
         }
+        if mesh.size == 1:  # every axis divides by one
+            del bad["uneven"]
         for path, (kind, assignment) in bad.items():
             drawn: list[str] = []
             draws = {key: _recorded(np.zeros(4, np.float32), drawn, key) for key in ("good", path)}
@@ -384,7 +403,7 @@ class EngineContract:
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
     def test_nothing_is_left_when_a_draw_fails(self, error: type[BaseException]):
         """A draw that fails half way is the error that is seen, and no array made before it stays."""
-        layout = Layout(["x"], Mesh(None, "x=2"))
+        layout = Layout(["x"], self.mesh("x=2"))
         assignments = {key: _assignment((4,), "float32", layout) for key in "abc"}
         told: list[str] = []
 
@@ -404,7 +423,7 @@ class EngineContract:
 
     def test_a_draw_of_another_shape_or_type_is_refused(self):
         """A draw that gives another shape or element type than its variable has is refused by the path."""
-        layout = Layout(["x"], Mesh(None, "x=2"))
+        layout = Layout(["x"], self.mesh("x=2"))
         assignments = {"w": _assignment((4,), "float32", layout, "block.w")}
         for wrong in (np.zeros(8, np.float32), np.zeros((4, 1), np.float32), np.zeros(4, np.int8)):
             with pytest.raises(EngineError, match=r"block\.w"):
@@ -433,8 +452,12 @@ class EngineContract:
 
     def test_a_call_that_does_not_fit_is_refused(self):
         """A function whose result has another rank, does not divide, or is not one array is refused."""
-        layout = Layout(["x"], Mesh(None, "x=2"))
-        for shape in ((3,), (2, 2)):
+        layout = Layout(["x"], self.mesh("x=2"))
+        shapes: list[tuple[int, ...]] = [
+            (2, 2),
+            *[(3,)] * (layout.mesh.size > 1),
+        ]  # every axis divides by one
+        for shape in shapes:
             array = self.make_array(np.zeros(shape, np.float32))
             with pytest.raises(LayoutError):
                 self.engine.call(lambda a: a, layout, [array], {})
@@ -468,7 +491,7 @@ class EngineContract:
     def test_computing_on_a_mesh(self):
         """What is computed while computing runs on a mesh lies on it, whole; an exception ends that."""
         values = np.arange(8, dtype=np.int32).reshape(4, 2)
-        for mesh in (Mesh(None, "x=2,y=4"), Mesh(self.engine.devices()[2:6], "a=4")):
+        for mesh in (self.mesh("x=2,y=4"), self.mesh("a=4", first=2)):
             made = self._doubled_until_an_exception(mesh, values)
 
             assert Layout.replicated(mesh, 2) == self.engine.layout_of(made)
@@ -489,7 +512,7 @@ class EngineContract:
         """An array made from numpy values has the element type of their canonical form, which is its own."""
         values = np.ones(4, dtype)
         held = self.engine.canonical(values)
-        array = self.engine.relayout(values, Layout(["x"], Mesh(None, "x=2")))
+        array = self.engine.relayout(values, Layout(["x"], self.mesh("x=2")))
 
         assert_same_bits(held, self.whole(array, (4,), str(held.dtype)))
         assert_same_bits(held, self.engine.canonical(held))
@@ -500,7 +523,7 @@ class EngineContract:
             with pytest.raises(EngineError, match=str(values.dtype)):
                 self.engine.canonical(values)
             with pytest.raises(EngineError, match=str(values.dtype)):
-                self.engine.relayout(values, Layout(["x"], Mesh(None, "x=2")))
+                self.engine.relayout(values, Layout(["x"], self.mesh("x=2")))
 
     def test_a_draw_without_a_program_is_said_to_be_whole(self):
         """A draw that can only give its whole value is said to be made whole, and a reason is given."""
@@ -514,14 +537,23 @@ class EngineContract:
             return value
         return self.whole(value, shape, dtype)
 
+    @property
+    def _device_type(self) -> str | None:
+        return self.one_device and self.one_device.partition(":")[0]
+
+    def _sizes(self, dims: str) -> list[tuple[str, int]]:
+        """The dims of a mesh with their sizes; on one device each is 1."""
+        mesh = Mesh(None, dims)
+        return [(dim, mesh.dim_size(dim) if self.one_device is None else 1) for dim in mesh.dim_names]
+
     def _all_meshes(self) -> list[Mesh]:
-        """The grids on the first devices, and two on other parts of the machine."""
-        names = self.engine.devices()
-        return [
-            *(Mesh(None, dims) for dims in self.meshes),
-            Mesh(names[:4], "x=2,y=2", "first"),
-            Mesh(names[2:6], "x=2,y=2"),
+        """The grids on the first devices, and two on other parts of the machine; each once."""
+        meshes = [
+            *(self.mesh(dims) for dims in self.meshes),
+            self.mesh("x=2,y=2", first=0, name="first"),
+            self.mesh("x=2,y=2", first=2),
         ]
+        return list(dict.fromkeys(meshes))
 
     def _cases(
         self, num_layouts: int
