@@ -416,6 +416,22 @@ class TestWeightsCutByTheBatch:
         with pytest.raises(RuntimeError, match="once_differentiable"):
             again.square().sum().backward()
 
+    def test_what_lies_outside_of_blocks_stays_while_the_model_runs(self):
+        """Embeddings and heads are whole from the model's call on; called by themselves they gather their own."""
+        plain, model = pair(Transformer, {r"norm\.weight": ("batch",), r"tokens\.weight": ("batch", None)})
+        tokens = torch.from_numpy(batch("transformer")[0])
+        seen = []
+        model.blocks[0].register_forward_hook(
+            lambda *_: seen.append(lm.dtensor.fetch_layout(model.tokens.weight))
+        )
+        for each in (plain, model):
+            each.eval()
+
+        assert_close(plain(tokens), model(tokens))
+        assert [("unsharded", "unsharded")] == [layout.sharding_specs for layout in seen]
+        assert_close(plain.tokens(tokens), model.tokens(tokens))
+        assert ("batch", "unsharded") == lm.dtensor.fetch_layout(model.tokens.weight).sharding_specs
+
     def test_the_layers_of_a_block_are_gathered_together(self):
         """Blocks of a list gather all their weights by one collective; gradients are right, and copies too."""
         rules = {

@@ -42,7 +42,7 @@ from layoutmap.engines.torch_arrays import (
     torch_dtype,
     whole,
 )
-from layoutmap.engines.torch_devices import bound_mesh, device_names, ranks_of
+from layoutmap.engines.torch_devices import bound_mesh, device_names
 from layoutmap.engines.torch_processes import across, check_equal_everywhere, common_seeds, random_state
 from layoutmap.errors import EngineError
 from layoutmap.layout import Layout
@@ -271,7 +271,7 @@ class TorchEngine:
             MeshError: The machine does not have the mesh's devices.
         """
         native = self.native(Layout.replicated(mesh, 0), 0)[0]
-        with simulation.on_ranks(ranks_of(native)), _OnMesh(mesh), computing(native):
+        with simulation.on_mesh(native), _OnMesh(mesh), computing(native):
             yield
 
     def canonical(self, values: NumpyArray) -> NumpyArray:
@@ -333,6 +333,10 @@ def engine() -> TorchEngine:
 _meshes = threading.local()
 
 
+# What functions and attributes give most often, and what cannot hold a plain tensor.
+_NOT_PLAIN = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bool, float, str, type(None)))
+
+
 class _OnMesh(TorchFunctionMode):
     """New tensors that come of plain ones lie on a mesh, whole on each device; the innermost mesh counts."""
 
@@ -351,7 +355,7 @@ class _OnMesh(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if type(result) is DTensor or _meshes.innermost is not self:
+        if type(result) in _NOT_PLAIN or _meshes.innermost is not self:
             return result
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return tree_map(lambda value: self._placed(value, given), result)

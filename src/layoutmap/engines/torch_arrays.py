@@ -24,7 +24,6 @@ from layoutmap.engines.torch_devices import (
     device_of,
     layout_of_placements,
     placements_of,
-    ranks_of,
 )
 from layoutmap.errors import EngineError
 from layoutmap.layout import Layout
@@ -176,7 +175,7 @@ def from_blocks(
         read: Gives the block at an index, with memory of its own.
     """
     native, placements = native_of(layout)
-    ranks = ranks_of(native)
+    ranks = simulation.ranks_of(native)
     device = device_of(native)
     pieces: dict[int, torch.Tensor] = {}
     known: dict[Ends, torch.Tensor] = {}
@@ -200,7 +199,7 @@ def _joined(
 ) -> Any:
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    with simulation.on_ranks(ranks_of(native)), torch.no_grad():
+    with simulation.on_mesh(native), torch.no_grad():
         local = simulation.join(pieces, dtype)
         made = DTensor.from_local(local, native, placements, run_check=False, shape=size, stride=stride)
     return mark(made, layout)
@@ -225,7 +224,7 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
             why="it is a sum over the mesh that is still to be made, or its mesh has no names",
             mend="give it one: relayout(tensor, layout)",
         )
-    ranks = ranks_of(array.device_mesh)
+    ranks = simulation.ranks_of(array.device_mesh)
     seen: set[Ends] = set()
     detached: Any = array.detach()
     held = simulation.pieces_of(detached._local_tensor)
@@ -264,7 +263,7 @@ def whole(array: Any) -> torch.Tensor:
         return array.detach()
     detached: Any = array.detach()
     array = detached
-    ranks = ranks_of(array.device_mesh)
+    ranks = simulation.ranks_of(array.device_mesh)
     if any(placement.is_partial() for placement in array.placements):
         with simulation.on_ranks(ranks):
             array = array.redistribute(array.device_mesh, [Replicate()] * array.device_mesh.ndim)
@@ -286,8 +285,10 @@ def move(array: Any, layout: Layout) -> Any:
     """A DTensor in another layout, which fits; gradients pass where the mesh stays."""
     native, placements = check_placed(layout, tuple(array.shape))
     # Simulated ranks have collectives only on meshes that rank 0 is on.
-    if array.device_mesh == native and not (simulation.is_simulated() and 0 not in ranks_of(native)):
-        with simulation.on_ranks(ranks_of(native)):
+    if array.device_mesh == native and not (
+        simulation.is_simulated() and 0 not in simulation.ranks_of(native)
+    ):
+        with simulation.on_mesh(native):
             moved = _redistributed(array, placements)
             # It may be the very tensor, on which another layout is noted.
             return mark(moved.view_as(moved) if moved is array else moved, layout)
@@ -351,7 +352,7 @@ def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
         return
     layout = layout_of(array)
     assert layout is not None
-    ranks, shape = ranks_of(array.device_mesh), tuple(array.shape)
+    ranks, shape = simulation.ranks_of(array.device_mesh), tuple(array.shape)
     first: dict[Ends, tuple[Index, int]] = {}
     for place, rank in enumerate(ranks):
         index = layout.shard_slices(shape, place)

@@ -32,12 +32,12 @@ __all__ = [
     "device_of",
     "layout_of_placements",
     "placements_of",
-    "ranks_of",
 ]
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _lock = threading.RLock()
 _device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+_known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # what was asked for before, in this process group
 # Two meshes of ours, an abstract one and the same one bound, are one of torch's: the last used is given back.
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
@@ -111,11 +111,6 @@ def _rank(name: str) -> int:
     return int(name.rpartition(":")[2])
 
 
-def ranks_of(mesh: DeviceMesh) -> list[int]:
-    """The ranks of a device mesh, row-major."""
-    return mesh.mesh.flatten().tolist()
-
-
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Where this process keeps its piece of a tensor on a mesh."""
     if mesh.device_type == "cpu":
@@ -130,6 +125,15 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         MeshError: The machine does not have the mesh's devices.
         EngineError: The devices do not come in an order that torch keeps.
     """
+    simulation.start()
+    known = _known.get((mesh, dist.group.WORLD))
+    if known is None:
+        known = _known[mesh, dist.group.WORLD] = _device_mesh(mesh)
+    _mesh_of[known] = mesh
+    return known
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
     bound = bound_mesh(mesh)
     names = list(bound.devices or ())
     ranks = np.array([_rank(name) for name in names]).reshape(bound.shape)
@@ -140,9 +144,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         if key not in _device_meshes:
             with simulation.on_ranks(ranks.flat):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
-        native = _device_meshes[key]
-        _mesh_of[native] = mesh
-    return native
+        return _device_meshes[key]
 
 
 def _check_order(ranks: Any, mesh: Mesh) -> None:
@@ -162,7 +164,7 @@ def mesh_of(native: DeviceMesh) -> Mesh | None:
     if known is not None or native.mesh_dim_names is None:
         return known
     kind = next(name for name, theirs in _TYPES.items() if theirs == native.device_type)
-    ranks = ranks_of(native)
+    ranks = simulation.ranks_of(native)
     here = set(simulation.ranks_here(ranks))
     return Mesh(
         [f"{kind}:{each}" for each in ranks],

@@ -7,13 +7,16 @@ backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from layoutmap.pytorch.private import DTensorSpec, dtensor
 
 __all__ = ["can_gather", "gather_over"]
 
@@ -21,12 +24,20 @@ __all__ = ["can_gather", "gather_over"]
 def can_gather(tensor: Any, mesh_dim: int) -> bool:
     """Whether what the devices along a mesh dim hold, put one behind the other, is the tensor without that cut.
 
-    It is not where a later dim cuts the same axis, or an axis is cut in another order than that of the mesh.
+    It is so where this dim is the last of those that cut its axis: the last of the mesh, or by a strided cut.
     """
-    placement, later = tensor.placements[mesh_dim], tensor.placements[mesh_dim + 1 :]
-    if type(placement) is not Shard:
+    placement, mesh = tensor.placements[mesh_dim], tensor.device_mesh
+    if placement.is_replicate() or placement.is_partial():
         return False
-    return all(each.is_replicate() or (type(each) is Shard and each.dim != placement.dim) for each in later)
+    cut_before = 1  # by dims that come later in the mesh
+    for number, each in enumerate(tensor.placements):
+        if number == mesh_dim or each.is_replicate():
+            continue
+        if type(each) is not Shard:
+            return False
+        if number > mesh_dim and each.dim == placement.dim:
+            cut_before *= mesh.size(number)
+    return cut_before == getattr(placement, "split_factor", 1)
 
 
 def gather_over(tensors: Sequence[Any], mesh_dim: int) -> list[Any]:
@@ -75,36 +86,26 @@ class _Place:
     """Where one tensor lies, cut over the mesh dim and without that cut."""
 
     def __init__(self, tensor: Any, mesh_dim: int) -> None:
-        self.mesh, self.placements = tensor.device_mesh, tensor.placements
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.axis = tensor.placements[mesh_dim].dim
-        self.mesh_dim, self.number = mesh_dim, self.mesh.size(mesh_dim)
+        self.spec, self.mesh_dim = tensor._spec, mesh_dim
+        self.axis = self.spec.placements[mesh_dim].dim
+        self.number = self.spec.mesh.size(mesh_dim)
         self.local_shape = tuple(tensor._local_tensor.shape)
         self.local_size = tensor._local_tensor.numel()
 
-    def _with(self, placement: Any) -> list[Any]:
-        changed = list(self.placements)
-        changed[self.mesh_dim] = placement
-        return changed
-
-    def _joined(self, local: torch.Tensor, placements: Any) -> Any:
-        return DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-
     def put_together(self, pieces: torch.Tensor) -> Any:
         """The tensor, from one row of numbers for each device along the mesh dim."""
-        apart = pieces.reshape(self.number, *self.local_shape).movedim(0, self.axis)
-        local = apart.reshape(
-            [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
-        )
-        return self._joined(local.contiguous(), self._with(Replicate()))
+        apart = pieces.reshape(self.number, *self.local_shape)
+        joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
+        local = apart.movedim(0, self.axis).reshape(joined).contiguous()
+        return dtensor(local, _changed(self.spec, self.mesh_dim, Replicate(), local.dtype))
 
     def partial(self, gradient: Any) -> Any:
         """A gradient as numbers that are still to be summed up over the mesh dim, laid out else as the tensor."""
-        if gradient.placements[self.mesh_dim].is_partial():
-            return gradient.redistribute(self.mesh, self._with(Partial()))
-        return gradient.redistribute(self.mesh, self._with(Replicate())) / self.number
+        is_sum = gradient.placements[self.mesh_dim].is_partial()
+        wanted = _changed(self.spec, self.mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
+        if gradient.placements != wanted.placements:
+            gradient = gradient.redistribute(wanted.mesh, wanted.placements)
+        return gradient if is_sum else gradient / self.number
 
     def taken_apart(self, gradient: Any) -> torch.Tensor:
         """One row of numbers for each device along the mesh dim."""
@@ -114,4 +115,13 @@ class _Place:
 
     def cut(self, numbers: torch.Tensor) -> Any:
         """The gradient in the tensor's own layout, from the numbers of this device."""
-        return self._joined(numbers.reshape(self.local_shape), self.placements)
+        mine = self.spec.placements[self.mesh_dim]
+        spec = _changed(self.spec, self.mesh_dim, mine, numbers.dtype)
+        return dtensor(numbers.reshape(self.local_shape), spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _changed(spec: Any, mesh_dim: int, placement: Any, dtype: torch.dtype) -> Any:
+    """Where a tensor lies, with another placement for one mesh dim."""
+    placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta._replace(dtype=dtype))

@@ -97,7 +97,7 @@ class Gradients:
             _bring_closer(parameter)
         parameters = [parameter for parameter, _ in noted]
         for mesh in {parameter.device_mesh for parameter in parameters}:
-            with simulation.on_ranks(mesh.mesh.flatten().tolist()):
+            with simulation.on_mesh(mesh):
                 for dim in range(mesh.ndim):
                     _sum_up([each for each in parameters if each.device_mesh == mesh], dim)
         for parameter, earlier in noted:

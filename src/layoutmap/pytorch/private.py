@@ -9,7 +9,7 @@ _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the list of modes that are active, of 
 torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was cut from
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse
 ShardOrderEntry: one axis that is cut over several mesh dims, in any order
-torch.distributed.tensor.DTensor        _local_tensor: the piece of this process, without a step of autograd
+torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
 torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
 torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
@@ -47,6 +47,7 @@ __all__ = [
     "at_end_of_backward",
     "backward_pass",
     "dispatch_modes",
+    "dtensor",
     "enabled_local_tensor_mode",
     "plainly",
     "replicates_plain_tensors",
@@ -124,6 +125,12 @@ _missing = [
 ]
 if _missing:
     raise _moved(", ".join(_missing))
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> Any:
+    """A `DTensor` of a piece of this process, outside of autograd: `from_local` without its checks."""
+    make: Any = DTensor
+    return make(local, spec, requires_grad=False)
 
 
 def plainly(function: Callable[P, R]) -> Callable[P, R]:

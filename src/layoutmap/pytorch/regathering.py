@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.pytorch import simulation
-from layoutmap.pytorch.private import has_saving_hooks, plainly, storage_key
+from layoutmap.pytorch.private import dtensor, has_saving_hooks, plainly, storage_key
 
 __all__ = ["regathered"]
 
@@ -31,16 +31,24 @@ def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Ge
         tensors: DTensors, as they come out of autograd.
         again: Makes them again, with the same values, when they are needed.
     """
-    nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    if not nodes or not torch.is_grad_enabled() or has_saving_hooks():
+    weights = _watched(tensors, again)
+    if weights is None:
         yield
         return
-    weights = _Weights(tensors, again)
-    for node in nodes:
-        node.register_hook(weights.let_go)
     with torch.autograd.graph.saved_tensors_hooks(weights.pack, weights.unpack):
         yield
     weights.close()
+
+
+@plainly
+def _watched(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> _Weights | None:
+    nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    if not nodes or not torch.is_grad_enabled() or has_saving_hooks():
+        return None
+    weights = _Weights(tensors, again)
+    for node in nodes:
+        node.register_hook(weights.let_go)
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +56,7 @@ class _View:
     """A view of one of the weights, as a whole and in what each rank holds."""
 
     number: int
-    placements: Any
-    shape: Any
-    stride: Any
+    spec: Any
     of_piece: tuple[Any, Any, int]
 
 
@@ -78,7 +84,7 @@ class _Weights:
         if number is None or tensor.dtype != self._dtypes[number] or piece.is_conj() or piece.is_neg():
             return tensor
         geometry = piece.shape, piece.stride(), int(piece.storage_offset())
-        return _View(number, tensor.placements, tensor.shape, tensor.stride(), geometry)
+        return _View(number, tensor._spec, geometry)
 
     def unpack(self, packed: Any) -> Any:
         return plainly(self._view)(packed) if isinstance(packed, _View) else packed
@@ -88,18 +94,10 @@ class _Weights:
             if self._made is None:
                 self._made = self._again()
             base = self._made[view.number]
-            mesh = base.device_mesh
             pieces = simulation.pieces_of(base._local_tensor)
             viewed = {rank: piece.as_strided(*view.of_piece) for rank, piece in pieces.items()}
-            with simulation.on_ranks(mesh.mesh.flatten().tolist()):
-                return DTensor.from_local(
-                    simulation.join(viewed, base.dtype),
-                    mesh,
-                    view.placements,
-                    run_check=False,
-                    shape=view.shape,
-                    stride=view.stride,
-                )
+            with simulation.on_mesh(base.device_mesh):
+                return dtensor(simulation.join(viewed, base.dtype), view.spec)
 
 
 def _piece(tensor: Any) -> torch.Tensor:

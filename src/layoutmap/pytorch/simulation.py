@@ -14,7 +14,7 @@ import functools
 import os
 import threading
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -40,11 +40,13 @@ __all__ = [
     "every_rank",
     "is_simulated",
     "join",
+    "on_mesh",
     "on_ranks",
     "pieces_of",
     "plain",
     "rank",
     "ranks_here",
+    "ranks_of",
     "world_size",
 ]
 
@@ -53,6 +55,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtens
 
 _lock = threading.RLock()
 _simulation: _Simulation | None = None
+_has_begun = False
 
 
 class _Simulation(LocalTensorMode):
@@ -137,12 +140,16 @@ def start() -> None:
     Raises:
         EngineError: A simulation would begin inside of a dispatch mode, which would end it.
     """
-    global _simulation
+    global _simulation, _has_begun
+    if _has_begun and dist.is_initialized():
+        return
     with _lock:  # also to look: another thread may have begun, and not be done
         if dist.is_initialized():
+            _has_begun = True
             return
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group()
+            _has_begun = True
             return
         if dispatch_modes():
             raise EngineError(
@@ -157,6 +164,7 @@ def start() -> None:
         _simulation.__enter__()
         simulate_on_all_threads(_simulation)
         run_for_ranks_of_arguments()
+        _has_begun = True
 
 
 def is_simulated() -> bool:
@@ -195,6 +203,17 @@ def on_ranks(ranks: Iterable[int]) -> Generator[None]:
         return
     with _Simulation(wanted):
         yield
+
+
+@functools.lru_cache(maxsize=256)  # torch works it out anew each time
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a device mesh, row-major."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def on_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """`on_ranks` for the ranks of a device mesh."""
+    return on_ranks(ranks_of(mesh))
 
 
 def join(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

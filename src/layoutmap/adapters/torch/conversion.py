@@ -79,14 +79,14 @@ def summed_up(values: Any) -> Any:
     def settle(tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
-        with simulation.on_ranks(tensor.device_mesh.mesh.flatten().tolist()):
+        with simulation.on_mesh(tensor.device_mesh):
             return settled(tensor)
 
     return map_tensors(settle, values)
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:
-    with simulation.on_ranks(tensor.device_mesh.mesh.flatten().tolist()):
+    with simulation.on_mesh(tensor.device_mesh):
         return whole(tensor)
 
 

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Home
 from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, summed_up, tensors_in
-from layoutmap.adapters.torch.gathering import Weight, gathered
+from layoutmap.adapters.torch.gathering import Gathering, gathered
 from layoutmap.adapters.torch.running import is_running, running
 from layoutmap.adapters.torch.watching import Watch
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
+from layoutmap.pytorch.private import plainly
 
 __all__ = ["Forward", "forward_of", "is_planned"]
 
@@ -37,7 +38,7 @@ class Forward:
         module: The module.
         path: Its path in the model; empty for the model itself.
         home: The scope.
-        gather: The weights that are put together while it computes.
+        gather: What is put together while it computes.
         valueless: Why the model has no values and cannot be called; empty if it can.
     """
 
@@ -47,14 +48,14 @@ class Forward:
         path: str,
         home: Home,
         *,
-        gather: Sequence[Weight] = (),
+        gather: Gathering | None = None,
         valueless: str = "",
     ) -> None:
         self._module = weakref.ref(module)
         self._before = _before(module)
         self.path = path
         self.home = home
-        self.gather = list(gather)
+        self.gather = gather
         self.valueless = valueless
         self._output = home.activation_layout(path) if path else None
         self._watch: Watch | None = None
@@ -94,13 +95,14 @@ class Forward:
     def _run(self, args: Any, kwargs: Any) -> Any:
         module = self._the_module()
         forward = self._before or functools.partial(type(module).forward, module)
-        if self.gather:
+        if self.gather is not None:
             with gathered(self.gather, self.home):
                 result = forward(*args, **kwargs)
         else:
             result = forward(*args, **kwargs)
         return result if self._output is None else self._laid_out(result, self._output)
 
+    @plainly
     def _laid_out(self, result: Any, layout: Layout) -> Any:
         """What the layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
         found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]

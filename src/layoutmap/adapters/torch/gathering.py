@@ -3,13 +3,14 @@
 That is what FSDP does: a layer needs its weights whole, but for what is cut over other dims. They are gathered when the
 layer is called and let go afterwards, and once more for the backward pass; gradients go the same way back, summed up
 and cut. The layers of one block, an element of a list of equal modules, are gathered together, so that it takes one
-collective and not one for each weight.
+collective and not one for each weight. What lies outside of the blocks, as embeddings and heads do, is gathered when
+the model is called, and stays until the backward pass has used it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from layoutmap.pytorch.gathering import can_gather, gather_over
 from layoutmap.pytorch.private import members_of_module, plainly, version_of
 from layoutmap.pytorch.regathering import regathered
 
-__all__ = ["Weight", "gathered", "weights_to_gather"]
+__all__ = ["Gathering", "gathered", "weights_to_gather"]
 
 
 class Weight:
@@ -40,10 +41,27 @@ class Weight:
         self.layout = layout
 
 
+class Gathering:
+    """Weights that are gathered together when a module is called.
+
+    Args:
+        weights: The weights.
+        is_kept: Whether they are not let go between the forward pass and the backward pass.
+    """
+
+    __slots__ = ("is_kept", "weights")
+
+    def __init__(self, weights: list[Weight], is_kept: bool) -> None:
+        self.weights = weights
+        self.is_kept = is_kept
+
+
 def weights_to_gather(
     root: torch.nn.Module, layouts: Mapping[int, Layout], home: Home
-) -> dict[int, list[Weight]]:
-    """The weights that each module of a model gathers when it is called, by the module's id.
+) -> dict[int, Gathering]:
+    """What each module of a model gathers when it is called, by the module's id.
+
+    A module outside of the blocks that is called by itself, and not by the model, gathers its own weights.
 
     Args:
         root: The model.
@@ -51,24 +69,32 @@ def weights_to_gather(
         home: The scope.
     """
     gather: dict[int, list[Weight]] = {}
-    for module, block in _blocks(root):
+    outside: list[Weight] = []
+    modules = _blocks(root)
+    for module, block in modules:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             layout = layouts.get(id(parameter))
             computing = None if layout is None else home.computing_layout(layout)
             if computing is not None and computing != layout:
-                gather.setdefault(id(block), []).append(Weight(Place(module, name), computing))
-    return gather
+                weight = Weight(Place(module, name), computing)
+                gather.setdefault(id(block or module), []).append(weight)
+                if block is None:
+                    outside.append(weight)
+    made = {key: Gathering(weights, is_kept=False) for key, weights in gather.items()}
+    if outside and any(block is not None for _, block in modules):
+        made[id(root)] = Gathering(outside, is_kept=True)
+    return made
 
 
-def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Each module of a model, with the module whose call gathers its weights: its block, or itself."""
-    found: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module | None]]:
+    """Each module of a model, with the block that it lies in."""
+    found: dict[int, tuple[torch.nn.Module, torch.nn.Module | None]] = {}
     todo: list[tuple[torch.nn.Module, torch.nn.Module | None]] = [(root, None)]
     while todo:
         module, block = todo.pop()
         if id(module) in found:
             continue
-        found[id(module)] = module, block or module
+        found[id(module)] = module, block
         children = list(module.children())
         are_blocks = (
             block is None
@@ -81,8 +107,28 @@ def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Modul
 
 
 @contextmanager
-def gathered(weights: Sequence[Weight], home: Home) -> Generator[None]:
+def gathered(gathering: Gathering, home: Home) -> Generator[None]:
     """While open, some weights are in the layouts in which they compute."""
+    held, together, again = _gather(gathering.weights, home)
+    if not together:  # the model's own call has gathered them
+        yield
+        return
+    try:
+        for weight, tensor in held:
+            if id(tensor) in together:
+                members_of_module(weight.place.module)[0][weight.place.name] = together[id(tensor)]
+        with nullcontext() if gathering.is_kept else regathered(list(together.values()), again):
+            yield
+    finally:
+        for weight, tensor in held:
+            members_of_module(weight.place.module)[0][weight.place.name] = tensor
+
+
+@plainly
+def _gather(
+    weights: Sequence[Weight], home: Home
+) -> tuple[list[tuple[Weight, Any]], dict[int, Any], Callable[[], list[Any]]]:
+    """What the modules hold, that put together by its id, and what puts it together once more."""
     held = [(weight, _held(weight)) for weight in weights]
     cut = {id(tensor): (tensor, weight.layout) for weight, tensor in held if isinstance(tensor, DTensor)}
     together = _put_together(cut, home)
@@ -96,15 +142,7 @@ def gathered(weights: Sequence[Weight], home: Home) -> Generator[None]:
                 )
         return list(_put_together(cut, home).values())
 
-    try:
-        for weight, tensor in held:
-            if id(tensor) in together:
-                members_of_module(weight.place.module)[0][weight.place.name] = together[id(tensor)]
-        with regathered(list(together.values()), again):
-            yield
-    finally:
-        for weight, tensor in held:
-            members_of_module(weight.place.module)[0][weight.place.name] = tensor
+    return held, together, again
 
 
 def _held(weight: Weight) -> Any:
@@ -125,6 +163,6 @@ def _put_together(cut: Mapping[int, tuple[Any, Layout]], home: Home) -> dict[int
         elif changed:
             together[key] = home.place(tensor, layout)
     for (mesh_dim, _, _), members in groups.items():
-        whole = plainly(gather_over)([tensor for _, tensor in members], mesh_dim)
+        whole = gather_over([tensor for _, tensor in members], mesh_dim)
         together.update(zip((key for key, _ in members), whole, strict=True))
     return together

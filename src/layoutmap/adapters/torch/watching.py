@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.stepping import look_after_optimizers
 from layoutmap.pytorch.gradients import finalize_gradients
-from layoutmap.pytorch.private import members_of_module
+from layoutmap.pytorch.private import members_of_module, plainly
 
 __all__ = ["Watch"]
 
@@ -33,6 +33,7 @@ class Watch:
             for name, _ in each.named_parameters(recurse=False, remove_duplicate=False)
         ]
 
+    @plainly
     def look(self) -> None:
         """Set the hooks of parameters that have none."""
         new: dict[int, tuple[Any, Callable[[], Any]]] = {}

@@ -27,7 +27,7 @@ def placed(tensor: Any, placements: Sequence[Any]) -> Any:
         return tensor
     if not simulation.is_simulated():
         return tensor.redistribute(tensor.device_mesh, placements)
-    with simulation.on_ranks(tensor.device_mesh.mesh.flatten().tolist()):
+    with simulation.on_mesh(tensor.device_mesh):
         return tensor.redistribute(tensor.device_mesh, placements)
 
 
@@ -59,7 +59,7 @@ def _settled(placements: Sequence[Any]) -> list[Any]:
 
 def _everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
     simulated = simulation.is_simulated()
-    local = simulation.every_rank(tensor, mesh.mesh.flatten().tolist()) if simulated else tensor.detach()
+    local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
     return DTensor.from_local(
         local, mesh, replicated(mesh), run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

@@ -199,7 +199,7 @@ def _assign(variable: Any, value: Any) -> None:
             held.copy_(torch.as_tensor(whole(value)) if isinstance(value, DTensor) else value)
             return
         new = get_engine("torch").relayout(value, variable.layout)
-        with simulation.on_ranks(held.device_mesh.mesh.flatten().tolist()):
+        with simulation.on_mesh(held.device_mesh):
             held.copy_(new)
 
 

@@ -61,7 +61,7 @@ def on_mesh(session: KerasSession) -> Generator[None]:
     """While open, what is computed with DTensors of the scope's mesh is computed right."""
     home = session.home
     native = home.native(home.replicated(0), 0)[0]
-    with simulation.on_ranks(_ranks(native)), computing(native):
+    with simulation.on_mesh(native), computing(native):
         yield
 
 
@@ -90,10 +90,6 @@ def _is_running(session: KerasSession) -> bool:
 def _has_no_values(session: KerasSession) -> bool:
     """Whether Keras only finds out shapes: with symbols, or with placeholders where symbols do not do."""
     return get_device() == "meta" or (session.home.plan_only and in_stateless_scope())
-
-
-def _ranks(native: Any) -> list[int]:
-    return native.mesh.flatten().tolist()
 
 
 # -- calls
@@ -192,5 +188,5 @@ def _by_rows(outputs: Any, layer: Any, session: KerasSession) -> Any:
 def _off_mesh(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
-    with simulation.on_ranks(_ranks(value.device_mesh)):
+    with simulation.on_mesh(value.device_mesh):
         return plain_tensor(value).clone()
