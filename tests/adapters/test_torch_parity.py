@@ -54,7 +54,8 @@ OPTIMIZERS = {
 RULES = {
     "transformer": {
         r"tokens\.weight": ("model", "batch"),
-        r".*\.(query|key|value|up)\.weight": ("model", "batch"),
+        r".*\.(query|up)\.weight": ("model", "batch"),
+        r".*\.(key|value)\.weight": ("model", None),
         r".*\.(out|down)\.weight": ("batch", "model"),
         r".*\.up\.bias": (("batch", "model"),),
         r".*\.norm1\.weight": ("batch",),
