@@ -294,3 +294,4 @@ def test_real_processes(tmp_path):
         assert [] == [name for name, (_, mended) in told["compared"].items() if mended]
         assert [28.0] * 5 == told["read"]
         assert 28.0 != told["read alone"]
+        assert 28.0 == told["read later"], "a loss is read when the mesh is left"

@@ -58,7 +58,7 @@ from layoutmap.pytorch.computing.slices import (
     mark_copies,
     whole_where_strided,
 )
-from layoutmap.pytorch.computing.whole import everywhere
+from layoutmap.pytorch.computing.whole import everywhere, settled
 from layoutmap.pytorch.private import (
     plainly,
     replicates_plain_tensors,
@@ -134,6 +134,8 @@ class _Computing(TorchFunctionMode):
             with self:
                 return opened(func)(*args, **kwargs)
         result = _compute(func, args, kwargs, mesh if is_mixed else None)
+        if type(result) is DTensor and result.ndim == 0 and not in_place:
+            result = settled(result)  # it is a loss, or becomes one, and may be read where no mode looks
         if in_place and isinstance(args[0], DTensor) and args[0]._base is not None:
             keep_gradient(args[0])
         if func in VIEWS:

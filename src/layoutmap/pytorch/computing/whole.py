@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from layoutmap.pytorch import simulation
+from layoutmap.pytorch.private import plainly
 
 __all__ = ["everywhere", "like", "placed", "replicated", "settled", "whole"]
 
@@ -31,6 +32,7 @@ def placed(tensor: Any, placements: Sequence[Any]) -> Any:
         return tensor.redistribute(tensor.device_mesh, placements)
 
 
+@plainly
 def settled(tensor: Any) -> Any:
     """A DTensor that is summed up where it waits to be."""
     return _Settled.apply(tensor) if any(p.is_partial() for p in tensor.placements) else tensor
