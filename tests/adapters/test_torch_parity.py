@@ -11,30 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch_models import Transformer, token_loss
+from torch_models import Lion, Transformer, token_loss
 
 import layoutmap as lm
 from layoutmap.adapters.torch import train_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 torch.set_num_threads(1)
-
-
-class Lion(torch.optim.Optimizer):
-    """An optimizer that torch does not have: it steps by the sign of what lies between momentum and gradient."""
-
-    def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1):
-        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(momentum.lerp(p.grad, 1 - first).sign(), alpha=-group["lr"])
-                momentum.lerp_(p.grad, 1 - second)
 
 
 class MLP(nn.Sequential):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch_models import MODELS, RULES, Perceptron, Transformer, batch, token_loss
+from torch_models import MODELS, Lion, Perceptron, Transformer, batch, token_loss
 
 import layoutmap as lm
 from layoutmap.adapters.torch import train_with
@@ -213,22 +213,6 @@ def test_gradients_in_any_layout(first, second, activation, batch_dim):
         assert lm.dtensor.fetch_layout(parameter) == lm.dtensor.fetch_layout(parameter.grad)
 
 
-class Lion(torch.optim.Optimizer):
-    """An optimizer that torch does not have: signs of a mean of gradients."""
-
-    def __init__(self, parameters, lr=1e-3):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    p.add_((mean * 0.9 + p.grad * 0.1).sign(), alpha=-group["lr"])
-                    mean.mul_(0.99).add_(p.grad, alpha=0.01)
-
-
 # An epsilon that is large beside rounding: without it a step is the sign of a gradient that may be rounding alone.
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
@@ -260,22 +244,6 @@ class TestSteps:
     def test_on_other_meshes(self, mesh):
         """The mesh changes no number."""
         assert_trains_as_plain(OPTIMIZERS["sgd"], mesh=mesh)
-
-    @pytest.mark.parametrize(
-        ("name", "mesh"), [("transformer", "model=8"), ("perceptron", "batch=4,model=2")]
-    )
-    def test_parity(self, name, mesh):
-        """`check_parity` holds on other meshes, too."""
-        on = lm.create_mesh(mesh)
-        rules = {
-            p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in RULES[name].items()
-        }
-        dim = "batch" if "batch" in on.dim_names else None
-        report = lm.check_parity(
-            MODELS[name], lm.LayoutMap(on, rules), batch(name), steps=2, batch_dim=dim, library="torch"
-        )
-
-        assert report.agrees
 
     def test_gradients_are_clipped(self):
         """`clip_grad_norm_` finds the norm of the whole, a number, and clips as on one device."""

@@ -143,3 +143,20 @@ def hooked():
 def num_tensors():
     """How many tensors of some size are alive."""
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that torch does not have: it steps by the sign of what lies between momentum and gradient."""
+
+    def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(momentum.lerp(p.grad, 1 - first).sign(), alpha=-group["lr"])
+                momentum.lerp_(p.grad, 1 - second)
