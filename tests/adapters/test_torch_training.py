@@ -441,6 +441,24 @@ class TestActivations:
         assert ("batch", "unsharded") == seen["body"].sharding_specs
         assert ("unsharded", "model") == seen["main"].sharding_specs
 
+    def test_the_gradient_of_what_a_layer_puts_out_lies_so_too(self):
+        """Summed up where the rule says whole, even where the output itself lies right by chance."""
+        layout_map = make_map({r"body\.3\.weight": ("model", None)})
+        layout_map.activations[r"body\.0"] = ("batch", None)
+        model = layout_map.build(lambda: seeded(Perceptron), batch_dim="batch", library="torch")
+        seen = []
+
+        class Spy(nn.Linear):
+            def forward(self, x):
+                y = super().forward(x)
+                y.register_hook(lambda gradient: seen.append(lm.dtensor.fetch_layout(gradient)))
+                return y
+
+        model.body[0].__class__ = Spy
+        F.mse_loss(model(X), Y).backward()
+
+        assert [("batch", "unsharded")] == [layout and layout.sharding_specs for layout in seen]
+
     def test_they_train_as_on_one_device(self):
         """Gradients pass through them."""
         layout_map = make_map()

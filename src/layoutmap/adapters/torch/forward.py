@@ -111,11 +111,8 @@ class Forward:
             shape = tuple(found[0].shape)
             raise layout.rank_error(shape, f"the output of {self.path}")
         chosen = {id(tensor): self._even(layout, tuple(tensor.shape)) for tensor in fitting}
-        return map_tensors(lambda t: self._placed(t, chosen[id(t)]) if id(t) in chosen else t, result)
-
-    def _placed(self, tensor: Any, layout: Layout) -> Any:
-        there = self.home.native(layout, tensor.ndim) == (tensor.device_mesh, tensor.placements)
-        return tensor if there else self.home.place(tensor, layout)
+        # Also what lies right already: backwards, its gradient comes to the same layout.
+        return map_tensors(lambda t: self.home.place(t, chosen[id(t)]) if id(t) in chosen else t, result)
 
     def _even(self, layout: Layout, shape: tuple[int, ...]) -> Layout:
         """The layout, or the one with a whole batch for a batch that does not divide."""
