@@ -1,6 +1,6 @@
 """What a training step costs on torch, in 4 processes with gloo on 127.0.0.1, beside torch's own ways of sharding.
 
-    python benchmarks/torch_step.py                            both meshes, model small, 3 rounds: about two minutes
+    python benchmarks/torch_step.py                            both meshes, model small, 3 rounds: about five minutes
     python benchmarks/torch_step.py --size medium --steps 5
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
 
