@@ -34,7 +34,7 @@ VALUES = (
     "path_groups",
     "active",  # the one ContextVar
 )
-WORK = ("plan", "report", "checkpoint")
+WORK = ("plan", "plan_diff", "plan_json", "report", "checkpoint")
 # What an edge must do, and the registries of edges: they hold module names as strings and import no edge.
 CONTRACTS = ("engines.protocol", "engines", "adapters.protocol", "adapters")
 # Each edge and the frameworks that it may import. An edge is a file, files with its name in front, or a folder.

@@ -14,14 +14,14 @@ __all__ = ["merge_paths", "path_pattern", "path_shape"]
 _NUMBER = re.compile(r"\d+")
 
 
-def path_shape(path: str) -> str:
-    """A path with its numbers blanked out; equal for the paths of one group.
+def path_shape(path: str) -> tuple[str, ...]:
+    """What a path has between its numbers; equal for the paths of one group.
 
     Example:
         >>> path_shape("blocks.12.mlp.kernel")
-        'blocks.#.mlp.kernel'
+        ('blocks.', '.mlp.kernel')
     """
-    return _NUMBER.sub("#", path)
+    return tuple(_NUMBER.split(path))
 
 
 def merge_paths(paths: Sequence[str]) -> str:

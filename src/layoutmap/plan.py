@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from layoutmap.errors import LayoutError, PlanError, format_message
 from layoutmap.layout import Layout
@@ -18,6 +18,9 @@ from layoutmap.mesh import Mesh
 from layoutmap.path_groups import merge_paths, path_pattern, path_shape
 from layoutmap.rules import Match, Rule, Rules, nearest
 from layoutmap.variables import Assignment, Kind, VariableSpec
+
+if TYPE_CHECKING:
+    from layoutmap.plan_diff import PlanDiff
 
 __all__ = ["Plan", "Problem", "group_problems", "make_plan"]
 
@@ -152,6 +155,76 @@ class Plan:
         more = f"\n\n... and {len(grouped) - _SHOWN_IN_FULL} more" if len(grouped) > _SHOWN_IN_FULL else ""
         raise PlanError(f"{len(found)} problems\n{shown}{more}", problems=found)
 
+    # -- questions
+
+    def explain(self, path: str) -> str:
+        """Why a variable is where it is, and what to type to have it elsewhere.
+
+        Args:
+            path: The variable's path, or another path to it.
+
+        Raises:
+            KeyError: The plan has no such variable; names those that come close.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> rules = {r".*\\.kernel": (None, "model"), "d1": ("model",)}
+            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), rules)
+            >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).explain("d1.kernel"))
+            d1.kernel
+              what          weight, float32[512, 1024], 2.0 MiB
+              layout        (unsharded, model)
+              per device    512 x 256, 512.0 KiB
+              because       rule 1  .*\\.kernel
+              also matches  rule 2  d1: would give (model,)
+              change it     the first rule that matches wins: put one before rule 1, or change that
+        """
+        from layoutmap.report.explain import explain_text
+
+        return explain_text(self, path)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What moves from this plan to another; false if nothing does.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> mesh, variables = Mesh(None, "model=4"), [VariableSpec("d1.kernel", (512, 1024), "float32")]
+            >>> rows, columns = LayoutMap(mesh, {"d1": ("model", None)}), LayoutMap(mesh, {"d1": (None, "model")})
+            >>> print(make_plan(variables, rows).diff(make_plan(variables, columns)))
+            d1.kernel  layout  (model, unsharded) -> (unsharded, model)
+            <BLANKLINE>
+            1 change; per device 512.0 KiB -> 512.0 KiB
+        """
+        from layoutmap.plan_diff import diff_plans
+
+        return diff_plans(self, other)
+
+    @property
+    def fingerprint(self) -> str:
+        """A short text that is the same for plans that put the same variables in the same places of a mesh."""
+        from layoutmap.plan_json import fingerprint
+
+        return fingerprint(self)
+
+    # -- texts
+
+    def to_json(self) -> str:
+        """The plan as JSON, a variable in each line: to be kept beside the model, and compared by `diff`."""
+        from layoutmap.plan_json import plan_to_json
+
+        return plan_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: The text is no plan, or of another version; says where.
+        """
+        from layoutmap.plan_json import plan_from_json
+
+        return plan_from_json(text)
+
     def __str__(self) -> str:
         from layoutmap.report.text import plan_text
 
@@ -217,7 +290,7 @@ def make_plan(
     won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
     beaten: dict[int, tuple[Rule, str]] = {}
     by_path: dict[tuple[str, str], Assignment] = {}
-    near: dict[str, tuple[str, ...]] = {}
+    near: dict[object, tuple[str, ...]] = {}
     for variable in variables:
         match = _match(variable, layout_map, near, problems) if variable.kind in _MATCHED else None
         layout = _layout(variable, match, by_path, mesh)
@@ -248,7 +321,7 @@ def _in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def _match(
-    variable: VariableSpec, layout_map: LayoutMap, near: dict[str, tuple[str, ...]], problems: list[Problem]
+    variable: VariableSpec, layout_map: LayoutMap, near: dict[object, tuple[str, ...]], problems: list[Problem]
 ) -> Match:
     """What the map says of a variable under all its paths; the first rule of the map among them wins."""
     answers = {path: layout_map.matching_rules(path) for path in (variable.path, *variable.aliases)}

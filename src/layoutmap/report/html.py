@@ -6,10 +6,19 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from layoutmap.plan import Plan, group_problems
+from layoutmap.plan_diff import PlanDiff
 from layoutmap.report.rows import plan_rows
-from layoutmap.report.text import ACTIVATION_COLUMNS, COLUMNS, activation_cells, plan_line, row_cells
+from layoutmap.report.text import (
+    ACTIVATION_COLUMNS,
+    COLUMNS,
+    activation_cells,
+    diff_cells,
+    diff_line,
+    plan_line,
+    row_cells,
+)
 
-__all__ = ["plan_html", "table"]
+__all__ = ["diff_html", "plan_html", "table"]
 
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
 
@@ -34,3 +43,8 @@ def plan_html(plan: Plan) -> str:
     )
     activations = table("", ACTIVATION_COLUMNS, activation_cells(plan)) if plan.activations else ""
     return table(f"Plan: {plan_line(plan)}", COLUMNS, rows) + activations + found
+
+
+def diff_html(diff: PlanDiff) -> str:
+    """What differs between two plans, as a table."""
+    return table(f"Plan: {diff_line(diff)}", ("variable", "changed", "how"), diff_cells(diff))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan, group_problems
+from layoutmap.plan_diff import PlanDiff
 from layoutmap.report.rows import Row, plan_rows, size
 from layoutmap.rules import Match
 
@@ -13,9 +14,13 @@ __all__ = [
     "ACTIVATION_COLUMNS",
     "COLUMNS",
     "activation_cells",
+    "diff_cells",
+    "diff_line",
+    "diff_text",
     "plan_line",
     "plan_text",
     "row_cells",
+    "shape_text",
     "warning_text",
 ]
 
@@ -62,6 +67,30 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def diff_line(diff: PlanDiff) -> str:
+    """What differs between two plans, in one line."""
+    if not diff:
+        return "no change"
+    count = f"{len(diff)} change{'' if len(diff) == 1 else 's'}"
+    return f"{count}; per device {size(diff.before.device_nbytes)} -> {size(diff.after.device_nbytes)}"
+
+
+def diff_cells(diff: PlanDiff) -> list[tuple[str, str, str]]:
+    """What differs between two plans: what has changed, in which respect, and how; repeated blocks in one row."""
+    return [
+        (each.path or "the mesh", each.what, " -> ".join(text for text in (each.before, each.after) if text))
+        for _, each in diff.grouped
+    ]
+
+
+def diff_text(diff: PlanDiff) -> str:
+    """What differs between two plans, a line for each change, and what it does to a device."""
+    rows = diff_cells(diff)
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
+    return "\n".join([*lines, *([""] if lines else []), diff_line(diff)])
+
+
 def warning_text(plan: Plan) -> str:
     """What a scope warns of by itself; empty if there is nothing.
 
@@ -84,7 +113,11 @@ def row_cells(row: Row) -> tuple[str, ...]:
         cells = ("", "as its weight", "")
     else:
         layout = "replicated" if a.layout.is_fully_replicated() else str(a.layout)
-        cells = (_shape(a.variable.shape), layout, _shape(a.shard_shape) if a.fits else "does not fit")
+        cells = (
+            shape_text(a.variable.shape),
+            layout,
+            shape_text(a.shard_shape) if a.fits else "does not fit",
+        )
     shape, layout, shard = cells
     return row.path, times, shape, a.variable.dtype, layout, shard, size(row.nbytes), row.rule
 
@@ -120,5 +153,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as people write it."""
     return " x ".join(map(str, shape)) or "scalar"

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from layoutmap.layout import UNSHARDED, Layout
 from layoutmap.layout_map import LayoutMap
 from layoutmap.mesh import Mesh
+from layoutmap.plan import Plan, make_plan
+from layoutmap.variables import Kind, VariableSpec
 
-__all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "shapes"]
+__all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "plans", "shapes"]
 
 _DIM_NAMES = ("batch", "model", "x", "y", "stage", "expert")
 _PARTS = ("encoder", "decoder", "blocks", "attn", "mlp", "up", "query", "kernel", "bias", "embeddings")
@@ -132,6 +134,26 @@ def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8
     mesh = draw(meshes()) if mesh is None else mesh
     rules = draw(st.dictionaries(patterns(), layouts(mesh), max_size=max_rules))
     return LayoutMap(mesh, rules, draw(st.dictionaries(patterns(), layouts(mesh), max_size=2)))
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec], LayoutMap, Plan]:
+    """Variables of any shape and kind, rules of any rank, and their plan.
+
+    Args:
+        draw: Given by hypothesis.
+        layers: Whether some plans know layers, for the rules for activations.
+    """
+    mesh = draw(meshes())
+    layout_map = draw(layout_maps(mesh))
+    layout_map.setdefault("never", Layout([], mesh))
+    kinds = st.sampled_from([Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.METRIC])
+    sides = st.lists(st.integers(0, 12), max_size=3).map(tuple)
+    dtypes = st.sampled_from(["float32", "bfloat16", "int8"])
+    names = draw(st.lists(paths(), max_size=8, unique=True))
+    variables = [VariableSpec(n, draw(sides), draw(dtypes), draw(kinds)) for n in names]
+    known = draw(st.none() | st.just(names[:4])) if layers else None
+    return variables, layout_map, make_plan(variables, layout_map, layers=known)
 
 
 @st.composite

@@ -1,0 +1,88 @@
+"""Why one variable of a plan is where it is, and what to type to have it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from layoutmap.path_groups import path_pattern
+from layoutmap.plan import Plan
+from layoutmap.report.rows import size
+from layoutmap.report.text import shape_text
+from layoutmap.rules import Match
+from layoutmap.variables import Assignment
+
+__all__ = ["explain_text"]
+
+
+def explain_text(plan: Plan, path: str) -> str:
+    """What won, what else matches, what was found wrong, and what to type.
+
+    Raises:
+        KeyError: The plan has no such variable.
+    """
+    assignment = plan[path]
+    rows = [*_what(assignment), *_why(assignment), *_problems(plan, assignment), *_how(assignment)]
+    width = max(len(name) for name, _ in rows)
+    indent = "\n" + " " * (width + 4)
+    return "\n".join(
+        [
+            assignment.variable.path,
+            *(f"  {name:<{width}}  {indent.join(text.splitlines())}" for name, text in rows),
+        ]
+    )
+
+
+def _what(assignment: Assignment) -> Iterator[tuple[str, str]]:
+    variable, layout = assignment.variable, assignment.layout
+    if variable.aliases:
+        yield "also called", ", ".join(variable.aliases)
+    yield "what", f"{variable.kind}, {variable.dtype}{list(variable.shape)}, {size(variable.nbytes)}"
+    yield "layout", "replicated" if layout.is_fully_replicated() else str(layout)
+    if assignment.fits:
+        yield "per device", f"{shape_text(assignment.shard_shape)}, {size(assignment.shard_nbytes)}"
+    else:
+        yield "per device", "does not fit"
+    if assignment.drawn_whole:
+        yield "drawn whole", assignment.drawn_whole
+
+
+def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
+    match, variable = assignment.match, assignment.variable
+    if match is None:
+        parent = variable.parent
+        if parent and not assignment.layout.is_fully_replicated():
+            yield "because", f"a {variable.kind} of its variable's shape lies as that does: {parent}"
+        else:
+            yield "because", f"rules are not asked about a {variable.kind}; every device holds it whole"
+        return
+    if match.rule is None:
+        yield "because", f"no rule matches, so {match.otherwise}"
+        for pattern in match.near_misses:
+            yield "near miss", pattern
+        return
+    yield "because", str(match.rule)
+    for rule in match.others:
+        yield "also matches", f"{rule}: would give {rule.layout}"
+
+
+def _problems(plan: Plan, assignment: Assignment) -> Iterator[tuple[str, str]]:
+    for problem in plan.problems:
+        if problem.subject == assignment.variable.path and problem.kind not in ("no rule", "drawn whole"):
+            yield problem.severity, str(problem)
+
+
+def _how(assignment: Assignment) -> Iterator[tuple[str, str]]:
+    match, variable = assignment.match, assignment.variable
+    if match is None:
+        if variable.parent:
+            yield "change it", f"with the rule of {variable.parent}"
+        return
+    yield "change it", _change(match, len(variable.shape))
+
+
+def _change(match: Match, rank: int) -> str:
+    if match.rule is None:
+        specs = str((None,) * rank)
+        return f"layout_map[{path_pattern([match.path])}] = {specs}, with mesh dims where it is to be cut"
+    number = match.rule.number
+    return f"the first rule that matches wins: put one before rule {number}, or change that"
