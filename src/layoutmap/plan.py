@@ -321,7 +321,10 @@ def _in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def _match(
-    variable: VariableSpec, layout_map: LayoutMap, near: dict[object, tuple[str, ...]], problems: list[Problem]
+    variable: VariableSpec,
+    layout_map: LayoutMap,
+    near: dict[object, tuple[str, ...]],
+    problems: list[Problem],
 ) -> Match:
     """What the map says of a variable under all its paths; the first rule of the map among them wins."""
     answers = {path: layout_map.matching_rules(path) for path in (variable.path, *variable.aliases)}
