@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 import transformers
-from transformers_models import WITH_A_PLAN, WITHOUT, on_meta
+from transformers_models import FULL, WITH_A_PLAN, WITHOUT, on_meta
 
 import layoutmap as lm
 from layoutmap.engines.torch import engine
@@ -24,13 +26,14 @@ INPUTS = {
 }
 
 
-def make_map(name):
+def make_map(name, mesh=None, config=None):
     """The map of the model's own plan, or of the one that is written for it."""
-    mesh = lm.create_mesh(MESH)
+    mesh = mesh or lm.create_mesh(MESH)
     if name in WITH_A_PLAN:
-        kind, config, _ = WITH_A_PLAN[name]
-        return lm.LayoutMap.from_tp_plan(on_meta(kind, config), mesh, batch_dim="batch")
-    kind, config, plan = WITHOUT[name]
+        kind, small, _ = WITH_A_PLAN[name]
+        return lm.LayoutMap.from_tp_plan(on_meta(kind, config or small), mesh, batch_dim="batch")
+    kind, small, plan = WITHOUT[name]
+    config = config or small
     parameters = dict(on_meta(kind, config).named_parameters(remove_duplicate=False))
     return lm.LayoutMap.from_tp_plan(plan, mesh, batch_dim="batch", parameters=parameters)
 
@@ -71,3 +74,20 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name):
     assert gradients.keys() == gradients_here.keys()
     for path, gradient in gradients.items():
         torch.testing.assert_close(gradients_here[path], gradient, rtol=1e-5, atol=1e-6, msg=path)
+
+
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_a_model_of_full_size_is_planned(name):
+    """Each weight of it, on a mesh that no machine has, with what it takes on a device; no weight is made."""
+    kind, _, _ = {**WITH_A_PLAN, **WITHOUT}[name]
+    layout_map = make_map(name, lm.Mesh(None, "batch=64,model=4"), FULL[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = lm.plan(lambda: getattr(transformers, kind)(FULL[name]()), layout_map, library="torch")
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    weights = {a.variable.path: a.variable.shape for a in plan if a.variable.kind == "weight"}
+
+    assert {path: tuple(p.shape) for path, p in on_meta(kind, FULL[name]).named_parameters()} == weights
+    assert () == plan.errors
+    assert plan.nbytes / 4 <= plan.device_nbytes < plan.nbytes / 2
+    assert grown * 1024 < plan.nbytes / 4

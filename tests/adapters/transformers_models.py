@@ -113,6 +113,54 @@ WITHOUT = {
     ),
 }
 
+# Configurations of full size, for plans: nothing of them is ever made.
+FULL = {
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+    "mixtral": transformers.MixtralConfig,  # 8x7B is the default
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=4096,
+        moe_intermediate_size=1536,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        hidden_size=5376,
+        intermediate_size=21_504,
+        num_hidden_layers=62,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+    ),
+    "vit": lambda: transformers.ViTConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
+    ),
+    "whisper": lambda: transformers.WhisperConfig(
+        vocab_size=51_868,  # padded, so that four devices can share it
+        d_model=1280,
+        encoder_layers=32,
+        decoder_layers=32,
+        encoder_attention_heads=20,
+        decoder_attention_heads=20,
+        encoder_ffn_dim=5120,
+        decoder_ffn_dim=5120,
+    ),
+    "bert": lambda: transformers.BertConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
+    ),
+    "t5": lambda: transformers.T5Config(d_model=1024, d_kv=128, d_ff=65_536, num_layers=24, num_heads=128),
+}
+
 
 def on_meta(name, config):
     with torch.device("meta"):
