@@ -64,7 +64,6 @@ EDGES = {
     "adapters.keras.ports.torch_calls": {"keras", "torch"},
     "adapters.keras.ports.torch_limits": {"keras", "torch"},
     "adapters.keras.ports.torch_steps": {"keras", "torch"},
-    "adapters.keras.ports.torch_sums": {"keras", "torch"},
     "adapters.nnx": {"flax", "jax"},
     "adapters.torch": {"torch"},
     "adapters.pytree": {"jax"},

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch_models import MODELS, Lion, Perceptron, Transformer, batch, token_loss
+from torch_models import MODELS, RULES, Lion, Perceptron, Transformer, batch, token_loss
 
 import layoutmap as lm
 from layoutmap.adapters.torch import train_with
@@ -142,6 +142,23 @@ class TestCalls:
             each.eval()
 
         assert_close(plain(X[:rows]), model(X[:rows]))
+
+    @pytest.mark.parametrize("rows", [1, 3])
+    @pytest.mark.parametrize("activations", [{}, {r"blocks\.\d+\.(out|down)$": ("batch", None, None)}])
+    def test_training_with_a_batch_that_does_not_divide(self, rows, activations):
+        """Nor is the last batch of an epoch any other: its gradients are those of one device, for any weight."""
+        layout_map = make_map(RULES["transformer"])
+        for pattern, specs in activations.items():
+            layout_map.activations[pattern] = specs
+        tokens, targets = map(torch.from_numpy, batch("transformer", rows))
+        plain = seeded(Transformer)
+        model = layout_map.build(lambda: seeded(Transformer), batch_dim="batch", library="torch")
+        for each in (plain, model):
+            torch.manual_seed(5)
+            token_loss(each(tokens), targets).backward()
+
+        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            assert_close(expected.grad, parameter.grad)
 
     def test_nested_outputs(self):
         """Tuples, mappings and dataclasses keep their form."""
@@ -582,17 +599,18 @@ class TestTools:
 
     @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedMethod])
     @pytest.mark.parametrize("use_reentrant", [False, True])
-    def test_activation_checkpointing(self, kind, use_reentrant):
+    @pytest.mark.parametrize("rows", [8, 3])
+    def test_activation_checkpointing(self, kind, use_reentrant, rows):
         """Activations that are computed again are the same, dropout included."""
         rules = {
             r"(body\.\d\.0|up)\.weight": ("model", "batch"),
             r"(body\.\d\.3|down)\.weight": ("batch", "model"),
         }
         plain, model = pair(partial(kind, use_reentrant), rules)
-        x = X.clone().requires_grad_()  # reentrant checkpoints want an input with a gradient
+        x = X[:rows].clone().requires_grad_()  # reentrant checkpoints want an input with a gradient
         for each in (plain, model):
             torch.manual_seed(5)
-            F.mse_loss(each(x), Y).backward()
+            F.mse_loss(each(x), Y[:rows]).backward()
 
         for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             assert_close(expected.grad, parameter.grad)

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import Home
 from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, summed_up, tensors_in
 from layoutmap.adapters.torch.gathering import Gathering, gathered
-from layoutmap.adapters.torch.running import is_running, running
+from layoutmap.adapters.torch.running import is_running, running, summing_up
 from layoutmap.adapters.torch.watching import Watch
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
+from layoutmap.pytorch.computing.sums import divides
 from layoutmap.pytorch.private import plainly
 
 __all__ = ["Forward", "forward_of", "is_planned"]
@@ -89,7 +90,8 @@ class Forward:
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
         with running(self.home):
             args, kwargs = on_mesh((args, kwargs), self.home)
-            result = self._run(args, kwargs)
+            with summing_up(not all(map(divides, tensors_in((args, kwargs))))):
+                result = self._run(args, kwargs)
         return plain(result) if is_plain else summed_up(result)
 
     def _run(self, args: Any, kwargs: Any) -> Any:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from layoutmap.adapters.protocol import Home
+from layoutmap.pytorch.computing.sums import SummingUp
 from layoutmap.pytorch.private import patch_checkpoints
 
-__all__ = ["is_running", "running"]
+__all__ = ["is_running", "running", "summing_up"]
 
 _here = threading.local()
 _lock = threading.Lock()
@@ -40,6 +41,18 @@ def running(home: Home) -> Generator[None]:
             yield
     finally:
         _here.home = before
+
+
+@contextmanager
+def summing_up(is_odd: bool) -> Generator[None]:
+    """While open, sums over the mesh are made at once if a batch is odd, that is, does not divide."""
+    before = getattr(_here, "is_odd", False)
+    _here.is_odd = is_odd
+    try:
+        with SummingUp() if is_odd else nullcontext():
+            yield
+    finally:
+        _here.is_odd = before
 
 
 @contextmanager
@@ -71,7 +84,7 @@ def _checkpoints_patched() -> Generator[None]:
 
 def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint keeps of a function: one that runs on the mesh whenever it is called."""
-    home = getattr(_here, "home", None)
+    home, is_odd = getattr(_here, "home", None), getattr(_here, "is_odd", False)
     if home is None:
         return function
 
@@ -79,7 +92,7 @@ def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
     def on_mesh(*args: Any, **kwargs: Any) -> Any:
         if is_running():
             return function(*args, **kwargs)
-        with running(home):
+        with running(home), summing_up(is_odd):
             return function(*args, **kwargs)
 
     return on_mesh

@@ -14,11 +14,11 @@ from keras.src.backend.torch.core import get_device
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.keras.hooks import in_stateless_scope
-from layoutmap.adapters.keras.ports.torch_sums import SummingUp, divides, summed_up, with_summed_gradients
 from layoutmap.engines import get_engine
 from layoutmap.layout import Layout
 from layoutmap.pytorch import simulation
 from layoutmap.pytorch.computing.mode import computing
+from layoutmap.pytorch.computing.sums import SummingUp, divides, summed_up, with_summed_gradient
 from layoutmap.pytorch.computing.whole import whole as plain_tensor
 
 if TYPE_CHECKING:
@@ -87,6 +87,10 @@ def _is_running(session: KerasSession) -> bool:
     return getattr(session.inside, "depth", 0) > 0
 
 
+def _each(change: Callable[[Any], Any], values: Any) -> Any:
+    return keras.tree.map_structure(change, values, none_is_leaf=True)
+
+
 def _has_no_values(session: KerasSession) -> bool:
     """Whether Keras only finds out shapes: with symbols, or with placeholders where symbols do not do."""
     return get_device() == "meta" or (session.home.plan_only and in_stateless_scope())
@@ -103,8 +107,9 @@ def calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_running(session):
             if session.inside.sums_up:
-                args, kwargs = with_summed_gradients((args, kwargs))
-            return _by_rows(summed_up(function(*args, **kwargs)), layer, session)
+                args, kwargs = _each(with_summed_gradient, (args, kwargs))
+            # Once here, not by each of those who use it. The rows of an embedding that is cut by rows are a sum, too.
+            return _by_rows(_each(summed_up, function(*args, **kwargs)), layer, session)
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
         if not tensors or _has_no_values(session):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SummingUp", "divides", "summed_up", "with_summed_gradients"]
+from layoutmap.pytorch.private import tree_map
+
+__all__ = ["SummingUp", "divides", "summed_up", "with_summed_gradient"]
 
 _PRODUCTS = (
     *(torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.tensordot, functional.linear),
@@ -27,20 +28,7 @@ def divides(value: Any) -> bool:
     """Whether the first axis of a tensor can be cut evenly over each dim of its mesh."""
     if not isinstance(value, DTensor) or not value.ndim:
         return True
-    return all(value.shape[0] % size == 0 for size in value.device_mesh.mesh.shape)
-
-
-def summed_up(values: Any) -> Any:
-    """What a layer puts out, with sums over the mesh made: once here, not by each of those who use it.
-
-    The rows of an embedding that is cut by rows are such a sum, too, and can be used once only.
-    """
-    return keras.tree.map_structure(_summed_up, values, none_is_leaf=True)
-
-
-def with_summed_gradients(values: Any) -> Any:
-    """The same values, whose gradients are summed up when they come back."""
-    return keras.tree.map_structure(_with_summed_gradient, values, none_is_leaf=True)
+    return all(value.shape[0] % size == 0 for size in value.device_mesh.shape)
 
 
 class SummingUp(TorchFunctionMode):
@@ -49,18 +37,20 @@ class SummingUp(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
-        args, kwargs = with_summed_gradients((args, kwargs or {}))
-        return _summed_up(func(*args, **kwargs))
+        args, kwargs = tree_map(with_summed_gradient, (args, kwargs or {}))
+        return summed_up(func(*args, **kwargs))
 
 
-def _summed_up(value: Any) -> Any:
+def summed_up(value: Any) -> Any:
+    """A value, with the sums over the mesh made that it waits for."""
     if not isinstance(value, DTensor) or not any(each.is_partial() for each in value.placements):
         return value
     made = [Replicate() if each.is_partial() else each for each in value.placements]
     return value.redistribute(value.device_mesh, made)
 
 
-def _with_summed_gradient(value: Any) -> Any:
+def with_summed_gradient(value: Any) -> Any:
+    """The same value, whose gradient is summed up when it comes back."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value
     return _SummedGradient.apply(value)
@@ -75,4 +65,4 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return _summed_up(upstream[0])
+        return summed_up(upstream[0])
