@@ -94,7 +94,7 @@ def test_fit_evaluate_and_predict_give_the_numbers_of_one_device():
     assert_in_layouts(model, mlp_map())
 
 
-# On TensorFlow, where each takes seconds to compile, the plain ones are tested once: test_keras_parity_tensorflow.py.
+# On TensorFlow, where each takes seconds to compile, the plain ones are tested once: test_keras_parity.py.
 OPTIMIZERS = {
     "accumulation": lambda: keras.optimizers.Adam(1e-3, gradient_accumulation_steps=2),
     "LossScale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)),

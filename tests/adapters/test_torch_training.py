@@ -389,6 +389,23 @@ class TestWeightsCutByTheBatch:
         for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             assert_close(expected.grad, parameter.grad)
 
+    def test_a_weight_that_is_changed_too_early(self):
+        """The backward pass would put other values together; it says which weight, why, and what to do."""
+        _, model = pair(Layers, rules=BY_BATCH)
+        loss = F.mse_loss(model(X), Y)
+        with torch.no_grad():
+            model.body[0].weight.mul_(2)
+            model.body[3].weight.mul_(2)
+
+        with pytest.raises(RuntimeError) as caught:
+            loss.backward()
+        assert str(caught.value).splitlines() == [
+            "Linear.weight was changed in place before the backward pass",
+            "  shape  (64, 128)",
+            "  why    the batch's dim cuts it, and the backward pass would put it together from its new values",
+            "  mend   call backward() first, and change weights (as optimizer.step() does) after it",
+        ]
+
     def test_a_graph_is_walked_twice(self):
         """A graph that is kept gives its gradients again; a second derivative is refused, and not wrong."""
         _, model = pair(Layers, rules=BY_BATCH)

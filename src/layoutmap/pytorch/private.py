@@ -105,7 +105,7 @@ except ImportError as error:
 
 _WANTED: list[tuple[Any, tuple[str, ...]]] = [
     (DTensorSpec, ("_convert_shard_order_to_StridedShard", "_maybe_convert_StridedShard_to_shard_order")),
-    (DTensor, ("_local_tensor", "from_local", "redistribute", "full_tensor")),
+    (DTensor, ("_local_tensor", "_spec", "from_local", "redistribute", "full_tensor")),
     (
         LocalTensorMode,
         (

@@ -24,7 +24,7 @@ from layoutmap.adapters.torch.running import is_running, running, summing_up
 from layoutmap.adapters.torch.watching import Watch
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
-from layoutmap.pytorch.computing.sums import divides
+from layoutmap.pytorch.computing.sums import batch_divides
 from layoutmap.pytorch.private import plainly
 
 __all__ = ["Forward", "forward_of", "is_planned"]
@@ -90,7 +90,7 @@ class Forward:
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
         with running(self.home):
             args, kwargs = on_mesh((args, kwargs), self.home)
-            with summing_up(not all(map(divides, tensors_in((args, kwargs))))):
+            with summing_up(not all(map(batch_divides, tensors_in((args, kwargs))))):
                 result = self._run(args, kwargs)
         return plain(result) if is_plain else summed_up(result)
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Home
 from layoutmap.adapters.torch.paths import Place
+from layoutmap.errors import format_message
 from layoutmap.layout import Layout
 from layoutmap.pytorch.gathering import can_gather, gather_over
 from layoutmap.pytorch.private import members_of_module, plainly, version_of
@@ -135,14 +136,21 @@ def _gather(
     versions = {key: version_of(tensor) for key, (tensor, _) in cut.items()}
 
     def again() -> list[Any]:
-        for key, (tensor, _) in cut.items():
-            if version_of(tensor) != versions[key]:
-                raise RuntimeError(
-                    "a weight that is needed for the backward pass was changed in place after the forward pass"
-                )
+        for weight, tensor in held:
+            if version_of(tensor) != versions.get(id(tensor), version_of(tensor)):
+                raise RuntimeError(_changed(weight))  # the class of torch's own error for it
         return list(_put_together(cut, home).values())
 
     return held, together, again
+
+
+def _changed(weight: Weight) -> str:
+    return format_message(
+        f"{type(weight.place.module).__name__}.{weight.place.name} was changed in place before the backward pass",
+        {"shape": tuple(_held(weight).shape)},
+        "the batch's dim cuts it, and the backward pass would put it together from its new values",
+        "call backward() first, and change weights (as optimizer.step() does) after it",
+    )
 
 
 def _held(weight: Weight) -> Any:

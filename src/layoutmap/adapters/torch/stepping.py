@@ -23,7 +23,10 @@ _READ = (torch.optim.Adafactor,)
 
 @functools.cache
 def look_after_optimizers() -> None:
-    """From now on, look at each optimizer of this process before it steps."""
+    """From now on, look at each optimizer of this process before it steps; one of plain parameters is left alone.
+
+    It stays: laid out models outlive their scope, and any optimizer may be given their parameters later.
+    """
     register_optimizer_step_pre_hook(_before_step)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from layoutmap.pytorch.computing.whole import settled
 from layoutmap.pytorch.private import tree_map
 
-__all__ = ["SummingUp", "divides", "summed_up", "with_summed_gradient"]
+__all__ = ["SummingUp", "batch_divides", "summed_up", "with_summed_gradient"]
 
 _PRODUCTS = (
     *(torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.tensordot, functional.linear),
@@ -24,7 +25,7 @@ _PRODUCTS = (
 )
 
 
-def divides(value: Any) -> bool:
+def batch_divides(value: Any) -> bool:
     """Whether the first axis of a tensor can be cut evenly over each dim of its mesh."""
     if not isinstance(value, DTensor) or not value.ndim:
         return True
@@ -42,11 +43,8 @@ class SummingUp(TorchFunctionMode):
 
 
 def summed_up(value: Any) -> Any:
-    """A value, with the sums over the mesh made that it waits for."""
-    if not isinstance(value, DTensor) or not any(each.is_partial() for each in value.placements):
-        return value
-    made = [Replicate() if each.is_partial() else each for each in value.placements]
-    return value.redistribute(value.device_mesh, made)
+    """A value, `settled` if it is a DTensor."""
+    return settled(value) if isinstance(value, DTensor) else value
 
 
 def with_summed_gradient(value: Any) -> Any:

@@ -18,7 +18,7 @@ from layoutmap.engines import get_engine
 from layoutmap.layout import Layout
 from layoutmap.pytorch import simulation
 from layoutmap.pytorch.computing.mode import computing
-from layoutmap.pytorch.computing.sums import SummingUp, divides, summed_up, with_summed_gradient
+from layoutmap.pytorch.computing.sums import SummingUp, batch_divides, summed_up, with_summed_gradient
 from layoutmap.pytorch.computing.whole import whole as plain_tensor
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def running(session: KerasSession, values: Any) -> Generator[None]:
         values: What it is called with, on the mesh.
     """
     session.inside.depth = getattr(session.inside, "depth", 0) + 1
-    session.inside.sums_up = sums_up = not all(map(divides, keras.tree.flatten(values)))
+    session.inside.sums_up = sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
     try:
         # The session's lock first, as where weights are made: two threads would else wait for each other.
         with session.lock, on_mesh(session), SummingUp() if sums_up else nullcontext():

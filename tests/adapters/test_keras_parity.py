@@ -1,0 +1,38 @@
+"""Keras on TensorFlow and torch trains in layouts as on one device: some of the cases of `benchmarks/parity.py`.
+
+TensorFlow's DTensor compiles slowly, and torch's simulated devices take turns, so each optimizer meets a model once or
+twice here; the benchmark runs all of them on all meshes.
+"""
+
+import keras
+import parity
+import pytest
+
+PROCESSES = ("tensorflow", "torch")
+pytestmark = pytest.mark.filterwarnings(
+    # Torch 2.13's own tensors know only the older form of __array__.
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
+MESHES = ("model=8", "batch=2,model=4", "batch=4,model=2")
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adafactor", "lion", "muon")
+CASES = [("embedding", optimizer, MESHES[i % 3]) for i, optimizer in enumerate(OPTIMIZERS)]
+if keras.backend.backend() == "torch":
+    CASES += [("mlp", "adamw", "batch=4,model=2")]
+else:
+    CASES += [("mlp", optimizer, MESHES[(i + 1) % 3]) for i, optimizer in enumerate(OPTIMIZERS)]
+    CASES += [("transformer", "adamw", "model=8"), ("transformer", "muon", "batch=2,model=4")]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "mesh"), CASES)
+def test_three_steps_give_the_numbers_of_one_device(model, optimizer, mesh):
+    """First weights bit for bit; outputs, gradients, losses and weights of three steps within 1e-5."""
+    report = parity.check(model, optimizer, mesh)
+
+    assert report.agrees
+    assert 0.0 == report.worst("weights")
+    assert max(abs(plain - ours) for plain, ours in report.losses) <= 1e-5
+
+
+def test_the_cases_are_all_optimizers():
+    """An optimizer that is added to the benchmark is tested here."""
+    assert set(OPTIMIZERS) == set(parity.optimizers())
