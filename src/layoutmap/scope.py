@@ -29,7 +29,8 @@ from layoutmap.layout import Layout
 from layoutmap.layout_map import LayoutMap
 from layoutmap.limits import Limit
 from layoutmap.mesh import Mesh
-from layoutmap.plan import Plan, Problem, make_plan
+from layoutmap.plan import Plan, Problem
+from layoutmap.planning import make_plan
 from layoutmap.progress import Progress
 from layoutmap.report.text import warning_text
 from layoutmap.variables import Assignment, VariableSpec
