@@ -173,9 +173,9 @@ class _Planning:
         """The layout that a derived variable takes over."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
         replicated = Layout.replicated(self.mesh, len(variable.shape))
-        if parent is not None:
+        if parent is not None and parent.parent != parent.path:
             layout, shape = self._assignment(parent).layout, parent.shape
-        else:  # it has made way for those that are derived from it
+        else:  # it has made way for those that are derived from it, a packed form of it among them
             rule = next(iter(self.layout_map.matching_rules(variable.parent or "")), None)
             if rule is None:
                 return replicated

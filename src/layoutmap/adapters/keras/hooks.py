@@ -15,7 +15,8 @@ are read and set by the other modules of this folder, and nowhere else:
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
-    keras.src.optimizers.base_optimizer             BaseOptimizer.__init__
+    keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
+    keras.src.optimizers                            BaseOptimizer.__init__; Adafactor._r, _c, _trainable_variables
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case
 """
 
@@ -90,6 +91,7 @@ def check_names(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
     wanted: list[tuple[Any, Sequence[str]]] = [
         (CommonVariable, ("__init__", "_deferred_initialize", "value")),
         (Layer, ("__new__", "_maybe_build", "_flatten_layers")),
+        (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
         (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference")),
         (global_state, ("get_global_attribute", "set_global_attribute")),
         (seed_generator, ("GLOBAL_SEED_GENERATOR",)),

@@ -21,6 +21,7 @@ import keras
 
 from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
+from layoutmap.adapters.keras.derived import derivations, reduced_slots
 from layoutmap.adapters.keras.draws import draw_of, why_whole
 from layoutmap.adapters.keras.names import note_given, stable_names
 from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
@@ -30,6 +31,7 @@ from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import PlanError
+from layoutmap.fitting import Axes
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
 from layoutmap.variables import Assignment, Kind, VariableSpec
@@ -196,6 +198,7 @@ class KerasSession:
         layers = self._alive()
         below = {id(child) for layer in layers for child in sublayers(layer)}
         roots = [layer for layer in layers if id(layer) not in below]
+        derived = derivations(layers)
         for name, root in zip(stable_names(roots), roots, strict=True):
             is_model = isinstance(root, keras.Model)
             for found in find_variables(root):
@@ -203,35 +206,49 @@ class KerasSession:
                     continue
                 seen.add(id(found.variable))
                 prefix = "" if is_model else f"{name}."
+                path = prefix + found.path
                 kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
+                rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
+                of = derived.get(id(found.variable))
+                if of is not None:
+                    parent = path[: path.rfind(".") + 1] + of.parent
+                    rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
                 entries.append(
-                    _entry(
-                        found.variable,
-                        prefix + found.path,
-                        Kind.RNG if found.is_seed else kind,
-                        aliases=tuple(prefix + alias for alias in found.aliases),
-                        model=name,
-                    )
+                    _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=name, **rest)
                 )
-        of = {id(entry.variable): entry for entry in entries}
+        by_variable = {id(entry.variable): entry for entry in entries}
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
+        axes: dict[int, Axes] = {}
+        for optimizer in optimizers:
+            for slot, weight, of_weight in reduced_slots(optimizer):
+                axes[id(slot)] = of_weight
+                self.set_parent(slot, weight)
         taken: dict[str, set[str]] = {}  # the slots' paths in each model
         for variable in self._known():
             if id(variable) not in seen and not hooks.is_global_seed(variable):
-                entries.append(self._describe_other(variable, of, id(variable) in slots, taken))  # noqa: PERF401
+                entries.append(self._describe_other(variable, by_variable, slots, axes, taken))  # noqa: PERF401
         return entries
 
     def _describe_other(
-        self, variable: Any, of: dict[int, _Entry], is_slot: bool, taken: dict[str, set[str]]
+        self,
+        variable: Any,
+        of: dict[int, _Entry],
+        slots: set[int],
+        axes: dict[int, Axes],
+        taken: dict[str, set[str]],
     ) -> _Entry:
         """A slot of an optimizer, or something small that belongs to no layer."""
         parent = self._parent_of(variable)
         entry = of.get(id(parent)) if parent is not None else None
         if entry is not None:
-            path = slot_path(variable, parent, entry.spec.path, taken.setdefault(entry.spec.model, set()))
-            return _entry(variable, path, Kind.SLOT, parent=entry.spec.path, model=entry.spec.model)
-        if is_slot:
+            spec = entry.spec
+            path = slot_path(variable, parent, spec.path, taken.setdefault(spec.model, set()))
+            rest: dict[str, Any] = {"parent": spec.path, "model": spec.model}
+            if id(variable) in axes:
+                rest |= {"axes": axes[id(variable)], "parent_shape": spec.shape}
+            return _entry(variable, path, Kind.SLOT, **rest)
+        if id(variable) in slots:
             return _entry(variable, slot_path(variable, None, "", taken.setdefault("", set())), Kind.SLOT)
         return _entry(variable, _plain_path(variable), Kind.METRIC)
 
