@@ -10,7 +10,7 @@ are read and set by the other modules of this folder, and nowhere else:
     keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
                                                     _deferred_initialize
     keras.src.backend.common.global_state           the "uninitialized_variables" list
-    keras.src.backend.common.stateless_scope        in_stateless_scope
+    keras.src.backend.common                        stateless_scope.in_stateless_scope, symbolic_scope.in_symbolic_scope
     keras.src.random.seed_generator                 the global seed generator, draw_seed
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables
@@ -40,6 +40,7 @@ __all__ = [
     "draw_seed",
     "global_seed_state",
     "in_stateless_scope",
+    "in_symbolic_scope",
     "installed",
     "is_default",
     "is_global_seed",
@@ -63,6 +64,7 @@ def _moved(what: str) -> ScopeError:
 try:
     from keras.src.backend.common import global_state as keras_state
     from keras.src.backend.common.stateless_scope import in_stateless_scope
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
     from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.models.functional import Functional
     from keras.src.optimizers.base_optimizer import BaseOptimizer as KerasOptimizer

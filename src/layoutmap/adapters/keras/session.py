@@ -24,7 +24,7 @@ from layoutmap.adapters.keras import hooks
 from layoutmap.adapters.keras.derived import derivations, reduced_slots
 from layoutmap.adapters.keras.draws import draw_of, why_whole
 from layoutmap.adapters.keras.names import note_given, stable_names
-from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
+from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.training import adopt_for_training, complete
@@ -74,6 +74,7 @@ class KerasSession:
         self._tagged: dict[int, _Record] = {}  # by the id of the tag
         self._num_births = self._num_planned = 0
         self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
+        self._outputs: tuple[int, dict[int, tuple[str, Layout | None]]] = (-1, {})
         self._open = threading.local()
         self.inside = threading.local()  # for ports: how deep in calls of layers a thread is
         self._settling = False
@@ -191,15 +192,20 @@ class KerasSession:
             if not getattr(layer, "built", True) and not hooks.is_default(layer.build)
         ]
 
+    @staticmethod
+    def _roots(layers: list[Any]) -> Iterator[tuple[str, Any]]:
+        """The layers that are in no other one, and what they are called."""
+        below = {id(child) for layer in layers for child in sublayers(layer)}
+        roots = [layer for layer in layers if id(layer) not in below]
+        return zip(stable_names(roots), roots, strict=True)
+
     def _describe(self) -> list[_Entry]:
         """All variables of the scope: those of the models first, in the order of the models, then the rest."""
         entries: list[_Entry] = []
         seen: set[int] = set()
         layers = self._alive()
-        below = {id(child) for layer in layers for child in sublayers(layer)}
-        roots = [layer for layer in layers if id(layer) not in below]
         derived = derivations(layers)
-        for name, root in zip(stable_names(roots), roots, strict=True):
+        for name, root in self._roots(layers):
             is_model = isinstance(root, keras.Model)
             for found in find_variables(root):
                 if id(found.variable) in seen:
@@ -280,7 +286,14 @@ class KerasSession:
         entries = self._describe()
         complete = not self.unbuilt()
         whole = {e.spec.path: why for e in entries if (why := self._why_whole(e))}
-        assignments = self.home.assign([e.spec for e in entries], whole, self._limits(entries), complete)
+        assignments = self.home.assign(
+            [e.spec for e in entries],
+            whole,
+            self._limits(entries),
+            complete,
+            [path for path, _ in self._layer_paths()] if self.home.lays_out_activations else None,
+            self.port.chooses_layouts,
+        )
         self._num_planned = self._num_births
         if self.home.plan_only:
             return
@@ -294,6 +307,30 @@ class KerasSession:
                 self._make_plain(variable)
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         self.port.settled(optimizers, self._alive())
+
+    # -- what layers put out
+
+    def output_layout(self, layer: Any) -> tuple[str, Layout | None]:
+        """A layer's path, and the layout of what it puts out; `None`: as it comes."""
+        if self._outputs[0] != self._num_births:
+            found: dict[int, tuple[str, Layout | None]] = {}
+            for path, each in self._layer_paths():
+                if (
+                    found.get(id(each), ("", None))[1] is None
+                ):  # a shared layer has the rule of any of its paths
+                    found[id(each)] = path, self.home.activation_layout(path)
+            self._outputs = self._num_births, found
+        return self._outputs[1].get(id(layer), ("", None))
+
+    def _layer_paths(self) -> list[tuple[str, Any]]:
+        """All layers below the models of this scope, and the layers that stand alone, under each of their paths."""
+        paths: list[tuple[str, Any]] = []
+        for name, root in self._roots(self._alive()):
+            is_model = isinstance(root, keras.Model)
+            prefix = "" if is_model else f"{name}."
+            paths += [] if is_model else [(name, root)]
+            paths += [(prefix + path, layer) for path, layer in find_layers(root)]
+        return paths
 
     def _limits(self, entries: list[_Entry]) -> list[Limit]:
         """What the backend cannot do with the layers that have weights."""
