@@ -56,7 +56,7 @@ EXPLAINED = {
                         layout  (model,)     rule 3  d1\.bias
                         mesh    batch=2, model=4
                         why     6 is not a multiple of 4
-                        mend    pad axis 0 to 8, or leave it unsharded: (unsharded,)
+                        mend    pad axis 0 to 8, or leave it unsharded: (unsharded,), or say uneven="shrink"
           change it   the first rule that matches wins: put one before rule 3, or change that
         """,
     "norm.scale": r"""
@@ -73,7 +73,7 @@ EXPLAINED = {
           what        slot, float32[8, 32], 1.0 KiB
           layout      (unsharded, (model, batch))
           per device  8 x 4, 128 B
-          because     a slot of its variable's shape lies as that does: d1.kernel
+          because     it lies as its parent does: d1.kernel
           change it   with the rule of d1.kernel
         """,
     "loss.total": """

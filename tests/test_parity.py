@@ -2,11 +2,13 @@
 
 import textwrap
 
+import jax
 import keras
 import numpy as np
 import pytest
 
 import layoutmap as lm
+from layoutmap.engines import get_engine
 from layoutmap.parity import ParityReport, ParityRow
 
 PROCESSES = ("jax",)
@@ -177,6 +179,40 @@ def test_a_planted_bug_is_found_in_its_stage(make_model, stage, name):
     assert not report.agrees
     assert str(report).startswith(f"parity fails, first at {first}; largest relative differences:\n")
     assert repr(report) == f"<ParityReport: {first}>"
+
+
+class PartsTakenForWhole(L.Dense):
+    """A planted wrong layout: each device has a part of a sum, and the layer says that each has all of it."""
+
+    def call(self, inputs):
+        layout = getattr(self.kernel, "layout", None)
+        if layout is None:
+            return super().call(inputs)
+        mesh = get_engine("jax").native(layout, 2).mesh
+        specs = jax.sharding.PartitionSpec(None, "model"), jax.sharding.PartitionSpec("model", None)
+        parts = jax.shard_map(
+            lambda x, kernel: x @ kernel,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=jax.sharding.PartitionSpec(),  # the truth is: to be summed over "model"
+            check_vma=False,
+        )
+        return parts(inputs, self.kernel.value) + self.bias
+
+
+def test_a_wrong_layout_of_an_activation_is_found():
+    """An array that says of itself that it lies otherwise than it does shows in what the model puts out."""
+
+    def make_model():
+        layers = [keras.Input((8,)), PartsTakenForWhole(16, name="d1"), L.Dense(8, name="d2")]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+        return model
+
+    rules = {**MLP, r"d1\.kernel": ("model", None), r"d2\.kernel": (None, None)}
+    report = lm.check_parity(make_model, make_map(rules), numbers(), steps=1, raises=False)
+
+    assert ("forward", "output 0") == (report.first_difference.stage, report.first_difference.name)
 
 
 def test_two_builds_that_differ_are_no_comparison():

@@ -60,7 +60,7 @@ KINDS = {
           layout  (unsharded, model)     rule 1  d1\.
           mesh    batch=2, model=4
           why     6 is not a multiple of 4
-          mend    pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded)
+          mend    pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
         """,
     ),
     "no rule": (

@@ -59,7 +59,7 @@ error: head.kernel: axis 1 cannot be split evenly
   layout  (batch, model)     rule 2  head\.
   mesh    batch=2, model=4
   why     6 is not a multiple of 4
-  mend    pad axis 1 to 8, or leave it unsharded: (batch, unsharded)
+  mend    pad axis 1 to 8, or leave it unsharded: (batch, unsharded), or say uneven="shrink"
 
 warning: no rule matches these 4, so every device holds them whole; a rule for each says that this is meant
   blocks.{0..2}.up.bias  add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)

@@ -204,7 +204,8 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
     for axis in () if told_of_parent else asked.uneven_axes(variable.shape):
         error = asked.uneven_error(variable.shape, axis, variable.path)
         if layout == asked:
-            yield _of_layout("uneven", "error", error, assignment)
+            told = _of_layout("uneven", "error", error, assignment)
+            yield replace(told, mend=f'{told.mend}, or say uneven="shrink"')
         else:
             yield _of_taken(error, assignment, axis)
     if match is not None and match.rule is None and variable.kind in _NEED_A_RULE:

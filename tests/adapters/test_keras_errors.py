@@ -87,7 +87,7 @@ def test_an_axis_that_does_not_divide():
           layout  (unsharded, model)     rule 1  d1\.kernel
           mesh    batch=2, model=4
           why     6 is not a multiple of 4
-          mend    pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded)
+          mend    pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
         """)
 
 

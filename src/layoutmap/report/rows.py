@@ -43,7 +43,7 @@ class Row:
     def rule(self) -> str:
         """The number of the rule that won, the variable that it follows, or why there is none."""
         match, variable = self.first.match, self.first.variable
-        if match is None and variable.follows and not self.follows:
+        if match is None and variable.axes is not None:
             return f"as {merge_paths([a.variable.parent or '' for a in self.assignments])}"
         if match is None or (match.rule is None and variable.kind not in ("weight", "state")):
             return f"({variable.kind})"
