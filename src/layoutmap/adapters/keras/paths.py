@@ -55,10 +55,15 @@ _BOOKKEEPING = frozenset(
         "_torch_params",
         "optimizer",
         "_optimizer",
+        # What TensorFlow notes, on each layer, about the others that it saves with it.
+        "_self_unconditional_checkpoint_dependencies",
+        "_self_unconditional_dependency_names",
+        "_self_unconditional_deferred_dependencies",
+        "_self_name_based_restores",
+        "_self_saveable_object_factories",
+        "_self_tracked_trackables",
     }
 )
-
-_TENSORFLOWS = "_self_"  # what TensorFlow notes, on each layer, about the others that it saves with it
 
 
 @dataclass(slots=True)
@@ -172,7 +177,7 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     return [
         (_public_name(owner, name, values), value)
         for name, value in values.items()
-        if name not in _BOOKKEEPING and not name.startswith(_TENSORFLOWS) and _is_walked(value)
+        if name not in _BOOKKEEPING and _is_walked(value)
     ]
 
 
