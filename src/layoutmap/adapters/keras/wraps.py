@@ -10,15 +10,18 @@ Keras itself wraps `build` and `quantize` on each layer in this way. Nothing sta
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
 
+from layoutmap.adapters.keras.hooks import Functional
+
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
-__all__ = ["session_of", "wrap_layer", "wrap_optimizer"]
+__all__ = ["call_of", "session_of", "wrap_layer", "wrap_optimizer"]
 
 _MARK = "_layoutmap_session"
 _BEFORE = "_layoutmap_before"
@@ -56,6 +59,22 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
 def session_of(thing: Any) -> KerasSession | None:
     """The scope that looks after a layer, model or optimizer."""
     return thing.__dict__.get(_MARK)
+
+
+def call_of(layer: Any) -> Callable[..., Any]:
+    """The `call` of a layer that is being born, for a port to wrap.
+
+    A class without one may be Functional by inheritance: Keras makes it so while its first model is being initialized,
+    which is after the birth.
+    """
+    if "call" in layer.__dict__ or type(layer).call is not keras.Model.call:
+        return layer.call
+
+    @functools.wraps(types.MethodType(Functional.call, layer))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return type(layer).call(layer, *args, **kwargs)
+
+    return call
 
 
 def _begin(thing: Any, session: KerasSession) -> bool:

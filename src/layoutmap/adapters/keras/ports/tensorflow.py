@@ -28,7 +28,7 @@ from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.ports.tensorflow_functions import REPLACED, computing_for_a_mesh
 from layoutmap.adapters.keras.ports.tensorflow_limits import explained, limits_of, reading_layout
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
-from layoutmap.adapters.keras.wraps import session_of
+from layoutmap.adapters.keras.wraps import call_of, session_of
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
@@ -188,7 +188,7 @@ def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
 
 def _reading_in(layer: Any, session: KerasSession) -> Callable[..., Any]:
     """The layer's `call`, in which its weights are read as DTensor can compute with them."""
-    plain, reading = layer.call, reading_layout(layer)
+    plain, reading = call_of(layer), reading_layout(layer)
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
