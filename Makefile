@@ -62,7 +62,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.all: pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[jax,torch,keras]' --group test --group tensorflow --group torch --group dev
-	$(PIP) --no-deps --group tf-keras
+	$(PIP) --no-deps --group tf-keras --group keras-hub
 	@touch $(VENV)/.demo $@
 
 $(VENV)/.proto: pyproject.toml | $(BIN)/python

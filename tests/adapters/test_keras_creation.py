@@ -461,6 +461,33 @@ def test_two_threads_that_first_call_one_model():
         assert np.array_equal(*results)
 
 
+def test_the_first_model_of_a_class_that_becomes_functional():
+    """Keras makes a class Functional while its first model is being made; that model computes and trains, too."""
+
+    class Late(keras.Model):
+        def __init__(self):
+            x = keras.Input((4,))
+            super().__init__(x, L.Dense(8, name="d1")(L.Dropout(0.5, seed=3)(x)))
+
+    with make_map().scope():
+        model = seeded(Late)
+    plain = seeded(Late)
+    expected, actual = plain(X, training=True), model(X, training=True)
+
+    assert plain._call_has_training_arg == model._call_has_training_arg
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(actual), keras.ops.convert_to_numpy(expected), rtol=1e-6
+    )
+
+
+def test_a_model_without_a_call_is_told_so_by_keras():
+    """The message is Keras's own."""
+    with make_map().scope():
+        model = keras.Model()
+    with pytest.raises(NotImplementedError, match=r"does not have a `call\(\)`"):
+        model(X)
+
+
 class Branching(keras.Model):
     """A model that Keras cannot trace: it looks at its numbers."""
 

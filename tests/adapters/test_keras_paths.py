@@ -93,6 +93,10 @@ def d(units=4, **options):
 
 CASES = {
     "attributes": (lambda: Holder(d1=d(), d2=d(2)), "d1.kernel d1.bias d2.kernel d2.bias"),
+    "private attributes": (
+        lambda: Holder(_first=d(name="a"), _self_attention=d(2, name="b")),
+        "first.kernel first.bias self_attention.kernel self_attention.bias",
+    ),
     "list": (
         lambda: Holder(blocks=[d(), d(2)]),
         "blocks.0.kernel blocks.0.bias blocks.1.kernel blocks.1.bias",

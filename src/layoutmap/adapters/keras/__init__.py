@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from layoutmap.adapters.keras.derived import reduced_slots
 from layoutmap.adapters.keras.hooks import check_keras, global_seed_state
 from layoutmap.adapters.keras.paths import find_variables, slot_path
 from layoutmap.adapters.keras.ports import backend_name, port_of
@@ -89,8 +90,11 @@ class KerasAdapter:
         optimizer = getattr(model, "optimizer", None)
         slots = list(optimizer.variables) if optimizer is not None else []
         taken = set(named)
-        for slot, weight in zip(slots, parents_by_name(slots, model.trainable_variables), strict=True):
-            named[slot_path(slot, weight, paths.get(id(weight), ""), taken)] = slot
+        reduced = {id(each.slot): each for each in reduced_slots(optimizer)} if optimizer is not None else {}
+        for slot, found_weight in zip(slots, parents_by_name(slots, model.trainable_variables), strict=True):
+            known = reduced.get(id(slot))
+            weight, kind = (known.weight, known.kind) if known else (found_weight, "")
+            named[slot_path(slot, weight, paths.get(id(weight), ""), taken, kind)] = slot
         return named
 
     def read(self, variable: Any) -> Any:

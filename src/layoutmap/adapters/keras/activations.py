@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["laying_out"]
 
 
-def laying_out(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's `call`, or what stands for it, that puts out arrays in their layout.
 
     Args:
         layer: The layer; its path may not be known yet, and is looked up when it is called.
         session: The scope.
-        name: The method.
+        plain: The method.
     """
-    plain = getattr(layer, name)
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ import keras
 
 from layoutmap.fitting import Axes
 
-__all__ = ["Derivation", "derivations", "reduced_slots"]
+__all__ = ["Derivation", "ReducedSlot", "derivations", "reduced_slots"]
 
 _FLOAT8 = (
     "inputs_scale",
@@ -63,8 +63,25 @@ def derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
     return found
 
 
-def reduced_slots(optimizer: Any) -> Iterator[tuple[Any, Any, Axes]]:
-    """The slots of an optimizer that have fewer axes than their weights: slot, weight, and what its axes are."""
+@dataclass(frozen=True, slots=True)
+class ReducedSlot:
+    """A slot of an optimizer that has fewer axes than its weight.
+
+    Args:
+        slot: The slot, a variable.
+        weight: The weight.
+        kind: What the optimizer calls such slots; Keras gives them the weight's own name.
+        axes: What its axes are made of.
+    """
+
+    slot: Any
+    weight: Any
+    kind: str
+    axes: Axes
+
+
+def reduced_slots(optimizer: Any) -> Iterator[ReducedSlot]:
+    """Those of an optimizer."""
     inner = getattr(optimizer, "inner_optimizer", None) or optimizer
     if not isinstance(inner, keras.optimizers.Adafactor) or not inner.built:
         return
@@ -73,8 +90,8 @@ def reduced_slots(optimizer: Any) -> Iterator[tuple[Any, Any, Axes]]:
         if rank < 2 or rows is None:
             continue
         kept = tuple((axis,) for axis in range(rank - 2))
-        yield rows, weight, (*kept, (rank - 2,))
-        yield columns, weight, (*kept, (rank - 1,))
+        yield ReducedSlot(rows, weight, "r", (*kept, (rank - 2,)))
+        yield ReducedSlot(columns, weight, "c", (*kept, (rank - 1,)))
 
 
 _Derived = Iterator[tuple[Any, Derivation]]  # variables, or `None` where the layer has none, and from what

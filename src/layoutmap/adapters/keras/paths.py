@@ -55,10 +55,15 @@ _BOOKKEEPING = frozenset(
         "_torch_params",
         "optimizer",
         "_optimizer",
+        # What TensorFlow notes, on each layer, about the others that it saves with it.
+        "_self_unconditional_checkpoint_dependencies",
+        "_self_unconditional_dependency_names",
+        "_self_unconditional_deferred_dependencies",
+        "_self_name_based_restores",
+        "_self_saveable_object_factories",
+        "_self_tracked_trackables",
     }
 )
-
-_TENSORFLOWS = "_self_"  # what TensorFlow notes, on each layer, about the others that it saves with it
 
 
 @dataclass(slots=True)
@@ -123,7 +128,7 @@ def find_layers(root: Any) -> list[tuple[str, Any]]:
     return [(path, layer) for (path, _), layer in found.items()]
 
 
-def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str]) -> str:
+def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: str = "") -> str:
     """The path of an optimizer's variable: `optimizer.`, its weight's path, and what kind of slot it is.
 
     Args:
@@ -131,11 +136,12 @@ def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str]) -> str:
         weight: The weight that it belongs to, or `None`.
         weight_path: The weight's path.
         taken: Paths that others have; the new one is added.
+        kind: What kind of slot it is; empty: its name says it.
     """
     if weight is None:
         path = f"optimizer.{slot.name}"
     else:
-        kind = slot.name.removeprefix(weight.path.replace("/", "_") + "_")
+        kind = kind or slot.name.removeprefix(weight.path.replace("/", "_") + "_")
         path = f"optimizer.{weight_path}.{kind}"
     numbers = itertools.chain([path], (f"{path}_{n}" for n in itertools.count(1)))
     unique = next(p for p in numbers if p not in taken)
@@ -193,7 +199,7 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     return [
         (_public_name(owner, name, values), value)
         for name, value in values.items()
-        if name not in _BOOKKEEPING and not name.startswith(_TENSORFLOWS) and _is_walked(value)
+        if name not in _BOOKKEEPING and _is_walked(value)
     ]
 
 

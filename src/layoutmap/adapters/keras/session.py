@@ -21,7 +21,7 @@ import keras
 
 from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
-from layoutmap.adapters.keras.derived import derivations, reduced_slots
+from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
 from layoutmap.adapters.keras.draws import draw_of, why_whole
 from layoutmap.adapters.keras.names import note_given, stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
@@ -31,7 +31,6 @@ from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import PlanError
-from layoutmap.fitting import Axes
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
 from layoutmap.variables import Assignment, Kind, VariableSpec
@@ -225,15 +224,13 @@ class KerasSession:
         by_variable = {id(entry.variable): entry for entry in entries}
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
-        axes: dict[int, Axes] = {}
-        for optimizer in optimizers:
-            for slot, weight, of_weight in reduced_slots(optimizer):
-                axes[id(slot)] = of_weight
-                self.set_parent(slot, weight)
+        reduced = {id(each.slot): each for optimizer in optimizers for each in reduced_slots(optimizer)}
+        for each in reduced.values():
+            self.set_parent(each.slot, each.weight)
         taken: dict[str, set[str]] = {}  # the slots' paths in each model
         for variable in self._known():
             if id(variable) not in seen and not hooks.is_global_seed(variable):
-                entries.append(self._describe_other(variable, by_variable, slots, axes, taken))  # noqa: PERF401
+                entries.append(self._describe_other(variable, by_variable, slots, reduced, taken))  # noqa: PERF401
         return entries
 
     def _describe_other(
@@ -241,7 +238,7 @@ class KerasSession:
         variable: Any,
         of: dict[int, _Entry],
         slots: set[int],
-        axes: dict[int, Axes],
+        reduced: dict[int, ReducedSlot],
         taken: dict[str, set[str]],
     ) -> _Entry:
         """A slot of an optimizer, or something small that belongs to no layer."""
@@ -249,10 +246,12 @@ class KerasSession:
         entry = of.get(id(parent)) if parent is not None else None
         if entry is not None:
             spec = entry.spec
-            path = slot_path(variable, parent, spec.path, taken.setdefault(spec.model, set()))
+            known = reduced.get(id(variable))
+            others = taken.setdefault(spec.model, set())
+            path = slot_path(variable, parent, spec.path, others, known.kind if known else "")
             rest: dict[str, Any] = {"parent": spec.path, "model": spec.model}
-            if id(variable) in axes:
-                rest |= {"axes": axes[id(variable)], "parent_shape": spec.shape}
+            if known:
+                rest |= {"axes": known.axes, "parent_shape": spec.shape}
             return _entry(variable, path, Kind.SLOT, **rest)
         if id(variable) in slots:
             return _entry(variable, slot_path(variable, None, "", taken.setdefault("", set())), Kind.SLOT)

@@ -11,17 +11,19 @@ Keras itself wraps `build` and `quantize` on each layer in this way. Nothing sta
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from layoutmap.adapters.keras.activations import laying_out
+from layoutmap.adapters.keras.hooks import Functional
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
-__all__ = ["CALLS", "session_of", "wrap_layer", "wrap_optimizer"]
+__all__ = ["CALLS", "call_of", "session_of", "wrap_layer", "wrap_optimizer"]
 
 CALLS = ("call", "quantized_call")
 """The methods by which Keras computes what a layer puts out: the second one once it is quantized."""
@@ -44,7 +46,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         wraps["quantize"] = _quantizing(layer, session)
     wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
     if session.home.lays_out_activations:
-        _put(layer, {name: laying_out(layer, session, name) for name in CALLS})
+        _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
     wraps |= session.port.layer_wraps(layer, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
@@ -66,6 +68,22 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
 def session_of(thing: Any) -> KerasSession | None:
     """The scope that looks after a layer, model or optimizer."""
     return thing.__dict__.get(_MARK)
+
+
+def call_of(layer: Any, name: str) -> Callable[..., Any]:
+    """The `call` of a layer that is being born, or what stands for it, to be wrapped.
+
+    A class without one may be Functional by inheritance: Keras makes it so while its first model is being initialized,
+    which is after the birth.
+    """
+    if name != "call" or name in layer.__dict__ or type(layer).call is not keras.Model.call:
+        return getattr(layer, name)
+
+    @functools.wraps(types.MethodType(Functional.call, layer))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return type(layer).call(layer, *args, **kwargs)
+
+    return call
 
 
 def _begin(thing: Any, session: KerasSession) -> bool:

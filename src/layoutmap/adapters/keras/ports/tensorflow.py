@@ -29,7 +29,7 @@ from layoutmap.adapters.keras.ports.tensorflow_functions import REPLACED, comput
 from layoutmap.adapters.keras.ports.tensorflow_limits import explained, limits_of, reading_layout
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
-from layoutmap.adapters.keras.wraps import CALLS, session_of
+from layoutmap.adapters.keras.wraps import CALLS, call_of, session_of
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
@@ -198,7 +198,7 @@ def _calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]
 
 def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     """The layer's `call`, or what stands for it, in which its weights are read as DTensor can compute with them."""
-    plain = getattr(layer, name)
+    plain = call_of(layer, name)
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from keras.src.backend.torch.core import get_device
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.keras.hooks import in_stateless_scope
+from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.engines import get_engine
 from layoutmap.layout import Layout
 from layoutmap.pytorch import simulation
@@ -130,7 +131,7 @@ def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[...,
     What is cut over the dim that cuts the batch, too, is put together for the call, as FSDP does it; the gradient goes
     the same way back, summed up and cut.
     """
-    function = getattr(layer, name)
+    function = call_of(layer, name)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

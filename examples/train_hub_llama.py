@@ -1,0 +1,82 @@
+"""Train a tiny Llama 3 of keras-hub, laid out by a rules file; and see what a slip in that file looks like.
+
+    python examples/train_hub_llama.py                                  on 8 simulated devices
+    python examples/train_hub_llama.py --mesh batch=8,model=1           on another mesh
+    python examples/train_hub_llama.py --mesh batch=64,model=4 --plan-only
+
+The model is plain keras-hub (pip install keras-hub), with no word of meshes. The rules are those of
+examples/rules/llama3.yaml; the same file lays out the models of 8 and 70 billion parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub looks for TensorFlow, which then talks
+
+import keras
+import keras_hub
+import numpy as np
+
+import layoutmap as lm
+
+RULES = (pathlib.Path(__file__).parent / "rules" / "llama3.yaml").read_text(encoding="utf-8")
+VOCABULARY, LENGTH, ROWS = 128, 32, 16
+
+
+def make_llama() -> keras.Model:
+    """The model, compiled."""
+    backbone = keras_hub.models.Llama3Backbone(
+        vocabulary_size=VOCABULARY,
+        num_layers=1,
+        num_query_heads=8,
+        num_key_value_heads=4,
+        hidden_dim=64,
+        intermediate_dim=128,
+    )
+    model = keras_hub.models.Llama3CausalLM(backbone)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.AdamW(1e-2), loss=loss)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mesh", default="batch=2,model=4", help="its dims; on 8 devices in all")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--plan-only", action="store_true", help="stop after the plan; the mesh may be any size"
+    )
+    args = parser.parse_args()
+    mesh = lm.Mesh(None, args.mesh)
+
+    slip = lm.LayoutMap.from_yaml(RULES.replace("feedforward_(gate", "feedforward_(gat"), mesh)
+    print("== a slip in the rules: what the plan says\n")
+    print(*lm.plan(make_llama, slip).problems, sep="\n\n")
+
+    layout_map = lm.LayoutMap.from_yaml(RULES, mesh)
+    print(f"\n== the rules as they are\n\n{lm.plan(make_llama, layout_map, strict=True)}\n")
+    if args.plan_only:
+        return
+
+    keras.utils.set_random_seed(0)
+    model = layout_map.build(make_llama, strict=True, batch_dim="batch")
+    text = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8)
+    starts = np.random.default_rng(0).integers(0, len(text) - LENGTH - 1, ROWS * args.steps)
+    rows = np.stack([text[s : s + LENGTH + 1] for s in starts]).astype("int32")
+    inputs = {"token_ids": rows[:, :-1], "padding_mask": np.ones_like(rows[:, :-1])}
+    log = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda step, logs: print(f"   step {step + 1:>3}   mean loss {logs['loss']:.4f}")
+    )
+    print("== training on this file\n")
+    model.fit(inputs, rows[:, 1:], batch_size=ROWS, shuffle=False, verbose=0, callbacks=[log])
+
+
+if __name__ == "__main__":
+    main()

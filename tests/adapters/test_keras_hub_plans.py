@@ -1,0 +1,130 @@
+"""Rules files of real models: no problem in their plans, at any size; and each that is made is told."""
+
+import functools
+import math
+import re
+from dataclasses import replace
+
+import hub_models
+import pytest
+
+import layoutmap as lm
+from layoutmap.errors import RuleError
+from layoutmap.plan import make_plan
+from layoutmap.variables import Kind
+
+PROCESSES = ("jax",)
+
+
+@functools.cache
+def specs(name):
+    """The weights of a tiny model, as a dry run tells them."""
+    plan = lm.plan(lambda: hub_models.make(name), hub_models.rules(name), strict=True)
+    return tuple(a.variable for a in plan if a.variable.kind in (Kind.WEIGHT, Kind.STATE))
+
+
+def renamed(variable, word, new):
+    """The variable as it is called when what is called `word` in all its paths is renamed."""
+    paths = (variable.path, *variable.aliases)
+    first, *rest = (".".join(new if part == word else part for part in path.split(".")) for path in paths)
+    return replace(variable, path=first, aliases=tuple(rest))
+
+
+def with_rule(layout_map, old, new):
+    """The map with one pattern in the place of another."""
+    rules = {new if pattern == old else pattern: layout for pattern, layout in layout_map.items()}
+    if len(rules) < len(layout_map):
+        raise RuleError("two rules have one pattern")
+    return lm.LayoutMap(layout_map.mesh, rules)
+
+
+def winners(plan):
+    """Which rule decides on each weight."""
+    return [a.match.rule and a.match.rule.number for a in plan]
+
+
+@pytest.mark.parametrize("preset", hub_models.PUBLISHED)
+def test_a_published_model_is_planned_without_a_problem(preset):
+    """Every weight has a rule and every rule a weight at full size, too; nothing is allocated."""
+    name = hub_models.family_of(preset)
+    config = hub_models.PUBLISHED[preset]
+    plan = lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name))
+    weights = [a.variable for a in plan if a.variable.kind in (Kind.WEIGHT, Kind.STATE)]
+
+    assert () == plan.problems
+    assert hub_models.num_published(preset) == sum(
+        math.prod(v.shape) for v in weights if "backbone." in v.path
+    )
+    assert plan.nbytes / 4 <= plan.device_nbytes < plan.nbytes / 3.9
+
+
+@pytest.mark.parametrize("name", hub_models.FAMILIES)
+def test_no_two_rules_speak_of_one_weight(name):
+    """The order of a file's rules does not matter."""
+    plan = make_plan(specs(name), hub_models.rules(name))
+
+    assert [] == [a.match for a in plan if a.match.others]
+
+
+@pytest.mark.parametrize("name", hub_models.FAMILIES)
+def test_every_rename_is_reported(name):
+    """Whichever word of whichever path changes, the plan names that weight; the name of the backbone is left open."""
+    layout_map, variables = hub_models.rules(name), specs(name)
+    missed, told = [], 0
+    for number, variable in enumerate(variables):
+        words = [w for w in variable.path.split(".") if not w.endswith("backbone")]
+        for word, new in [(w, changed) for w in words for changed in (f"{w}_x", w[1:])]:
+            wrong = renamed(variable, word, new)
+            plan = make_plan([*variables[:number], wrong, *variables[number + 1 :]], layout_map)
+            subjects = {p.subject for p in plan.warnings + plan.errors}
+            told += wrong.path in subjects
+            missed += [wrong.path] * (wrong.path not in subjects)
+
+    assert [] == missed
+    assert told >= 2 * len(variables)
+
+
+def slips(pattern):
+    """The pattern with one slip: a letter of a word or a sign left out, or a rule for all blocks written for one."""
+    for part in re.finditer(r"\w+|\W", pattern):
+        middle = (part.start() + part.end()) // 2
+        yield pattern[:middle] + pattern[middle + 1 :]
+    if r"\d+" in pattern:
+        yield from (pattern.replace(r"\d+", index, 1) for index in ("0", "2"))
+
+
+@pytest.mark.parametrize("name", hub_models.FAMILIES)
+def test_every_broken_rule_is_reported(name):
+    """A slip in a pattern is in the plan if it moves anything, and no alarm is raised where it moves nothing."""
+    layout_map, variables = hub_models.rules(name), specs(name)
+    right = make_plan(variables, layout_map)
+    missed, false, told = [], [], dict.fromkeys(layout_map, 0)
+    for pattern in layout_map:
+        for slip in slips(pattern):
+            try:
+                plan = make_plan(variables, with_rule(layout_map, pattern, slip))
+            except RuleError:  # it is no regex any more
+                told[pattern] += 1
+                continue
+            moves, alarm = winners(plan) != winners(right), bool(plan.warnings + plan.errors)
+            told[pattern] += moves and alarm
+            (missed if moves else false).extend([slip] * (moves != alarm))
+
+    assert [] == missed
+    assert [] == false
+    assert () == right.problems
+    assert all(told.values())
+
+
+@pytest.mark.parametrize("name", hub_models.FAMILIES)
+def test_every_missing_rule_is_reported(name):
+    """Without one of its rules, each weight of that rule is named."""
+    variables = specs(name)
+    for number, pattern in enumerate(hub_models.rules(name), 1):
+        layout_map = hub_models.rules(name)
+        expected = {
+            a.variable.path for a in make_plan(variables, layout_map) if a.match.rule.number == number
+        }
+        del layout_map[pattern]
+
+        assert expected == {p.subject for p in make_plan(variables, layout_map).problems}
