@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import keras
 import numpy as np
 
 from layoutmap.adapters.keras.ports import Wraps
+from layoutmap.adapters.keras.ports.jax_processes import Rows, gathered_value, saving
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
+from layoutmap.engines import get_engine
 from layoutmap.limits import Limit
 from layoutmap.variables import Assignment
 
@@ -56,11 +59,17 @@ class JaxPort:
         tag = jax.sharding.NamedSharding(native.mesh, native.spec)
         variable._layout = tag
         variable._value = held
+        own = variable.__dict__
+        own.pop("_direct_assign", None)
+        own.pop("__array__", None)
+        if session.home.across:  # on the instance, where a copy of the variable gets one that knows the copy
+            own["_direct_assign"] = functools.partial(_assign, variable)
+            own["__array__"] = functools.partial(_as_array, variable)
         return tag
 
     def read(self, variable: Any) -> Any:
         """The whole value of a variable."""
-        return np.asarray(variable.value)
+        return get_engine("jax").whole(variable.value)
 
     def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Optimizers know variables by the variable, which stays."""
@@ -87,7 +96,10 @@ class JaxPort:
             f"make_{name}_function": _making(model, session, name) for name in ("train", "test", "predict")
         }
         steps = ("train_step", "test_step", "predict_step")
-        return making | {name: _pinned(model, getattr(model, name)) for name in steps}
+        wraps = making | {name: _pinned(model, getattr(model, name), session) for name in steps}
+        if session.home.across:
+            wraps |= {name: saving(model, session, name) for name in ("save", "save_weights")}
+        return wraps
 
     def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
         """JAX computes everything in every layout."""
@@ -117,7 +129,8 @@ class JaxPort:
             )
         ]
         loss, gradients = jax.jit(jax.value_and_grad(loss_of))(*values)
-        return np.asarray(loss), [np.asarray(gradient) for gradient in gradients]
+        whole = get_engine("jax").whole
+        return whole(loss), [whole(gradient) for gradient in gradients]
 
 
 def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
@@ -130,20 +143,40 @@ def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
         if getattr(model, attribute) is None or force:
             plain(force=force)
             step = getattr(model, attribute)
-            setattr(
-                model, attribute, lambda state, data: step(state, (place_batch(b, session) for b in data))
-            )
+            if session.home.across:
+                run = _across(step, Rows(session, name), name)
+            else:
+
+                def run(state: Any, data: Any) -> Any:
+                    return step(state, (place_batch(b, session) for b in data))
+
+            setattr(model, attribute, run)
         return getattr(model, attribute)
 
     return make
 
 
-def _pinned(model: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., Any]:
+    """Steps in several processes, each with its own rows."""
+
+    def run(state: Any, data: Any) -> Any:
+        # The processes compare their batches by a collective, and on CPUs two at a time can wait for each other.
+        jax.block_until_ready(state)
+        rows.placed.clear()
+        outputs, new = step(state, rows.place(data))
+        return (rows.own(outputs), new) if name == "predict" else (outputs, new)
+
+    return run
+
+
+def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
     """A step whose new variable values stay in the layouts of their variables."""
 
     @functools.wraps(plain)
     def step(state: Any, data: Any) -> Any:
         result, new = plain(state, data)
+        if session.home.across:  # each process is to find its rows, and numbers, on its own devices
+            result = keras.tree.map_structure(lambda array: _laid_out(array, session), result)
         if plain.__name__ == "predict_step":
             return result, _pin(new, model.non_trainable_variables)
         groups = [model.trainable_variables, model.non_trainable_variables]
@@ -153,6 +186,22 @@ def _pinned(model: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         return result, tuple(_pin(values, group) for values, group in zip(new, groups, strict=True))
 
     return step
+
+
+def _laid_out(array: Any, session: KerasSession) -> Any:
+    layout = session.home.batch_layout(array.shape)
+    return jax.lax.with_sharding_constraint(array, session.home.native(layout, layout.rank))
+
+
+def _assign(variable: Any, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
+        type(variable)._direct_assign(variable, value)
+    else:  # of its own value each process cuts its devices' parts; JAX would first send all of it around
+        variable._value = get_engine("jax").relayout(value, variable.layout)
+
+
+def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    return np.asarray(gathered_value(variable, get_engine("jax").whole), dtype=dtype)
 
 
 def _pin(values: Any, variables: Any) -> list[Any]:
