@@ -108,10 +108,20 @@ def seeded(make=make_model, *args, **options):
     return make(*args, **options)
 
 
+class Broken(keras.callbacks.Callback, Exception):
+    """A callback that fails, with itself."""
+
+    def __str__(self):
+        return "no more disk"
+
+    def on_train_batch_end(self, batch, logs=None):
+        raise self
+
+
 def refusal(function):
     try:
         function()
-    except (LayoutMapError, OSError) as error:
+    except (LayoutMapError, OSError, Broken) as error:
         return str(error)
     return ""
 
@@ -164,6 +174,7 @@ def refused(cut, shared, number):
         "sizes": refusal(lambda: cut.train_on_batch(x[:few], y[:few])),
         "verbs": refusal(lambda: (cut.train_on_batch if number else cut.test_on_batch)(x[:4], y[:4])),
         "contents": refusal(lambda: shared.train_on_batch(x[number : number + 8], y[:8])),
+        "fails": refusal(lambda: fitted(cut, number, 2, epochs=2, callbacks=[Broken()] if number else [])),
         "values": refusal(lambda: layout_map.apply(make_model())),
     }
 

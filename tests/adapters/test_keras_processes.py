@@ -116,6 +116,15 @@ SAID = {
 }
 
 
+def test_a_process_that_fails_tells_the_others(told):
+    """What a callback raises in one process ends `fit` in all of them, where it is said whose error it was."""
+    (first, second), _ = told
+
+    assert "no more disk" == second["refused"]["fails"]
+    assert "fit: process 1 of this program has failed\n" in first["refused"]["fails"]
+    assert "process 1  fit: has failed: Broken: no more disk" in first["refused"]["fails"]
+
+
 @pytest.mark.parametrize("what", SAID)
 def test_processes_that_do_not_do_the_same_are_told_so(told, what):
     """Other plans, parts, rows or values are an error in every process, which says what differs."""

@@ -44,13 +44,13 @@ def gathered(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
         rows = jax.make_array_from_callback((number, row.size), sharding, lambda _: row)
         whole = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
         received = np.asarray(whole.addressable_data(0))
-    except jax.errors.JaxRuntimeError as error:
-        raise lost(error) from error
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: a program that was not begun
+        raise _lost(error) from error
     return received.view(values.dtype).reshape(-1, *values.shape)
 
 
-def lost(error: Exception) -> EngineError:
-    """What to say where a collective has failed."""
+def _lost(error: Exception) -> EngineError:
+    """What to say where the processes could not exchange a few bytes."""
     lines = str(error).strip().splitlines()
     return EngineError(
         "another process of this program cannot be reached",

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from layoutmap.adapters.keras.ports import Wraps
-from layoutmap.adapters.keras.ports.jax_processes import Rows, gathered_value, saving
+from layoutmap.adapters.keras.ports.jax_processes import Rows, gathered_value, saving, telling
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
 from layoutmap.engines import get_engine
 from layoutmap.limits import Limit
@@ -98,6 +98,7 @@ class JaxPort:
         steps = ("train_step", "test_step", "predict_step")
         wraps = making | {name: _pinned(model, getattr(model, name), session) for name in steps}
         if session.home.across:
+            wraps |= {name: telling(model, session, name) for name in ("fit", "evaluate", "predict")}
             wraps |= {name: saving(model, session, name) for name in ("save", "save_weights")}
         return wraps
 

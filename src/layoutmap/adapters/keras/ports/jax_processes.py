@@ -18,18 +18,19 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from layoutmap.errors import ScopeError
+from layoutmap.errors import EngineError, ScopeError
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
-__all__ = ["Rows", "gathered_value", "saving"]
+__all__ = ["Rows", "gathered_value", "saving", "telling"]
 
 NumpyArray = npt.NDArray[Any]
 
 _WHOLE = "_layoutmap_whole"
+_TOLD = "_layoutmap_told"
 _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
@@ -85,18 +86,12 @@ class Rows:
     def _compare(self, told: str, checksum: int) -> None:
         said, checksums = self._home.check_alike(f"{self._verb}: {told}", checksum)
         if said:
-            raise ScopeError(
-                f"{self._verb}: the processes bring batches that do not fit together",
-                facts={f"process {p}": each for p, each in zip(self._processes, said, strict=True)},
-                why="each process brings its own rows of the same batch, as many as every other, "
-                "and as many batches",
-                mend="give every process equally many rows: drop the last few, or repeat some",
-            )
+            raise _unlike(self._verb, dict(zip(self._processes, said, strict=True)))
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
         if any(len(sums) > 1 for sums in of.values()):
-            raise ScopeError(
+            raise _SaidByAll(
                 f"{self._verb}: processes whose devices hold the same rows bring different ones",
                 facts={"mesh": str(self._home.replicated(0).mesh), "rows in": f"{len(self._parts)} parts"},
                 why="the batch is not cut between these processes, so each of them brings all of its rows",
@@ -195,6 +190,54 @@ def _is_here(array: Any) -> bool:
 
 def _bytes(array: NumpyArray) -> memoryview:
     return np.ascontiguousarray(array).view(np.uint8).data
+
+
+# -- errors
+
+
+class _SaidByAll(ScopeError):
+    """An error that all processes raise at the same place."""
+
+
+_FAILED = "has failed: "
+
+
+def _unlike(verb: str, said: dict[int, str]) -> ScopeError:
+    facts = {f"process {process}": each for process, each in said.items()}
+    failed = [process for process, each in said.items() if _FAILED in each]
+    if failed:
+        return _SaidByAll(
+            f"{verb}: process {failed[0]} of this program has failed",
+            facts=facts,
+            why="what runs on the mesh needs all of its processes",
+            mend="mend what that process says, and start all of them again",
+        )
+    return _SaidByAll(
+        f"{verb}: the processes bring batches that do not fit together",
+        facts=facts,
+        why="each process brings its own rows of the same batch, as many as every other, and as many batches",
+        mend="give every process equally many rows: drop the last few, or repeat some",
+    )
+
+
+def telling(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """`fit`, `evaluate` or `predict`; if it fails here, in a callback or in the data, the others do not wait."""
+    plain = getattr(model, name)
+
+    @functools.wraps(plain)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except (EngineError, _SaidByAll, jax.errors.JaxRuntimeError):
+            raise  # the others know, or cannot be reached
+        except Exception as error:
+            if not hasattr(error, _TOLD):  # not by an `evaluate` inside of `fit`
+                setattr(error, _TOLD, True)
+                jax.block_until_ready([variable.value for variable in model.variables])
+                session.home.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
+            raise
+
+    return told
 
 
 # -- reading and saving variables
