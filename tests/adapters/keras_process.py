@@ -1,7 +1,9 @@
 """One of two processes of JAX, with four devices each, that train Keras models; run by test_keras_processes.py."""
 
 import json
+import os
 import random
+import signal
 import sys
 import warnings
 import zlib
@@ -16,7 +18,7 @@ from layoutmap.devices import devices
 from layoutmap.errors import LayoutMapError
 
 L = keras.layers
-RULES = {r"up\.kernel": (None, "model"), r"down\.kernel": ("model", None), r"norm\..*": ("model",)}
+RULES = {r"up\.kernel": (None, "model"), r"down\.kernel": ("model", "batch"), r"norm\..*": ("model",)}
 ROWS, BATCH = 14, 8  # the last batch does not divide
 
 
@@ -108,14 +110,23 @@ def seeded(make=make_model, *args, **options):
     return make(*args, **options)
 
 
-class Broken(keras.callbacks.Callback, Exception):
-    """A callback that fails, with itself."""
+class Broken(Exception):
+    """What a callback raises."""
 
-    def __str__(self):
-        return "no more disk"
+
+class Calls(keras.callbacks.Callback):
+    """Calls something after the first batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
 
     def on_train_batch_end(self, batch, logs=None):
-        raise self
+        self.function()
+
+
+def broken():
+    raise Broken("no more disk")
 
 
 def refusal(function):
@@ -174,16 +185,27 @@ def refused(cut, shared, number):
         "sizes": refusal(lambda: cut.train_on_batch(x[:few], y[:few])),
         "verbs": refusal(lambda: (cut.train_on_batch if number else cut.test_on_batch)(x[:4], y[:4])),
         "contents": refusal(lambda: shared.train_on_batch(x[number : number + 8], y[:8])),
-        "fails": refusal(lambda: fitted(cut, number, 2, epochs=2, callbacks=[Broken()] if number else [])),
+        "fails": refusal(
+            lambda: fitted(cut, number, 2, epochs=2, callbacks=[Calls(broken)] if number else [])
+        ),
         "values": refusal(lambda: layout_map.apply(make_model())),
     }
 
 
+def ended(number):
+    """Train for ever, but process 1 is killed after the first batch."""
+    model, _ = laid_out("batch=2,model=4")
+    callbacks = [Calls(lambda: os.kill(os.getpid(), signal.SIGKILL))] if number else []
+    fitted(model, number, 2, epochs=10**6, callbacks=callbacks)
+
+
 def main():
-    number, folder, address = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    number, folder, address, seconds = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
     warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword")
-    jax.distributed.initialize(address, num_processes=2, process_id=number)
+    jax.distributed.initialize(address, 2, number, heartbeat_timeout_seconds=seconds)
+    if sys.argv[5:] == ["ended"]:
+        ended(number)
     names = devices("jax")
     told = {"unseeded": without_a_seed()}
     cut, scope = seeded(laid_out, "batch=4,model=2")

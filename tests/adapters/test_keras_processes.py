@@ -1,5 +1,9 @@
 """Processes of JAX, each with some of the devices, train one Keras model: the numbers of one process."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import keras_process
@@ -24,7 +28,7 @@ def told(tmp_path_factory):
     """What each of two processes tells, and plain Keras in this one."""
     (port,) = several_processes.free_ports(1)
     folder = tmp_path_factory.mktemp("processes")
-    results = several_processes.run(WORKER, folder, [ENVIRONMENT] * 2, f"127.0.0.1:{port}")
+    results = several_processes.run(WORKER, folder, [ENVIRONMENT] * 2, f"127.0.0.1:{port}", "100")
     plain = keras_process.seeded()
     alone = {"cut": keras_process.trained(plain), "step": keras_process.fitted(keras_process.seeded())}
     return [told for told, _ in results], alone
@@ -97,7 +101,7 @@ def test_one_process_writes_a_file_and_all_read_it(told):
     for each in (first, second):
         for what in ("own", "plain", "again", "layouts"):
             assert each["saved"][what], what
-        assert ["(model, unsharded)", "(unsharded,)"] == each["saved"]["whole"]
+        assert ["(model, batch)", "(unsharded,)"] == each["saved"]["whole"]
     assert "No such file" in first["saved"]["refused"]
     assert (
         "save_weights: another process could not write its file\n  process 0  FileNotFoundError"
@@ -111,7 +115,7 @@ SAID = {
     "sizes": "fit: the processes bring batches that do not fit together\n"
     "  process 0  fit: float32[4, 6], int32[4]\n  process 1  fit: float32[3, 6], int32[3]",
     "verbs": "the processes bring batches that do not fit together\n  process 0  evaluate: float32[4, 6]",
-    "contents": "fit: processes whose devices hold the same rows bring different ones\n  mesh     model=2, batch=4",
+    "contents": "fit: processes whose devices hold the same rows bring different ones\n  mesh   model=2, batch=4",
     "values": "up.kernel: the processes have different values of it",
 }
 
@@ -132,3 +136,28 @@ def test_processes_that_do_not_do_the_same_are_told_so(told, what):
 
     for each in processes:
         assert SAID[what] in each["refused"][what]
+
+
+def test_a_process_that_is_killed_ends_the_others(tmp_path):
+    """The other process does not wait for it: `fit` says so, and the process ends soon after the time set for it."""
+    (port,) = several_processes.free_ports(1)
+    arguments = (str(tmp_path), f"127.0.0.1:{port}", "5", "ended")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(number), *arguments],
+            env={**os.environ, **ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        texts = [process.communicate(timeout=several_processes.TIMEOUT_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+    assert -signal.SIGKILL == processes[1].returncode
+    assert 0 != processes[0].returncode
+    assert "EngineError: another process of this program cannot be reached" in texts[0]

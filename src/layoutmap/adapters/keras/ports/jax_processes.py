@@ -85,19 +85,23 @@ class Rows:
 
     def _compare(self, told: str, checksum: int) -> None:
         said, checksums = self._home.check_alike(f"{self._verb}: {told}", checksum)
-        if said:
-            raise _unlike(self._verb, dict(zip(self._processes, said, strict=True)))
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
-        if any(len(sums) > 1 for sums in of.values()):
-            raise _SaidByAll(
+        if said:
+            error = _unlike(self._verb, dict(zip(self._processes, said, strict=True)))
+        elif any(len(sums) > 1 for sums in of.values()):
+            error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows bring different ones",
-                facts={"mesh": str(self._home.replicated(0).mesh), "rows in": f"{len(self._parts)} parts"},
+                facts={"mesh": str(self._home.replicated(0).mesh), "parts": len(self._parts)},
                 why="the batch is not cut between these processes, so each of them brings all of its rows",
                 mend="read the same data in them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
                 "before; or cut the batch: scope(batch_dim=..) with a dim that goes over the processes",
             )
+        else:
+            return
+        setattr(error, _TOLD, True)  # it is raised here in all processes, and none has to tell the others
+        raise error
 
     # -- placing
 
@@ -195,10 +199,6 @@ def _bytes(array: NumpyArray) -> memoryview:
 # -- errors
 
 
-class _SaidByAll(ScopeError):
-    """An error that all processes raise at the same place."""
-
-
 _FAILED = "has failed: "
 
 
@@ -206,13 +206,13 @@ def _unlike(verb: str, said: dict[int, str]) -> ScopeError:
     facts = {f"process {process}": each for process, each in said.items()}
     failed = [process for process, each in said.items() if _FAILED in each]
     if failed:
-        return _SaidByAll(
+        return ScopeError(
             f"{verb}: process {failed[0]} of this program has failed",
             facts=facts,
             why="what runs on the mesh needs all of its processes",
             mend="mend what that process says, and start all of them again",
         )
-    return _SaidByAll(
+    return ScopeError(
         f"{verb}: the processes bring batches that do not fit together",
         facts=facts,
         why="each process brings its own rows of the same batch, as many as every other, and as many batches",
@@ -228,10 +228,10 @@ def telling(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     def told(*args: Any, **kwargs: Any) -> Any:
         try:
             return plain(*args, **kwargs)
-        except (EngineError, _SaidByAll, jax.errors.JaxRuntimeError):
-            raise  # the others know, or cannot be reached
+        except (EngineError, jax.errors.JaxRuntimeError):
+            raise  # the others cannot be reached, or have the same error
         except Exception as error:
-            if not hasattr(error, _TOLD):  # not by an `evaluate` inside of `fit`
+            if not hasattr(error, _TOLD):  # by all, or by an `evaluate` inside of `fit`
                 setattr(error, _TOLD, True)
                 jax.block_until_ready([variable.value for variable in model.variables])
                 session.home.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
