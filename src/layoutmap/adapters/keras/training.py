@@ -89,9 +89,13 @@ def check_same_batch(batch: Any, session: KerasSession) -> None:
     """
     if not session.home.across:
         return
-    leaves = [
-        keras.ops.convert_to_numpy(each) for each in keras.tree.flatten(batch) if hasattr(each, "shape")
-    ]
+    leaves: list[Any] = []
+
+    def note(leaf: Any) -> None:
+        if hasattr(leaf, "shape"):
+            leaves.append(keras.ops.convert_to_numpy(leaf))
+
+    keras.tree.map_structure(note, batch, none_is_leaf=True)
     checksum = 0
     for leaf in leaves:
         checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
