@@ -173,7 +173,14 @@ def saved(model, folder, number):
     }
 
 
-def refused(cut, shared, number):
+def in_another_order(names, number):
+    """This process's predictions, and plain ones, where its parts of the batch are not side by side."""
+    model, _ = seeded(laid_out, "batch=4,model=1", {}, [names[0], names[4], names[1], names[5]])
+    x = data()[0][4 * number : 4 * number + 4]
+    return [each.predict(x, verbose=0).tolist() for each in (model, seeded())]
+
+
+def refused(cut, shared, names, number):
     """What is said where processes do not do the same."""
     random.seed(number)
     x, y = data()
@@ -185,6 +192,9 @@ def refused(cut, shared, number):
         "sizes": refusal(lambda: cut.train_on_batch(x[:few], y[:few])),
         "verbs": refusal(lambda: (cut.train_on_batch if number else cut.test_on_batch)(x[:4], y[:4])),
         "contents": refusal(lambda: shared.train_on_batch(x[number : number + 8], y[:8])),
+        "divided": refusal(
+            lambda: laid_out("batch=3,model=2", {}, [*names[:3], *names[4:7]])[0].test_on_batch(x[:2], y[:2])
+        ),
         "fails": refusal(
             lambda: fitted(cut, number, 2, epochs=2, callbacks=[Calls(broken)] if number else [])
         ),
@@ -220,7 +230,8 @@ def main():
     both, _ = seeded(laid_out, "batch=2,model=2", on=[*names[:2], *names[4:6]])
     told["both"] = fitted(both, number, 2)
     told["saved"] = saved(cut, folder, number)
-    told["refused"] = refused(cut, shared, number)
+    told["in another order"] = in_another_order(names, number)
+    told["refused"] = refused(cut, shared, names, number)
     if number:
         told["alone"] = refusal(lambda: laid_out("batch=2,model=2", on=names[:4]))
     else:

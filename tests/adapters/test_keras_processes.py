@@ -76,6 +76,8 @@ def test_predict_gives_each_process_its_own_rows(told):
         own = np.concatenate([part[0] for part in keras_process.batches((rows,), number, 2)])
 
         np.testing.assert_allclose(each["cut"]["predict"], expected[own], rtol=1e-5, atol=1e-6)
+        predicted, plain = each["in another order"]
+        np.testing.assert_allclose(predicted, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_meshes_that_share_rows_or_leave_devices_out(told):
@@ -116,6 +118,8 @@ SAID = {
     "  process 0  fit: float32[4, 6], int32[4]\n  process 1  fit: float32[3, 6], int32[3]",
     "verbs": "the processes bring batches that do not fit together\n  process 0  evaluate: float32[4, 6]",
     "contents": "fit: processes whose devices hold the same rows bring different ones\n  mesh   model=2, batch=4",
+    "divided": "the rows of a batch cannot be divided between the processes\n  mesh       batch=3, model=2\n"
+    "  process 0  holds the parts [0, 1]\n  process 1  holds the parts [1, 2]",
     "values": "up.kernel: the processes have different values of it",
 }
 

@@ -161,10 +161,12 @@ def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., An
     """Steps in several processes, each with its own rows."""
 
     def run(state: Any, data: Any) -> Any:
-        # The processes compare their batches by a collective, and on CPUs two at a time can wait for each other.
-        jax.block_until_ready(state)
         rows.placed.clear()
         outputs, new = step(state, rows.place(data))
+        if (
+            rows.on_cpus
+        ):  # on which this step and the next comparison of batches can wait for each other for ever
+            jax.block_until_ready((outputs, new))
         return (rows.own(outputs), new) if name == "predict" else (outputs, new)
 
     return run

@@ -11,6 +11,7 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -51,6 +52,7 @@ class Rows:
         layout = self._home.replicated(0)
         devices: Any = self._home.native(layout, 0).mesh.devices
         self._processes = _processes(session)
+        self.on_cpus = devices.flat[0].platform == "cpu"
         blocks = _blocks(self._home.batch_layout((layout.mesh.size,)), devices)
         self._parts = sorted(set(blocks.values()))
         _check_parts(self._parts, blocks, layout.mesh)
@@ -233,8 +235,8 @@ def telling(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
         except Exception as error:
             if not hasattr(error, _TOLD):  # by all, or by an `evaluate` inside of `fit`
                 setattr(error, _TOLD, True)
-                jax.block_until_ready([variable.value for variable in model.variables])
-                session.home.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
+                with suppress(EngineError):  # nobody is there to be told
+                    session.home.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
             raise
 
     return told
