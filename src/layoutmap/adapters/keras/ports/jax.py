@@ -163,9 +163,7 @@ def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., An
     def run(state: Any, data: Any) -> Any:
         rows.placed.clear()
         outputs, new = step(state, rows.place(data))
-        if (
-            rows.on_cpus
-        ):  # on which this step and the next comparison of batches can wait for each other for ever
+        if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
             jax.block_until_ready((outputs, new))
         return (rows.own(outputs), new) if name == "predict" else (outputs, new)
 
@@ -178,8 +176,9 @@ def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Cal
     @functools.wraps(plain)
     def step(state: Any, data: Any) -> Any:
         result, new = plain(state, data)
-        if session.home.across:  # each process is to find its rows, and numbers, on its own devices
-            result = keras.tree.map_structure(lambda array: _laid_out(array, session), result)
+        if session.home.across:  # each process is to find its rows, and all numbers, on its own devices
+            by_rows = plain.__name__ == "predict_step"
+            result = keras.tree.map_structure(lambda array: _readable(array, session, by_rows), result)
         if plain.__name__ == "predict_step":
             return result, _pin(new, model.non_trainable_variables)
         groups = [model.trainable_variables, model.non_trainable_variables]
@@ -191,9 +190,12 @@ def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Cal
     return step
 
 
-def _laid_out(array: Any, session: KerasSession) -> Any:
-    layout = session.home.batch_layout(array.shape)
-    return jax.lax.with_sharding_constraint(array, session.home.native(layout, layout.rank))
+def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
+    home = session.home
+    if not isinstance(array, jax.Array):
+        return array  # a number that a step of one's own gives
+    layout = home.batch_layout(array.shape) if by_rows else home.replicated(array.ndim)
+    return jax.lax.with_sharding_constraint(array, home.native(layout, layout.rank))
 
 
 def _assign(variable: Any, value: Any) -> None:
