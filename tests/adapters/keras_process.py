@@ -173,11 +173,12 @@ def saved(model, folder, number):
     }
 
 
-def in_another_order(names, number):
-    """This process's predictions, and plain ones, where its parts of the batch are not side by side."""
-    model, _ = seeded(laid_out, "batch=4,model=1", {}, [names[0], names[4], names[1], names[5]])
-    x = data()[0][4 * number : 4 * number + 4]
-    return [each.predict(x, verbose=0).tolist() for each in (model, seeded())]
+def of_both(names, number):
+    """Evaluation and this process's predictions, where its parts of the batch are not side by side."""
+    model, _ = seeded(laid_out, "batch=4,model=1", on=[names[0], names[4], names[1], names[5]])
+    x, y = next(batches(data(), number, 2))
+    told = {"evaluate": model.evaluate(x, y, batch_size=BATCH // 2, verbose=0)}
+    return told | {"predict": model.predict(x, batch_size=BATCH // 2, verbose=0).tolist()}
 
 
 def refused(cut, shared, names, number):
@@ -227,10 +228,8 @@ def main():
     }
     shared, _ = seeded(laid_out, "model=2,batch=4")
     told["shared"] = fitted(shared)
-    both, _ = seeded(laid_out, "batch=2,model=2", on=[*names[:2], *names[4:6]])
-    told["both"] = fitted(both, number, 2)
+    told["both"] = of_both(names, number)
     told["saved"] = saved(cut, folder, number)
-    told["in another order"] = in_another_order(names, number)
     told["refused"] = refused(cut, shared, names, number)
     if number:
         told["alone"] = refusal(lambda: laid_out("batch=2,model=2", on=names[:4]))

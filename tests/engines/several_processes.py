@@ -26,7 +26,7 @@ from layoutmap.testing.engine_contract import assert_same_bits, random_values
 from layoutmap.variables import Assignment, VariableSpec
 
 SHAPE = (16, 8)
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 
 
 def free_ports(number: int) -> list[int]:
