@@ -35,7 +35,7 @@ VALUES = (
     "path_groups",
     "active",  # the one ContextVar
 )
-WORK = ("plan", "planning", "plan_diff", "plan_json", "report", "checkpoint")
+WORK = ("plan", "planning", "plan_diff", "plan_json", "agreement", "report", "checkpoint")
 # What an edge must do, and the registries of edges: they hold module names as strings and import no edge.
 CONTRACTS = ("engines.protocol", "engines", "adapters.protocol", "adapters")
 # Each edge and the frameworks that it may import. An edge is a file, files with its name in front, or a folder.
@@ -58,6 +58,7 @@ EDGES = {
     "adapters.keras": {"keras"},
     # The files that know both Keras and its backend.
     "adapters.keras.ports.jax": {"keras", "jax"},
+    "adapters.keras.ports.jax_processes": {"keras", "jax"},
     "adapters.keras.ports.tensorflow": {"keras", "tensorflow"},
     "adapters.keras.ports.tensorflow_limits": {"keras", "tensorflow"},
     "adapters.keras.ports.tensorflow_functions": {"keras", "tensorflow"},

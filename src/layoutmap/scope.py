@@ -22,6 +22,7 @@ from layoutmap.adapters import (
     others_refused,
 )
 from layoutmap.adapters.protocol import Session
+from layoutmap.agreement import check_alike, check_plans, check_values
 from layoutmap.draws import Draw
 from layoutmap.engines import Engine, get_engine
 from layoutmap.errors import EngineError, LayoutMapWarning, MeshError, ScopeError, format_message
@@ -63,6 +64,7 @@ class Scope:
         self.batch_dim = batch_dim
         self.plan = Plan(layout_map.mesh or Mesh(None, ()), ())
         self.plan_only = engine is None  # a dry run: nothing may get a value
+        self.across = False  # whether the mesh has devices of other processes
         self._engine = engine
         self.draws = draws
         self._progress = progress
@@ -114,6 +116,8 @@ class Scope:
         self.plan = plan.with_problems(list(self._not_held(plan)))
         if not self.plan_only:
             self.plan.check(strict=self.strict)
+            if self.across:
+                check_plans(self.plan, self.gather)
             if complete:
                 self._warn()
         return self.plan.assignments
@@ -166,6 +170,21 @@ class Scope:
     def whole(self, array: Any) -> Any:
         """All values of an array, as a numpy array."""
         return self.engine.whole(array)
+
+    def gather(self, values: Any) -> Any:
+        """The numpy values of each process of the mesh, one row each; they must all ask."""
+        return self.engine.gather(values, self.mesh)
+
+    def check_alike(self, text: str, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
+        """What the processes of the mesh say if they do not all say the same, else nothing; and all their checksums.
+
+        They must all ask.
+        """
+        return check_alike(text, self.gather, checksum)
+
+    def check_values(self, values: Mapping[str, Any]) -> None:
+        """Raise if values that each process of the mesh has for itself, by path, are not the same in all of them."""
+        check_values(values, self.gather)
 
     def run_on_mesh(self) -> AbstractContextManager[Any]:
         """While open, what is computed here and now is computed on the mesh."""
@@ -473,7 +492,15 @@ def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
             mend='leave draws out, or draws="exact"',
         )
     opened = Scope(layout_map, adapter, get_engine(adapter.engine_name), **options)
-    opened.engine.bind(opened.mesh)
+    bound = opened.engine.bind(opened.mesh)
+    opened.across = len(bound.local_device_ids) < bound.size
+    if not bound.local_device_ids:
+        raise ScopeError(
+            "the mesh has no device of this process",
+            facts={"mesh": str(bound), "devices": _shortened(bound.devices or ())},
+            why="a process takes part with its own devices, and here it has none",
+            mend="leave the scope to the processes of these devices, or make a mesh of all: lm.create_mesh(..)",
+        )
     if opened.batch_dim is not None and opened.batch_dim not in opened.mesh:
         raise ScopeError(
             f"batch_dim {opened.batch_dim!r} is no dim of the mesh",
@@ -482,6 +509,10 @@ def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
             mend=f"use one of {', '.join(map(repr, opened.mesh.dim_names))}, or leave it out",
         )
     return opened
+
+
+def _shortened(devices: Sequence[str]) -> str:
+    return ", ".join(devices[:8]) + (", ..." if len(devices) > 8 else "")
 
 
 def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:

@@ -26,7 +26,7 @@ from layoutmap.testing.engine_contract import assert_same_bits, random_values
 from layoutmap.variables import Assignment, VariableSpec
 
 SHAPE = (16, 8)
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 
 
 def free_ports(number: int) -> list[int]:
@@ -169,6 +169,7 @@ def work(
                 {"other": Draw(whole=lambda: np.full(SHAPE, number, np.float32))},
             )
         ),
+        "gathered": engine.gather(np.array([number, 2.5]), mesh).tolist(),
         "unpacked": len(layoutmap.dtensor.unpack(arrays["crossed"])),
         **more,
     }
@@ -205,6 +206,7 @@ def check(results: Sequence[Any], devices_each: int = 4) -> None:
         assert list(range(place, place + devices_each)) == told["local_device_ids"]
         assert first["other_values"] == told["other_values"]
         assert devices_each == told["unpacked"]
+        assert [[other, 2.5] for other in range(len(results))] == told["gathered"]
         for name in first["expected"]:
             assert told["layouts_equal"][name]
             assert_same_bits(values[f"{name}.expected"], held[f"{name}.gathered"])

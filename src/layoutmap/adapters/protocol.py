@@ -25,6 +25,9 @@ class Home(Protocol):
     plan_only: bool
     """Whether this is a dry run: nothing may get a value."""
 
+    across: bool
+    """Whether the mesh has devices of other processes: then all of them do the same, each with its own data."""
+
     draws: str
     """How first values are drawn: `"exact"`, or one of the adapter's `other_draws`."""
 
@@ -91,6 +94,21 @@ class Home(Protocol):
 
     def whole(self, array: Any) -> Any:
         """All values of an array, as a numpy array."""
+        ...
+
+    def gather(self, values: Any) -> Any:
+        """The numpy values of each process of the mesh, one row each; they must all ask."""
+        ...
+
+    def check_alike(self, text: str, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
+        """What the processes of the mesh say if they do not all say the same, else nothing; and all their checksums.
+
+        They must all ask.
+        """
+        ...
+
+    def check_values(self, values: Mapping[str, Any]) -> None:
+        """Raise if values that each process of the mesh has for itself, by path, are not the same in all of them."""
         ...
 
     def run_on_mesh(self) -> AbstractContextManager[Any]:

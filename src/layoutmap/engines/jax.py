@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layoutmap.blocks import Index, block_shape, with_ends
 from layoutmap.draws import Draw
 from layoutmap.engines.jax_devices import Device, bound_devices, jax_devices, name_of, named_sharding
-from layoutmap.engines.jax_processes import check_equal_everywhere, common_seeds
+from layoutmap.engines.jax_processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.jax_programs import ShardedProgram, trace, why_whole
 from layoutmap.errors import EngineError
 from layoutmap.layout import Layout
@@ -171,24 +171,24 @@ class JaxEngine:
         checksums: dict[str, int] = {}
         try:
             with jax.core.eval_context():
-                across = any(not sharding.is_fully_addressable for sharding in shardings.values())
+                across = next((s for s in shardings.values() if not s.is_fully_addressable), None)
+                devices: list[Device] = [] if across is None else list(across.mesh.devices.flat)  # type: ignore[union-attr]
                 used = {key: draws[key] for key in assignments}
-                seeds = common_seeds(used, across=across)
+                seeds = common_seeds(used, devices)
                 for key, assignment in assignments.items():
                     sharding, draw = shardings[key], used[key]
                     program = self._program(assignment, draw, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
                         made[key] = _settled(program(seeds[key]))
                     else:
-                        whole = _drawn_whole(assignment, draw, seeds.get(key), across=across)
-                        if across:
+                        whole = _drawn_whole(assignment, draw, seeds.get(key), across=bool(devices))
+                        if devices:
                             checksums[key] = zlib.crc32(np.ascontiguousarray(whole).view(np.uint8).data)
                         made[key] = _from_blocks(assignment, sharding, whole.__getitem__)
                         del whole
                     if progress is not None:
                         progress(key)
-                if across:
-                    check_equal_everywhere(checksums)
+                check_equal_everywhere(checksums, devices)
         except BaseException:
             made.clear()
             raise
@@ -272,6 +272,15 @@ class JaxEngine:
             array = self.relayout(array, Layout.replicated(layout.mesh, layout.rank))
             return np.asarray(next(iter(array.addressable_shards)).data)
         return np.asarray(array)
+
+    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+        """The values of each process that has a device of the mesh, one row each; they must all ask.
+
+        Raises:
+            EngineError: Another process cannot be reached.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        return gathered(values, bound_devices(mesh))
 
     def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
         """While open, arrays made from plain values lie on the mesh, each device having all of them.

@@ -119,6 +119,13 @@ class Engine(Protocol):
         """All values of an array, gathered from all processes that hold some; they must all ask."""
         ...
 
+    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+        """The values of each process that has a device of the mesh, one row each, in order of the processes.
+
+        They must all ask, with values of one shape and element type.
+        """
+        ...
+
     def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
         """While open, what is computed from plain values is computed on a mesh, each device having all of it."""
         ...

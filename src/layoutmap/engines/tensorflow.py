@@ -38,7 +38,7 @@ from layoutmap.engines.tensorflow_arrays import (
 )
 from layoutmap.engines.tensorflow_canary import check_training
 from layoutmap.engines.tensorflow_devices import bound_mesh, device_names
-from layoutmap.engines.tensorflow_processes import check_equal_everywhere, common_seeds
+from layoutmap.engines.tensorflow_processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.tensorflow_programs import PieceProgram, trace
 from layoutmap.engines.tensorflow_variable import DVariable
 from layoutmap.errors import EngineError
@@ -243,6 +243,10 @@ class TensorFlowEngine:
     def whole(self, array: Any) -> NumpyArray:
         """All values of a tensor or variable, gathered from all processes that hold some; they must all ask."""
         return whole(array)
+
+    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+        """The values of each process, one row each; they must all ask."""
+        return gathered(values)
 
     def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
         """While open, operations on plain tensors run on the mesh, each device having all of them.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from layoutmap.draws import Draw
@@ -14,9 +15,11 @@ from layoutmap.engines.tensorflow_devices import device_names, native_mesh
 from layoutmap.errors import EngineError
 from layoutmap.mesh import Mesh
 
-__all__ = ["check_equal_everywhere", "common_seeds"]
+__all__ = ["check_equal_everywhere", "common_seeds", "gathered"]
 
 dtensor: Any = tf.experimental.dtensor
+
+NumpyArray = npt.NDArray[Any]
 
 
 def common_seeds(draws: Mapping[str, Draw]) -> dict[str, Any]:
@@ -53,6 +56,16 @@ def check_equal_everywhere(checksums: Mapping[str, int]) -> None:
     rows = _gathered_alike([zlib.crc32(key.encode()) ^ value for key, value in checksums.items()])
     for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
         raise _differing(f"{list(checksums)[int(i)]}: the processes drew different values")
+
+
+def gathered(values: NumpyArray) -> NumpyArray:
+    """The values of each process, one row each, in order of the processes."""
+    if dtensor.num_clients() == 1:
+        return values[None]
+    mesh = _all_devices()
+    own = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # which every device can move
+    rows = _gathered(mesh, own)[:: mesh.num_local_devices()]
+    return np.frombuffer(rows.astype(np.uint8).tobytes(), values.dtype).reshape(-1, *values.shape)
 
 
 def _differing(what: str) -> EngineError:

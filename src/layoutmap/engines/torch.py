@@ -43,7 +43,13 @@ from layoutmap.engines.torch_arrays import (
     whole,
 )
 from layoutmap.engines.torch_devices import bound_mesh, device_names
-from layoutmap.engines.torch_processes import across, check_equal_everywhere, common_seeds, random_state
+from layoutmap.engines.torch_processes import (
+    across,
+    check_equal_everywhere,
+    common_seeds,
+    gathered,
+    random_state,
+)
 from layoutmap.errors import EngineError
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
@@ -260,6 +266,10 @@ class TorchEngine:
     def whole(self, array: Any) -> NumpyArray:
         """All values of a tensor, gathered from all processes that hold some; they must all ask."""
         return to_numpy(whole(array))
+
+    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+        """The values of each process, one row each; they must all ask."""
+        return gathered(values)
 
     @contextmanager
     def run_on(self, mesh: Mesh) -> Generator[None]:

@@ -80,7 +80,7 @@ def bound_mesh(mesh: Mesh) -> Mesh:
             f"device {unknown[0]!r} does not exist",
             facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(there)},
             why=f"torch has {len(there)} devices of that type here, named by their type and rank",
-            mend="use names that layoutmap.devices() gives, or a mesh without devices",
+            mend="use names that layoutmap.devices.devices() gives, or a mesh without devices",
         )
     names: Sequence[str] = mesh.devices or there[: mesh.size]
     here = set(simulation.ranks_here(map(_rank, names)))

@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -14,7 +16,10 @@ from layoutmap.draws import Draw
 from layoutmap.errors import EngineError
 from layoutmap.pytorch import simulation
 
-__all__ = ["check_equal_everywhere", "common_seeds", "random_state"]
+__all__ = ["check_equal_everywhere", "common_seeds", "gathered", "random_state"]
+
+
+NumpyArray = npt.NDArray[Any]
 
 
 def across() -> bool:
@@ -38,6 +43,11 @@ def common_seeds(draws: Mapping[str, Draw]) -> dict[str, Any]:
     told = [seeds]
     dist.broadcast_object_list(told, src=0)
     return told[0]
+
+
+def gathered(values: NumpyArray) -> NumpyArray:
+    """The values of each process, one row each, in order of the processes."""
+    return np.stack(_gathered(values) if across() else [values])
 
 
 def random_state() -> int:

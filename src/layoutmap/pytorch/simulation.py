@@ -156,7 +156,7 @@ def start() -> None:
                 "simulated devices were asked for first inside of a dispatch mode",
                 facts={"mode": type(dispatch_modes()[-1]).__name__},
                 why="the simulation lasts as long as the process, and that mode ends before",
-                mend='ask for devices before it begins: layoutmap.devices("torch")',
+                mend='ask for devices before it begins: layoutmap.devices.devices("torch")',
             )
         number = int(os.environ.get("LAYOUTMAP_SIMULATED_DEVICES", NUM_DEVICES))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)

@@ -488,6 +488,13 @@ class EngineContract:
         assert_same_bits(values, self.engine.whole(self.make_array(values)))
         assert_same_bits(values, self.engine.whole(self.engine.relayout(values, layout)))
 
+    def test_what_one_process_gathers_is_its_own(self):
+        """With one process, what is gathered from all is one row: the values as they were given."""
+        for dtype in ("uint8", "float64"):
+            values = random_values((3, 2), dtype, seed=0)
+
+            assert_same_bits(values[None], self.engine.gather(values, self._all_meshes()[0]))
+
     def test_computing_on_a_mesh(self):
         """What is computed while computing runs on a mesh lies on it, whole; an exception ends that."""
         values = np.arange(8, dtype=np.int32).reshape(4, 2)

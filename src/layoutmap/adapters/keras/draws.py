@@ -19,7 +19,7 @@ import numpy as np
 from layoutmap.adapters.keras.hooks import draw_seed
 from layoutmap.draws import Draw, Program
 
-__all__ = ["draw_of", "why_whole"]
+__all__ = ["draw_of", "draw_of_seed", "why_whole"]
 
 
 def why_whole(initializer: Any, drawn_whole: Mapping[str, str]) -> str:
@@ -65,6 +65,15 @@ def draw_of(
 
     key = (type(initializer), json.dumps(config, sort_keys=True, default=_exactly), shape, dtype)
     return Draw(lambda: function(seed), Program(key, seed, function))
+
+
+def draw_of_seed(initializer: Any, shape: tuple[int, ...], dtype: str) -> Draw:
+    """The draw of a seed generator's state, which is a seed: where processes agree on seeds they agree on it."""
+
+    def whole() -> Any:
+        return keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype)
+
+    return Draw(whole, Program(("seed", shape, dtype), whole(), lambda seed: seed))
 
 
 class _Given(keras.random.SeedGenerator):

@@ -11,7 +11,7 @@ are read and set by the other modules of this folder, and nowhere else:
                                                     _deferred_initialize
     keras.src.backend.common.global_state           the "uninitialized_variables" list
     keras.src.backend.common                        stateless_scope.in_stateless_scope, symbolic_scope.in_symbolic_scope
-    keras.src.random.seed_generator                 the global seed generator, draw_seed
+    keras.src.random.seed_generator                 the global seed generator, draw_seed, the name of states
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
@@ -44,6 +44,7 @@ __all__ = [
     "installed",
     "is_default",
     "is_global_seed",
+    "is_seed_state",
     "settle_after_stateless_scope",
     "to_snake_case",
     "without_value",
@@ -256,3 +257,8 @@ def global_seed_state() -> Any:
 def is_global_seed(variable: Any) -> bool:
     """Whether a variable is the state of Keras's global seed generator, which belongs to no model."""
     return variable is global_seed_state()
+
+
+def is_seed_state(variable: Any) -> bool:
+    """Whether a variable is the state of a seed generator, in a layer or wherever one is kept."""
+    return variable.name == "seed_generator_state"

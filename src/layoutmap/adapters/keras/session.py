@@ -10,6 +10,7 @@ born in a scope carries the scope with it: its `build` and its like open it agai
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ import keras
 from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
 from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
-from layoutmap.adapters.keras.draws import draw_of, why_whole
+from layoutmap.adapters.keras.draws import draw_of, draw_of_seed, why_whole
 from layoutmap.adapters.keras.names import note_given, stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
@@ -30,6 +31,7 @@ from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
+from layoutmap.draws import Draw
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
@@ -274,6 +276,10 @@ class KerasSession:
             news = self._num_births != self._num_planned  # also of what an early read has made by itself
             if not news and not any(is_pending(v) or self._layout_of(v) is None for v in waiting):
                 return
+            if self.home.across:
+                del waiting
+                gc.collect()  # what one process has forgotten, all have: they describe the same variables
+                waiting = self._known()
             self._settling = self._failed = True
             try:
                 self._settle(waiting)
@@ -298,6 +304,9 @@ class KerasSession:
             return
         pairs = list(zip(entries, assignments, strict=True))
         self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
+        if self.home.across:
+            new = {a.variable.path: e.variable for e, a in pairs if self._layout_of(e.variable) is None}
+            self.home.check_values({path: self.home.whole(v._value) for path, v in new.items()})
         for entry, assignment in pairs:
             if self._layout_of(entry.variable) != assignment.layout:
                 self._place(entry.variable, assignment, entry.variable._value)
@@ -415,17 +424,18 @@ class KerasSession:
         birth = {id(v): number for number, v in enumerate(self._known())}
         todo = sorted(todo, key=lambda pair: birth.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
-        draws = {
-            key: draw_of(
-                v._initializer, tuple(v.shape), keras.backend.standardize_dtype(v._dtype), self._off_mesh
-            )
-            for key, (v, _) in keyed.items()
-        }
+        draws = {key: self._draw_of(v) for key, (v, _) in keyed.items()}
         arrays = self.home.create({key: a for key, (_, a) in keyed.items()}, draws)
         for key, (variable, assignment) in keyed.items():
             settle(variable)
             variable._initializer = None
             self._store(variable, assignment, arrays[key])
+
+    def _draw_of(self, variable: Any) -> Draw:
+        shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)
+        if self.home.across and hooks.is_seed_state(variable):
+            return draw_of_seed(variable._initializer, shape, dtype)
+        return draw_of(variable._initializer, shape, dtype, self._off_mesh)
 
     def _off_mesh(self, seed: Any) -> Any:
         return keras.ops.convert_to_tensor(self.home.whole(seed))

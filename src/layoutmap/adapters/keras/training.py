@@ -7,16 +7,21 @@ are wrapped is in `ports`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
+
+from layoutmap.errors import ScopeError
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
 __all__ = [
     "adopt_for_training",
+    "check_same_batch",
     "complete",
     "parents_by_name",
     "place_batch",
@@ -74,6 +79,36 @@ def place_batch(batch: Any, session: KerasSession) -> Any:
         return session.home.place(array, session.home.batch_layout(tuple(array.shape)))
 
     return keras.tree.map_structure(place, batch, none_is_leaf=True)
+
+
+def check_same_batch(batch: Any, session: KerasSession) -> None:
+    """Refuse a batch that is another one in another process, where every process brings all of it.
+
+    Raises:
+        ScopeError: It is; in all processes.
+    """
+    if not session.home.across:
+        return
+    leaves: list[Any] = []
+
+    def note(leaf: Any) -> None:
+        if hasattr(leaf, "shape"):
+            leaves.append(keras.ops.convert_to_numpy(leaf))
+
+    keras.tree.map_structure(note, batch, none_is_leaf=True)
+    checksum = 0
+    for leaf in leaves:
+        checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
+    told = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+    said, _ = session.home.check_alike(f"{told}, checksum {checksum:08x}")
+    if said:
+        raise ScopeError(
+            "the processes bring different batches",
+            facts={f"process {number}": each for number, each in enumerate(said)},
+            why=f"on {keras.backend.backend()} every process brings the whole batch, and computes its part",
+            mend="read the same data in all of them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
+            "before",
+        )
 
 
 def parents_by_name(slots: Iterable[Any], weights: Iterable[Any]) -> list[Any]:

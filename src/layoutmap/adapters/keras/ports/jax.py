@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import keras
 import numpy as np
 
 from layoutmap.adapters.keras.ports import Wraps
+from layoutmap.adapters.keras.ports.jax_processes import Rows, gathered_value, saving, telling
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
+from layoutmap.engines import get_engine
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
 from layoutmap.variables import Assignment
@@ -58,11 +61,17 @@ class JaxPort:
         tag = jax.sharding.NamedSharding(native.mesh, native.spec)
         variable._layout = tag
         variable._value = held
+        own = variable.__dict__
+        own.pop("_direct_assign", None)
+        own.pop("__array__", None)
+        if session.home.across:  # on the instance, where a copy of the variable gets one that knows the copy
+            own["_direct_assign"] = functools.partial(_assign, variable)
+            own["__array__"] = functools.partial(_as_array, variable)
         return tag
 
     def read(self, variable: Any) -> Any:
         """The whole value of a variable."""
-        return np.asarray(variable.value)
+        return get_engine("jax").whole(variable.value)
 
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """In a trace a constraint; else the array is moved."""
@@ -97,7 +106,11 @@ class JaxPort:
             f"make_{name}_function": _making(model, session, name) for name in ("train", "test", "predict")
         }
         steps = ("train_step", "test_step", "predict_step")
-        return making | {name: _pinned(model, getattr(model, name)) for name in steps}
+        wraps = making | {name: _pinned(model, getattr(model, name), session) for name in steps}
+        if session.home.across:
+            wraps |= {name: telling(model, session, name) for name in ("fit", "evaluate", "predict")}
+            wraps |= {name: saving(model, session, name) for name in ("save", "save_weights")}
+        return wraps
 
     def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
         """JAX computes everything in every layout."""
@@ -127,7 +140,8 @@ class JaxPort:
             )
         ]
         loss, gradients = jax.jit(jax.value_and_grad(loss_of))(*values)
-        return np.asarray(loss), [np.asarray(gradient) for gradient in gradients]
+        whole = get_engine("jax").whole
+        return whole(loss), [whole(gradient) for gradient in gradients]
 
 
 def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
@@ -140,20 +154,41 @@ def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
         if getattr(model, attribute) is None or force:
             plain(force=force)
             step = getattr(model, attribute)
-            setattr(
-                model, attribute, lambda state, data: step(state, (place_batch(b, session) for b in data))
-            )
+            if session.home.across:
+                run = _across(step, Rows(session, name), name)
+            else:
+
+                def run(state: Any, data: Any) -> Any:
+                    return step(state, (place_batch(b, session) for b in data))
+
+            setattr(model, attribute, run)
         return getattr(model, attribute)
 
     return make
 
 
-def _pinned(model: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., Any]:
+    """Steps in several processes, each with its own rows."""
+
+    def run(state: Any, data: Any) -> Any:
+        rows.placed.clear()
+        outputs, new = step(state, rows.place(data))
+        if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
+            jax.block_until_ready((outputs, new))
+        return (rows.own(outputs), new) if name == "predict" else (outputs, new)
+
+    return run
+
+
+def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
     """A step whose new variable values stay in the layouts of their variables."""
 
     @functools.wraps(plain)
     def step(state: Any, data: Any) -> Any:
         result, new = plain(state, data)
+        if session.home.across:  # each process is to find its rows, and all numbers, on its own devices
+            by_rows = plain.__name__ == "predict_step"
+            result = keras.tree.map_structure(lambda array: _readable(array, session, by_rows), result)
         if plain.__name__ == "predict_step":
             return result, _pin(new, model.non_trainable_variables)
         groups = [model.trainable_variables, model.non_trainable_variables]
@@ -163,6 +198,25 @@ def _pinned(model: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         return result, tuple(_pin(values, group) for values, group in zip(new, groups, strict=True))
 
     return step
+
+
+def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
+    home = session.home
+    if not isinstance(array, jax.Array):
+        return array  # a number that a step of one's own gives
+    layout = home.batch_layout(array.shape) if by_rows else home.replicated(array.ndim)
+    return jax.lax.with_sharding_constraint(array, home.native(layout, layout.rank))
+
+
+def _assign(variable: Any, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
+        type(variable)._direct_assign(variable, value)
+    else:  # of its own value each process cuts its devices' parts; JAX would first send all of it around
+        variable._value = get_engine("jax").relayout(value, variable.layout)
+
+
+def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    return np.asarray(gathered_value(variable, get_engine("jax").whole), dtype=dtype)
 
 
 def _pin(values: Any, variables: Any) -> list[Any]:

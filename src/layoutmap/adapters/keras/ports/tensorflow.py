@@ -28,7 +28,7 @@ from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.ports.tensorflow_functions import REPLACED, computing_for_a_mesh
 from layoutmap.adapters.keras.ports.tensorflow_limits import explained, limits_of, reading_layout
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
-from layoutmap.adapters.keras.training import place_batch, settle_for_training
+from layoutmap.adapters.keras.training import check_same_batch, place_batch, settle_for_training
 from layoutmap.adapters.keras.wraps import CALLS, call_of, session_of
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
@@ -550,7 +550,9 @@ def _placed(batch: Any, session: KerasSession) -> Any:
     def as_numpy(value: Any) -> Any:
         return value.numpy() if isinstance(value, tf.Tensor) and _is_plain(value) else value
 
-    return place_batch(keras.tree.map_structure(as_numpy, batch, none_is_leaf=True), session)
+    batch = keras.tree.map_structure(as_numpy, batch, none_is_leaf=True)
+    check_same_batch(batch, session)
+    return place_batch(batch, session)
 
 
 def _written(graph: Any) -> set[Any]:

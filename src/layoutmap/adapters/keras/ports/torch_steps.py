@@ -10,7 +10,7 @@ import keras
 import torch
 
 from layoutmap.adapters.keras.ports.torch_calls import on_mesh, placed, plain, running
-from layoutmap.adapters.keras.training import settle_for_training
+from layoutmap.adapters.keras.training import check_same_batch, settle_for_training
 from layoutmap.errors import ScopeError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class _Step:
         before = getattr(session.inside, "model", None)
         session.inside.model = model
         try:
+            check_same_batch(data, session)
             batches = [placed(batch, session) for batch in data]
             with running(session, batches):
                 results = self._step(batches)

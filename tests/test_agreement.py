@@ -1,0 +1,83 @@
+"""What the processes of one program must do alike; here each is a thread, and they gather over a barrier."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import layoutmap as lm
+from layoutmap.agreement import check_alike, check_plans, check_values, tell
+from layoutmap.planning import make_plan
+from layoutmap.variables import VariableSpec
+
+
+def everywhere(number, act):
+    """What each of some processes gets from `act(process, gather)`, or its error."""
+    barrier, rows = threading.Barrier(number, timeout=20), [None] * number
+
+    def process(i):
+        def gather(values):
+            rows[i] = values
+            barrier.wait()
+            gathered = np.stack(rows)
+            barrier.wait()
+            return gathered
+
+        try:
+            return act(i, gather)
+        except lm.LayoutMapError as error:
+            return error
+
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(process, range(number)))
+
+
+def test_each_hears_what_all_say():
+    """Texts of any length come to all processes, in their order."""
+    texts = ["", "zwölf", "x" * 1000]
+
+    assert [texts] * 3 == everywhere(3, lambda i, gather: tell(texts[i], gather))
+
+
+def test_what_is_alike_is_not_told():
+    """The same words give nothing, others those of all; numbers are gathered along."""
+    assert [([], [0, 1])] * 2 == everywhere(2, lambda i, gather: check_alike("same", gather, i))
+    assert [(["0", "1"], [0, 0])] * 2 == everywhere(2, lambda i, gather: check_alike(str(i), gather))
+
+
+def plan_of(specs, devices=None):
+    layout_map = lm.LayoutMap(lm.Mesh(devices, "x=2"), {"kernel": specs})
+    return make_plan([VariableSpec("kernel", (4, 2), "float32")], layout_map)
+
+
+def test_plans_are_compared_by_what_they_place():
+    """Equal plans pass; in another one the variable that differs is named, in all processes."""
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_plans(plan_of(("x", None)), gather))
+    errors = everywhere(
+        3, lambda i, gather: check_plans(plan_of(("x", None) if i < 2 else (None, "x")), gather)
+    )
+
+    assert 1 == len({str(error) for error in errors})
+    assert isinstance(errors[0], lm.PlanError)
+    assert "process 2 has another plan than process 0" == errors[0].what
+    assert "kernel  layout  (x, unsharded) -> (unsharded, x)" in str(errors[0])
+
+
+def test_meshes_are_compared_by_their_devices():
+    """The same layouts on devices in another order are another plan, and the orders are told."""
+    orders = [["CPU:0", "CPU:1"], ["CPU:1", "CPU:0"]]
+    errors = everywhere(2, lambda i, gather: check_plans(plan_of(("x", None), orders[i]), gather))
+
+    assert "CPU:0, CPU:1\nCPU:1, CPU:0" == errors[0].facts["from 0 to it"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bool"])
+def test_values_are_compared_bit_for_bit(dtype):
+    """Values that differ are named, in all processes; none is compared where there is none."""
+    values = [{"same": np.zeros((), dtype), "other": np.full((2, 3), i, dtype)} for i in range(2)]
+    errors = everywhere(2, lambda i, gather: check_values(values[i], gather))
+
+    assert ["other: the processes have different values of it"] * 2 == [error.what for error in errors]
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_values({"same": values[i]["same"]}, gather))
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_values({}, gather))
