@@ -122,6 +122,15 @@ PUBLISHED = {
         "hidden_dim": 4096,
         "intermediate_dim": 14_336,
     },
+    "gemma_2b_en": {
+        "vocabulary_size": 256_000,
+        "num_layers": 18,
+        "num_query_heads": 8,
+        "num_key_value_heads": 1,
+        "hidden_dim": 2048,
+        "intermediate_dim": 32_768,
+        "head_dim": 256,
+    },
     "gemma_7b_en": {
         "vocabulary_size": 256_000,
         "num_layers": 28,

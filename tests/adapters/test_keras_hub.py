@@ -105,6 +105,16 @@ if ON_JAX:
         assert report.worst() < 1e-5
         assert sorted(plain, reverse=True) == plain
 
+    @pytest.mark.usefixtures("quick_steps")
+    def test_one_head_of_keys_on_eight_devices_gives_the_numbers_of_one():
+        """Gemma 2B has one head of keys and values, which no mesh divides: it is left whole, and the plan says so."""
+        config = hub_models.TINY["gemma"] | {"num_layers": 1, "num_key_value_heads": 1}
+        layout_map = hub_models.rules("gemma", lm.create_mesh("model=8"))
+        plan = lm.plan(lambda: hub_models.make("gemma", config), layout_map, strict=True)
+
+        assert ["uneven", "uneven"] == [p.kind for p in plan.problems]
+        lm.check_parity(lambda: hub_models.make("gemma", config), layout_map, hub_models.batch("gemma"))
+
     def test_the_example_runs(monkeypatch, capsys):
         """It shows the slip, the plan and the losses."""
         example = str(house.ROOT / "examples" / "train_hub_llama.py")

@@ -10,10 +10,11 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.errors import RuleError
-from layoutmap.plan import make_plan
+from layoutmap.planning import make_plan
 from layoutmap.variables import Kind
 
 PROCESSES = ("jax",)
+ONE_KEY_HEAD = ("gemma_2b_en",)
 
 
 @functools.cache
@@ -32,10 +33,10 @@ def renamed(variable, word, new):
 
 def with_rule(layout_map, old, new):
     """The map with one pattern in the place of another."""
-    rules = {new if pattern == old else pattern: layout for pattern, layout in layout_map.items()}
-    if len(rules) < len(layout_map):
-        raise RuleError("two rules have one pattern")
-    return lm.LayoutMap(layout_map.mesh, rules)
+    changed = lm.LayoutMap(layout_map.mesh)
+    for rule in layout_map.rules:
+        changed.add(new if rule.pattern == old else rule.pattern, rule.layout, uneven=rule.uneven)
+    return changed
 
 
 def winners(plan):
@@ -51,7 +52,8 @@ def test_a_published_model_is_planned_without_a_problem(preset):
     plan = lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name))
     weights = [a.variable for a in plan if a.variable.kind in (Kind.WEIGHT, Kind.STATE)]
 
-    assert () == plan.problems
+    assert set() == {p.kind for p in plan.problems} - ({"uneven"} if preset in ONE_KEY_HEAD else set())
+    assert not plan.warnings + plan.errors
     assert hub_models.num_published(preset) == sum(
         math.prod(v.shape) for v in weights if "backbone." in v.path
     )
