@@ -257,43 +257,6 @@ def test_an_optimizer_made_elsewhere_follows_when_training_begins():
         np.testing.assert_allclose(model.train_on_batch(x, y), expected.train_on_batch(x, y), rtol=1e-5)
 
 
-def test_saving_and_loading_keep_values_and_layouts(tmp_path):
-    """`.keras` and `.weights.h5` hold whole values; loading in a scope lays them out and draws nothing."""
-    _, _, model = both(mlp, fit)
-    model.save(tmp_path / "m.keras")
-    model.save_weights(tmp_path / "m.weights.h5")
-    with mlp_map().scope():
-        loaded = keras.models.load_model(tmp_path / "m.keras")
-        again = keras.Sequential([keras.Input((16,)), L.Dense(32, name="d1"), L.Dense(64, name="d2")])
-        drawn = count_draws(again, lambda: again.load_weights(tmp_path / "m.weights.h5"))
-
-    assert 0 == drawn
-    for other in (loaded, again):
-        for expected, actual in zip(model.trainable_variables, other.trainable_variables, strict=True):
-            assert np.array_equal(expected.numpy(), actual.numpy())
-            assert expected.layout == actual.layout
-    assert_in_layouts(loaded, mlp_map())
-    fit(loaded)
-
-
-def count_draws(model, action):
-    """How often an initializer of the model runs while something is done."""
-    count = 0
-
-    def counted(plain):
-        def initializer(*args, **kwargs):
-            nonlocal count
-            count += 1
-            return plain(*args, **kwargs)
-
-        return initializer
-
-    for variable in model.variables:
-        variable._initializer = counted(variable._initializer)
-    action()
-    return count
-
-
 def test_a_model_and_its_scope_are_freed():
     """Nothing keeps a model alive after its last reference is gone."""
     with mlp_map().scope() as scope:

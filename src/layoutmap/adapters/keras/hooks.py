@@ -8,7 +8,7 @@ Private names, tested on Keras 3.15. All that is imported from `keras.src` is im
 are read and set by the other modules of this folder, and nowhere else:
 
     keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
-                                                    _deferred_initialize
+                                                    _deferred_initialize, _convert_to_tensor
     keras.src.backend.common.global_state           the "uninitialized_variables" list
     keras.src.backend.common.stateless_scope        in_stateless_scope
     keras.src.random.seed_generator                 the global seed generator, draw_seed
@@ -16,6 +16,8 @@ are read and set by the other modules of this folder, and nowhere else:
                                                     _trainable_variables, _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
     keras.src.optimizers.base_optimizer             BaseOptimizer.__init__
+    keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
+                                                    safe_get_h5_dataset, safe_get_h5_group
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case
 """
 
@@ -35,7 +37,9 @@ from layoutmap.errors import ScopeError
 __all__ = [
     "BaseOptimizer",
     "Functional",
+    "H5IOStore",
     "check_keras",
+    "dataset_of",
     "draw_seed",
     "global_seed_state",
     "in_stateless_scope",
@@ -67,6 +71,8 @@ try:
     from keras.src.optimizers.base_optimizer import BaseOptimizer as KerasOptimizer
     from keras.src.random import seed_generator
     from keras.src.random.seed_generator import draw_seed
+    from keras.src.saving.saving_lib import H5IOStore as KerasStore
+    from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
     from keras.src.utils.naming import to_snake_case
     from keras.src.utils.python_utils import is_default
 except ImportError as error:
@@ -76,6 +82,7 @@ CommonVariable: Any = KerasVariable
 BaseOptimizer: Any = KerasOptimizer
 Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
+H5IOStore: Any = KerasStore
 
 
 def check_names(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
@@ -88,16 +95,19 @@ def check_names(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
         ScopeError: It lacks some.
     """
     wanted: list[tuple[Any, Sequence[str]]] = [
-        (CommonVariable, ("__init__", "_deferred_initialize", "value")),
+        (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
         (Layer, ("__new__", "_maybe_build", "_flatten_layers")),
         (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference")),
         (global_state, ("get_global_attribute", "set_global_attribute")),
         (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
+        (H5IOStore, ("__getitem__", "keys")),
         *more,
     ]
     missing = [
         f"{owner.__name__}.{name}" for owner, names in wanted for name in names if not hasattr(owner, name)
     ]
+    made = H5IOStore.__init__.__code__.co_names  # attributes of each store, not of the class
+    missing += [f"H5IOStore.{name}" for name in ("_h5_entry_group", "_h5_entry_path") if name not in made]
     if missing:
         raise _moved(", ".join(missing))
 
@@ -247,6 +257,27 @@ def global_seed_state() -> Any:
     """The state of Keras's global seed generator, a variable; `None` while there is none."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state
+
+
+def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> Any:
+    """The `h5py.Dataset` that a store of Keras's would read for a key; `None` if there is none.
+
+    Args:
+        store: The store.
+        key: The key, in the layer or optimizer that the store is at.
+        opened: Files that were opened here, by name; one of those in which a store in several files has a layer is
+            added. The store itself would close one to open another.
+    """
+    group = store._h5_entry_group
+    if key in group:
+        return safe_get_h5_dataset(group, key)
+    path = f"{store._h5_entry_path}/vars" if store._h5_entry_path else "vars"
+    for name in getattr(store, "current_shard_filenames", ()):
+        if name not in opened:
+            opened[name] = type(store.h5_file)(store.path.with_name(name), "r")
+        if path in opened[name] and key in (group := safe_get_h5_group(opened[name], path)):
+            return safe_get_h5_dataset(group, key)
+    return None
 
 
 def is_global_seed(variable: Any) -> bool:

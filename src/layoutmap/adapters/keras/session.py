@@ -22,6 +22,7 @@ import keras
 from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
 from layoutmap.adapters.keras.draws import draw_of, why_whole
+from layoutmap.adapters.keras.loading import check_shape, cut_on_the_host, from_host, is_on_host
 from layoutmap.adapters.keras.names import note_given, stable_names
 from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
@@ -72,6 +73,7 @@ class KerasSession:
         self._tagged: dict[int, _Record] = {}  # by the id of the tag
         self._num_births = self._num_planned = 0
         self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
+        self._ahead: tuple[int, dict[int, Assignment]] = (0, {})
         self._open = threading.local()
         self.inside = threading.local()  # for ports: how deep in calls of layers a thread is
         self._settling = False
@@ -325,7 +327,7 @@ class KerasSession:
                 return
             entry = self._entry_of(variable)
             self.refuse_in_a_plan(entry.spec.path)
-            self._make([(entry, self.home.assign_one(entry.spec))])
+            self._make([(entry, self._assignment_of(entry))])
 
     def assign_now(self, variable: Any, value: Any) -> None:
         """Give one pending variable an assigned value; its initializer never runs."""
@@ -334,8 +336,39 @@ class KerasSession:
                 self.settle()
             entry = self._entry_of(variable)
             self.refuse_in_a_plan(entry.spec.path)
-            settle(variable)
-            self._place(variable, self.home.assign_one(entry.spec), value)
+            assignment = self._assignment_of(entry)
+            if is_on_host(value):
+                check_shape(variable, entry.spec.path, value)
+                array = from_host(assignment, value)
+            else:
+                array = self.home.place(value, assignment.layout)
+            self._store(variable, assignment, array)
+            settle(variable)  # after that: an interrupt before leaves it pending
+            variable._initializer = None
+
+    def plan_ahead(self) -> None:
+        """Find the layouts of what is pending, before values come one by one, as from a file.
+
+        Raises:
+            PlanError: Something does not fit. Nothing has been made then.
+        """
+        with self.lock, self.port.outside():
+            if self._num_births not in (self._num_planned, self._ahead[0]):
+                entries = self._describe()
+                specs = [entry.spec for entry in entries]
+                found = self.home.assign(specs, {}, self._limits(entries), complete=False)
+                pairs = zip(entries, found, strict=True)
+                self._ahead = (self._num_births, {id(e.variable): a for e, a in pairs})
+
+    def path_of(self, variable: Any) -> str:
+        """The object path of a variable, for messages."""
+        with self.lock, self.port.outside():
+            return self._entry_of(variable).spec.path
+
+    def _assignment_of(self, entry: _Entry) -> Assignment:
+        """The layout of a variable that gets its value before all are planned, or as planned ahead."""
+        known = self._ahead[1].get(id(entry.variable)) if self._ahead[0] == self._num_births else None
+        return known or self.home.assign_one(entry.spec)
 
     def refuse_in_a_plan(self, name: str) -> None:
         """Raise if this is a dry run, in which nothing gets a value.
@@ -370,9 +403,9 @@ class KerasSession:
         }
         arrays = self.home.create({key: a for key, (_, a) in keyed.items()}, draws)
         for key, (variable, assignment) in keyed.items():
-            settle(variable)
-            variable._initializer = None
             self._store(variable, assignment, arrays[key])
+            settle(variable)  # after that: an interrupt before leaves it pending
+            variable._initializer = None
 
     def _off_mesh(self, seed: Any) -> Any:
         return keras.ops.convert_to_tensor(self.home.whole(seed))
@@ -391,6 +424,7 @@ class KerasSession:
         self._tagged.pop(id(record.tag), None)
         held = self.home.variable(array, name=variable.name, trainable=variable.trainable)
         record.tag = self.port.store(variable, held, assignment, self)
+        cut_on_the_host(variable, assignment)
         record.layout = variable.layout = assignment.layout
         self._tagged[id(record.tag)] = record
 

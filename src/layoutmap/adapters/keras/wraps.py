@@ -4,6 +4,7 @@ Keras itself wraps `build` and `quantize` on each layer in this way. Nothing sta
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
     optimizer.build                                         the same, on the optimizer given to compile
+    load_own_variables, load_weights                        values go from a file to their devices: see `loading`
     call, make_train_function and its like                  what the backend needs: see `ports`
 """
 
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
+
+from layoutmap.adapters.keras.loading import loading, loading_weights
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -35,9 +38,11 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         if hasattr(layer, name)
     }
     wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
+    wraps["load_own_variables"] = loading(layer, session)
     wraps |= session.port.layer_wraps(layer, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
+        wraps["load_weights"] = loading_weights(layer, session)
         wraps |= session.port.training_wraps(layer, session)
     _put(layer, wraps)
 
@@ -45,12 +50,16 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     """Make an optimizer open the scope again when it makes its slots; another scope lets go of it."""
     if _begin(optimizer, session):
-        wraps = {"build": _reopening(session, optimizer.build)}
+        wraps = {
+            "build": _reopening(session, optimizer.build),
+            "load_own_variables": loading(optimizer, session),
+        }
         _put(optimizer, {**wraps, **session.port.optimizer_wraps(optimizer, session)})
         session.optimizer_born(optimizer)
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them
-        _put(inner, dict(session.port.optimizer_wraps(inner, session)))
+        wraps = {"load_own_variables": loading(inner, session)}
+        _put(inner, {**wraps, **session.port.optimizer_wraps(inner, session)})
 
 
 def session_of(thing: Any) -> KerasSession | None:

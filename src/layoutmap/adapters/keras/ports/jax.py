@@ -14,6 +14,7 @@ import numpy as np
 
 from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
+from layoutmap.engines import get_engine
 from layoutmap.limits import Limit
 from layoutmap.variables import Assignment
 
@@ -56,6 +57,8 @@ class JaxPort:
         tag = jax.sharding.NamedSharding(native.mesh, native.spec)
         variable._layout = tag
         variable._value = held
+        # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
+        variable.__dict__["__array__"] = functools.partial(_as_array, variable)
         return tag
 
     def read(self, variable: Any) -> Any:
@@ -118,6 +121,11 @@ class JaxPort:
         ]
         loss, gradients = jax.jit(jax.value_and_grad(loss_of))(*values)
         return np.asarray(loss), [np.asarray(gradient) for gradient in gradients]
+
+
+def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    # JAX would keep what it has put together, with the array: after a save the host would hold the whole model.
+    return np.asarray(get_engine("jax").whole(variable.value), dtype=dtype)
 
 
 def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
