@@ -60,6 +60,8 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them
         wraps = {"load_own_variables": loading(inner, session)}
         _put(inner, {**wraps, **session.port.optimizer_wraps(inner, session)})
+    for each in getattr(optimizer, "optimizers", ()):  # a MultiOptimizer's, that may have been made outside
+        wrap_optimizer(each, session)
 
 
 def session_of(thing: Any) -> KerasSession | None:
