@@ -9,9 +9,10 @@ are read and set by the other modules of this folder, and nowhere else:
 
     keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
                                                     _deferred_initialize, _convert_to_tensor
+    keras.src.backend.common.variables              register_uninitialized_variable, read only
     keras.src.backend.common.global_state           the "uninitialized_variables" list
     keras.src.backend.common.stateless_scope        in_stateless_scope
-    keras.src.random.seed_generator                 the global seed generator, draw_seed
+    keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, draw_seed
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
@@ -24,6 +25,7 @@ are read and set by the other modules of this folder, and nowhere else:
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +69,7 @@ try:
     from keras.src.backend.common import global_state as keras_state
     from keras.src.backend.common.stateless_scope import in_stateless_scope
     from keras.src.backend.common.variables import Variable as KerasVariable
+    from keras.src.backend.common.variables import register_uninitialized_variable
     from keras.src.models.functional import Functional
     from keras.src.optimizers.base_optimizer import BaseOptimizer as KerasOptimizer
     from keras.src.random import seed_generator
@@ -85,7 +88,29 @@ global_state: Any = keras_state
 H5IOStore: Any = KerasStore
 
 
-def check_names(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
+_PENDING_LIST = "uninitialized_variables"
+
+Names = Sequence[tuple[Any, Sequence[str]]]
+NAMES: Names = (
+    (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
+    (Layer, ("__new__", "_maybe_build", "_flatten_layers", "load_own_variables")),
+    (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference", "load_own_variables")),
+    (global_state, ("get_global_attribute", "set_global_attribute")),
+    (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
+    (H5IOStore, ("__getitem__", "keys")),
+)
+"""What is probed: classes and modules, and names of theirs."""
+
+ATTRIBUTES: Names = (
+    (CommonVariable, ("_value", "_initializer", "_layout", "_dtype", "_direct_assign")),
+    (Layer, ("_layers", "_trainable_variables", "_non_trainable_variables")),
+    (keras.Sequential, ("_functional",)),
+    (H5IOStore, ("_h5_entry_group", "_h5_entry_path")),
+)
+"""Classes, and names that only their objects have, or subclasses: the code of the class has them."""
+
+
+def check_names(more: Names = ()) -> None:
     """Refuse a Keras whose private names have moved.
 
     Args:
@@ -94,28 +119,34 @@ def check_names(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
     Raises:
         ScopeError: It lacks some.
     """
-    wanted: list[tuple[Any, Sequence[str]]] = [
-        (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
-        (Layer, ("__new__", "_maybe_build", "_flatten_layers")),
-        (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference")),
-        (global_state, ("get_global_attribute", "set_global_attribute")),
-        (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
-        (H5IOStore, ("__getitem__", "keys")),
-        *more,
-    ]
     missing = [
-        f"{owner.__name__}.{name}" for owner, names in wanted for name in names if not hasattr(owner, name)
+        f"{owner.__name__}.{name}"
+        for owner, names in (*NAMES, *more)
+        for name in names
+        if not any(name in vars(each) for each in _lineage(owner))
     ]
-    made = H5IOStore.__init__.__code__.co_names  # attributes of each store, not of the class
-    missing += [f"H5IOStore.{name}" for name in ("_h5_entry_group", "_h5_entry_path") if name not in made]
+    for owner, names in ATTRIBUTES:
+        used = {name for each in _lineage(owner) for name in _names_in(each)}
+        missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
+    if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
+        missing.append(_PENDING_LIST)
     if missing:
         raise _moved(", ".join(missing))
 
 
-_PENDING_LIST = "uninitialized_variables"
+def _lineage(owner: Any) -> list[Any]:
+    """A class and those that it inherits from, but for Python's own; or a module."""
+    return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
 
-def check_keras(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
+def _names_in(owner: type) -> Iterator[str]:
+    """The names that the methods of a class use."""
+    for method in list(vars(owner).values()):
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        yield from code.co_names if code is not None else ()
+
+
+def check_keras(more: Names = ()) -> None:
     """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
 
     Args:
