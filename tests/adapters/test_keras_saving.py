@@ -170,6 +170,24 @@ def test_loading_in_a_scope_reads_each_value_once_and_draws_nothing(name, tmp_pa
     assert isinstance(np.asarray(loaded.layers[2].loaded).sum(), np.floating)  # what was kept is in memory
 
 
+def test_a_loaded_model_trains_on(tmp_path):
+    """A compiled model that is loaded in a scope takes the next steps of the plain one."""
+    path = str(tmp_path / "m.keras")
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(8, 16)).astype("float32"), random.normal(size=(8, 64)).astype("float32")
+    keras.utils.set_random_seed(1)
+    plain = make_model()
+    plain.train_on_batch(x, y)
+    plain.save(path)
+    with make_map().scope(batch_dim="batch"):
+        loaded = keras.models.load_model(path)
+    steps = [(plain.train_on_batch(x, y), loaded.train_on_batch(x, y)) for _ in range(2)]
+
+    np.testing.assert_allclose(*np.transpose(steps), rtol=1e-5)
+    assert make_map()["d1.kernel"] == loaded.layers[0].kernel.layout
+    assert_held(loaded.layers[0].kernel)
+
+
 def pieces_alive():
     """The number of elements of the largest piece that a device holds."""
     if ON_JAX:
@@ -220,7 +238,7 @@ def test_no_device_holds_more_than_a_shard_while_weights_are_loaded(load, tmp_pa
 
 
 def test_setting_weights_from_numpy_puts_no_value_whole_on_a_device(monkeypatch):
-    """`set_weights` and `assign` cut a numpy array on the host; a memory-mapped one is read in blocks."""
+    """`set_weights` and `assign` cut a numpy array on the host, and each device gets its shard."""
     model = built(optimizer="sgd")
     seen = []
     plain_equal = keras.src.backend.common.variables.shape_equal
