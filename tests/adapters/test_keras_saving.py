@@ -299,6 +299,22 @@ def test_a_file_of_another_model_changes_nothing(tmp_path):
     assert "nothing has been loaded" in str(caught.value)
 
 
+def test_a_file_of_another_model_changes_no_layer_of_another_scope(tmp_path):
+    """Layers of a model that another scope has made are looked at first, too."""
+    path = str(tmp_path / "m.weights.h5")
+    keras.Sequential([keras.Input((16,)), L.Dense(32, name="d1"), L.Dense(8, name="d2")]).save_weights(path)
+    with make_map().scope():
+        first = L.Dense(32, name="d1")
+        first.build((None, 16))
+    before = first.kernel.numpy()
+    with make_map().scope():
+        model = keras.Sequential([keras.Input((16,)), first, L.Dense(64, name="d2")])
+    with pytest.raises(lm.errors.LayoutError, match=r"d2\.kernel"):
+        model.load_weights(path)
+
+    assert np.array_equal(before, first.kernel.numpy())
+
+
 def test_mismatches_can_be_skipped(tmp_path):
     """With `skip_mismatch` layers that fit are loaded, the others keep their values, and Keras warns."""
     path = str(tmp_path / "m.weights.h5")

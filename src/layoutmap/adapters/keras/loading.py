@@ -112,21 +112,30 @@ def loading(thing: Any, session: KerasSession) -> Callable[..., Any]:
     return load_own_variables
 
 
-def loading_weights(model: Any, session: KerasSession) -> Callable[..., Any]:
-    """`load_weights` that looks at all shapes before it changes anything."""
+def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) -> Callable[..., Any]:
+    """`load_weights` that looks at all shapes before it changes anything.
+
+    Args:
+        model: The model.
+        sessions: Gives the scopes that look after it and its layers.
+    """
     plain = model.load_weights
 
     @functools.wraps(plain)
     def load_weights(filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
         name = str(filepath)
         if name.endswith(_FILES) and "://" not in name and not skip_mismatch:
-            session.inside.checking = found = dict[str, str]()
+            found: dict[str, str] = {}
+            checking = list(sessions())
+            for session in checking:
+                session.inside.checking = found
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # they come when it is loaded
                     plain(filepath, **kwargs)
             finally:
-                session.inside.checking = None
+                for session in checking:
+                    session.inside.checking = None
             _refuse_other_shapes(name, found)
         return plain(filepath, skip_mismatch=skip_mismatch, **kwargs)
 

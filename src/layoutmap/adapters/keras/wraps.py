@@ -42,7 +42,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     wraps |= session.port.layer_wraps(layer, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
-        wraps["load_weights"] = loading_weights(layer, session)
+        wraps["load_weights"] = loading_weights(layer, lambda: _sessions_below(layer))
         wraps |= session.port.training_wraps(layer, session)
     _put(layer, wraps)
 
@@ -67,6 +67,11 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
 def session_of(thing: Any) -> KerasSession | None:
     """The scope that looks after a layer, model or optimizer."""
     return thing.__dict__.get(_MARK)
+
+
+def _sessions_below(model: Any) -> set[KerasSession]:
+    """The scopes that look after a model and the layers in it."""
+    return {session for layer in model._flatten_layers() if (session := session_of(layer)) is not None}
 
 
 def _begin(thing: Any, session: KerasSession) -> bool:
