@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 import layoutmap as lm
-from layoutmap.plan import make_plan
+from layoutmap.planning import make_plan
 from layoutmap.variables import Kind, VariableSpec
 
 MESH = lm.Mesh(None, "batch=2,model=4")

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 
 import layoutmap as lm
-from layoutmap.plan import Problem, group_problems, make_plan
+from layoutmap.fitting import fitted
+from layoutmap.plan import Problem, group_problems
+from layoutmap.planning import make_plan
 from layoutmap.testing import strategies
 from layoutmap.variables import Kind, VariableSpec
 
@@ -271,14 +273,43 @@ def test_one_more_problem():
 
 @given(strategies.plans())
 def test_every_variable_is_assigned_exactly_once_in_order(drawn):
-    """A plan has one assignment for each variable, in the order given, and what the map says where it is asked."""
+    """A plan has one assignment for each variable, in the order given: what the map says, made to fit as it says."""
     variables, layout_map, plan = drawn
 
     assert variables == [a.variable for a in plan]
     assert len(variables) == len(plan)
     for a in plan:
-        said = layout_map[a.variable.path] if a.variable.kind is not Kind.METRIC else None
-        assert (said or lm.Layout.replicated(layout_map.mesh, len(a.variable.shape))) == a.layout
+        if a.variable.follows:
+            continue
+        rule = layout_map.match(a.variable.path).rule if a.variable.kind is not Kind.METRIC else None
+        if rule is None:
+            assert a.layout.is_fully_replicated()
+        else:
+            assert fitted(rule.layout, a.variable.shape, rule.uneven) == a.layout
+
+
+@given(strategies.plans())
+def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
+    """A rule is, if it matches the variable and not its parent; else each axis is cut as the parent's axes it is of."""
+    _, layout_map, plan = drawn
+    for a in plan:
+        v = a.variable
+        if not v.follows:
+            continue
+        parent = plan[v.parent]
+        of_parent = layout_map.matching_rules(v.parent)
+        meant = [r for r in layout_map.matching_rules(v.path) if r not in of_parent]
+        if meant and v.kind is not Kind.SLOT:
+            assert fitted(meant[0].layout, v.shape, meant[0].uneven) == a.layout
+            continue
+        assert a.match is None
+        if v.axes is None:
+            assert parent.layout == a.layout
+        elif parent.layout.rank == len(v.parent_shape):
+            for axis, (of,) in enumerate(v.axes):
+                asked = parent.layout.mesh_dims_of(of)
+                assert set(a.layout.mesh_dims_of(axis)) <= set(asked)
+                assert v.shape[axis] % parent.layout.num_shards(of) or asked == a.layout.mesh_dims_of(axis)
 
 
 @given(strategies.plans())
@@ -298,10 +329,11 @@ def test_bytes_are_those_of_all_shards(drawn):
 
 @given(strategies.plans())
 def test_a_plan_has_an_error_exactly_where_something_does_not_fit(drawn):
-    """Each variable that does not fit its layout has an error of its own, and no other has one."""
+    """Each variable that does not fit its layout has an error of its own, or follows one that has; no other has one."""
     _, _, plan = drawn
+    own = {a.variable.path for a in plan if not a.fits and (a.match or not a.variable.follows)}
 
-    assert {a.variable.path for a in plan if not a.fits} == {p.subject for p in plan.errors}
+    assert own == {p.subject for p in plan.errors}
     assert all(p.severity in ("error", "warning", "note") for p in plan.problems)
 
 

@@ -5,7 +5,7 @@ import textwrap
 from hypothesis import given
 
 import layoutmap as lm
-from layoutmap.plan import make_plan
+from layoutmap.planning import make_plan
 from layoutmap.testing import strategies
 from layoutmap.variables import Kind, VariableSpec
 

@@ -4,7 +4,7 @@ import textwrap
 from html.parser import HTMLParser
 
 import layoutmap as lm
-from layoutmap.plan import make_plan
+from layoutmap.planning import make_plan
 from layoutmap.report.html import table
 from layoutmap.report.rows import plan_rows, size
 from layoutmap.report.text import warning_text

@@ -216,24 +216,3 @@ def test_progress_is_shown_if_asked_for(capsys):
     assert "layoutmap: 1/4 variables" in shown
     assert shown.endswith("\r\x1b[K")
     assert "" == capsys.readouterr().err
-
-
-def test_rules_for_activations_are_refused_where_nothing_would_come_of_them():
-    """An adapter that lays out variables only says so by name, for every way to lay out and for a plan."""
-    layout_map = make_map()
-    layout_map.activations["d1"] = ("batch", None)
-    message = textwrap.dedent("""\
-        layout_map.activations: keras models do not take layouts for what their layers put out
-          there  activation rule 1  d1
-          why    the keras adapter lays out variables only, and the rules would be ignored
-          mend   layout_map.activations.clear()""")
-
-    for way in (
-        lambda: lm.plan(make_model, layout_map),
-        lambda: layout_map.build(make_model),
-        lambda: layout_map.apply(make_model()),
-        lambda: layout_map.scope().__enter__(),
-    ):
-        with pytest.raises(lm.ScopeError) as caught:
-            way()
-        assert message == str(caught.value)

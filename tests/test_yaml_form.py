@@ -78,11 +78,11 @@ rules file: 'a' is there twice
   mend  delete one of them""",
         ),
         (
-            "version: 3\n",
+            "version: 4\n",
             """\
-rules file of version 3
-  why   this layoutmap reads versions 1 to 2
-  mend  write version: 2 in its first line, or use the layoutmap that wrote it""",
+rules file of version 4
+  why   this layoutmap reads versions 1 to 3
+  mend  write version: 3 in its first line, or use the layoutmap that wrote it""",
         ),
         (
             "version: 1\nrule: {}\n",

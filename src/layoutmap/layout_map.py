@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from layoutmap.errors import LayoutMapWarning, RuleError
+from layoutmap.fitting import Uneven
 from layoutmap.mesh import Mesh, as_mesh
 from layoutmap.rules import MeshSlot, Rules
 
@@ -54,6 +55,9 @@ class LayoutMap(Rules):
             `None` means the mesh of the first layout that is added.
         rules: Rules to begin with, in order.
         activations: Rules for what layers put out, in order; see `Activations`.
+        uneven: What happens to an axis of a variable that does not divide: `"error"`, `"replicate"` (it is left whole)
+            or `"shrink"` (it is cut over as many of its mesh dims as divide it). A rule of `add` can say it for itself.
+            What is taken is in the plan.
 
     Raises:
         RuleError: See `__setitem__`.
@@ -80,8 +84,10 @@ class LayoutMap(Rules):
         mesh: Mesh | None = None,
         rules: Mapping[str, Any] | None = None,
         activations: Mapping[str, Any] | None = None,
+        *,
+        uneven: Uneven = "error",
     ):
-        super().__init__(MeshSlot(as_mesh(mesh)), rules)
+        super().__init__(MeshSlot(as_mesh(mesh)), rules, uneven)
         self._activations = Activations(self._slot, activations)
 
     @property
@@ -95,14 +101,13 @@ class LayoutMap(Rules):
         Raises:
             RuleError: See `__setitem__`.
         """
-        before = self.mesh, dict(self._rules), dict(self._compiled)
+        before = self._state()
         super().update(rules, **more)
         if isinstance(rules, LayoutMap):
             try:
                 self._activations.update(rules._activations)
             except BaseException:
-                self._slot.mesh, self._rules, self._compiled = before
-                self._index = None
+                self._restore(before)
                 raise
 
     def __eq__(self, other: object) -> bool:
@@ -151,6 +156,8 @@ class LayoutMap(Rules):
                 devices=None if mesh is None else mesh.devices,
                 rules={pattern: layout.sharding_specs for pattern, layout in self.items()},
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
+                uneven=self.uneven,
+                uneven_rules=self._uneven,
             )
         )
 
@@ -175,7 +182,10 @@ class LayoutMap(Rules):
         fields = yaml_form.from_yaml(text)
         if mesh is None and fields.dims is not None:
             mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
-        return cls(mesh, fields.rules, fields.activations)
+        made = cls(mesh, activations=fields.activations, uneven=fields.uneven)
+        for pattern, specs in fields.rules.items():
+            made.add(pattern, specs, uneven=fields.uneven_rules.get(pattern))
+        return made
 
     @classmethod
     def from_tp_plan(
@@ -268,9 +278,13 @@ class LayoutMap(Rules):
         return apply(model, self, **options)
 
     def __repr__(self) -> str:
+        if self._uneven:  # only `add` can say it for one rule
+            return f"LayoutMap.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
         parts = [repr(self.mesh), _written(self)]
         if self._activations:
             parts.append(f"activations={_written(self._activations)}")
+        if self.uneven != "error":
+            parts.append(f"uneven={self.uneven!r}")
         return f"LayoutMap({', '.join(parts)})"
 
     def __str__(self) -> str:

@@ -1,33 +1,27 @@
-"""The plan: for each variable its layout and why, every problem there is, and all bytes; nothing is touched.
+"""The plan: for each variable its layout and why, every problem there is, and all bytes; a value.
 
-`make_plan` is pure: it takes what is known of the variables and a layout map, and makes a value. The dry run and the
-real run share it: what `layoutmap.plan` prints is what a scope then does.
+`layoutmap.planning` makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from layoutmap.errors import LayoutError, PlanError, format_message
-from layoutmap.layout import Layout
-from layoutmap.layout_map import LayoutMap
-from layoutmap.limits import Limit
+from layoutmap.errors import PlanError, format_message
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import merge_paths, path_pattern, path_shape
-from layoutmap.rules import Match, Rule, Rules, nearest
-from layoutmap.variables import Assignment, Kind, VariableSpec
+from layoutmap.rules import Match, nearest
+from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.plan_diff import PlanDiff
 
-__all__ = ["Plan", "Problem", "group_problems", "make_plan"]
+__all__ = ["Plan", "Problem", "Severity", "group_problems", "in_order"]
 
 Severity = Literal["error", "warning", "note"]
 
-_MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
-_NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
 _SHOWN_IN_FULL = 10
 
 
@@ -37,8 +31,8 @@ class Problem:
 
     Args:
         kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`
-            (of variables or of activations), `"tied"`, `"drawn whole"`, `"not built"`, `"not held"` or
-            `"cannot run"`.
+            (of variables or of activations), `"tied"`, `"drawn whole"`, `"no activations"`, `"not built"`, `"not held"`
+            or `"cannot run"`.
         severity: `"error"`: the model cannot be made so. `"warning"`: it can, and `strict` makes it an error. `"note"`:
             worth knowing, never an error.
         subject: The path or the pattern concerned.
@@ -73,6 +67,8 @@ class Plan:
 
     Example:
         >>> from layoutmap import LayoutMap, Mesh
+        >>> from layoutmap.planning import make_plan
+        >>> from layoutmap.variables import VariableSpec
         >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {r".*\\.kernel": (None, "model")})
         >>> plan = make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map)
         >>> plan["d1.kernel"].shard_shape, plan.device_nbytes
@@ -133,7 +129,7 @@ class Plan:
 
     def with_problems(self, problems: Sequence[Problem]) -> Plan:
         """The same plan with more problems."""
-        return replace(self, problems=_in_order([*self.problems, *problems]))
+        return replace(self, problems=in_order([*self.problems, *problems]))
 
     def check(self, *, strict: bool = False) -> Plan:
         """Raise once, with every error; give the plan back if there is none.
@@ -168,6 +164,8 @@ class Plan:
 
         Example:
             >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.planning import make_plan
+            >>> from layoutmap.variables import VariableSpec
             >>> rules = {r".*\\.kernel": (None, "model"), "d1": ("model",)}
             >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), rules)
             >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).explain("d1.kernel"))
@@ -188,6 +186,8 @@ class Plan:
 
         Example:
             >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.planning import make_plan
+            >>> from layoutmap.variables import VariableSpec
             >>> mesh, variables = Mesh(None, "model=4"), [VariableSpec("d1.kernel", (512, 1024), "float32")]
             >>> rows, columns = LayoutMap(mesh, {"d1": ("model", None)}), LayoutMap(mesh, {"d1": (None, "model")})
             >>> print(make_plan(variables, rows).diff(make_plan(variables, columns)))
@@ -256,209 +256,7 @@ def group_problems(problems: Sequence[Problem]) -> list[Problem]:
     return merged
 
 
-def make_plan(
-    variables: Sequence[VariableSpec],
-    layout_map: LayoutMap,
-    *,
-    drawn_whole: Mapping[str, str] | None = None,
-    limits: Sequence[Limit] = (),
-    complete: bool = True,
-    layers: Sequence[str] | None = None,
-) -> Plan:
-    """Match every variable, collect every problem; pure.
-
-    Args:
-        variables: The variables, in the order of the model. A slot comes after its parent.
-        layout_map: The rules.
-        drawn_whole: For each path whose first value must be drawn whole: why.
-        limits: What the backend cannot do with layers and variables.
-        complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
-        layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
-
-    Raises:
-        PlanError: The layout map has no mesh, so nothing can be laid out.
-    """
-    mesh = layout_map.mesh
-    if mesh is None:
-        raise PlanError(
-            "the layout map has no mesh",
-            why="it was made without one and has no rule",
-            mend='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
-        )
-    assignments: list[Assignment] = []
-    problems: list[Problem] = []
-    won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
-    beaten: dict[int, tuple[Rule, str]] = {}
-    by_path: dict[tuple[str, str], Assignment] = {}
-    near: dict[object, tuple[str, ...]] = {}
-    for variable in variables:
-        match = _match(variable, layout_map, near, problems) if variable.kind in _MATCHED else None
-        layout = _layout(variable, match, by_path, mesh)
-        whole = (drawn_whole or {}).get(variable.path, "")
-        assignment = Assignment(variable, layout, match, whole)
-        assignments.append(assignment)
-        by_path[variable.model, variable.path] = assignment
-        if match and match.rule:
-            won[match.rule.number] += 1
-            for other in match.others:
-                beaten.setdefault(other.number, (match.rule, variable.path))
-        problems += _problems_of(assignment)
-    if complete:
-        paths = [path for v in variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
-        problems += _problems_of_rules(layout_map, won, beaten, paths, "variable")
-    activations = [layout_map.activations.match(path) for path in layers or ()]
-    if complete and layers is not None:
-        problems += _problems_of_activations(layout_map.activations, activations)
-    problems += _problems_of_limits(limits, assignments)
-    laid_out = tuple(match for match in activations if match.rule)
-    return Plan(mesh, tuple(assignments), _in_order(problems), laid_out)
-
-
-def _in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+def in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """Errors first."""
     order = {"error": 0, "warning": 1, "note": 2}
     return tuple(sorted(problems, key=lambda p: order[p.severity]))
-
-
-def _match(
-    variable: VariableSpec,
-    layout_map: LayoutMap,
-    near: dict[object, tuple[str, ...]],
-    problems: list[Problem],
-) -> Match:
-    """What the map says of a variable under all its paths; the first rule of the map among them wins."""
-    answers = {path: layout_map.matching_rules(path) for path in (variable.path, *variable.aliases)}
-    winners = {path: rules[0] for path, rules in answers.items() if rules}
-    if not winners:
-        block = path_shape(variable.path)
-        if block not in near:  # near misses take a while to find, and are the same in all repeated blocks
-            near[block] = tuple(nearest(variable.path, layout_map))
-        return Match(variable.path, None, near_misses=near[block])
-    rule = min(winners.values(), key=lambda r: (r.pattern not in answers, r.number))
-    if len({r.layout for r in winners.values()}) > 1:
-        problems.append(
-            Problem(
-                "tied",
-                "warning",
-                variable.path,
-                f"{variable.path}: its paths are given different layouts",
-                tuple((path, f"{r.layout}  {r}") for path, r in winners.items()),
-                f"it is one variable with {len(answers)} paths, and {rule} comes first",
-                "make the rules agree, or leave out one of them",
-            )
-        )
-    others = {r.number: r for rules in answers.values() for r in rules if r != rule}
-    return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
-
-
-def _layout(
-    variable: VariableSpec, match: Match | None, by_path: Mapping[tuple[str, str], Assignment], mesh: Mesh
-) -> Layout:
-    if match and match.rule:
-        return match.rule.layout
-    parent = by_path.get((variable.model, variable.parent or ""))
-    if parent and parent.variable.shape == variable.shape:
-        return parent.layout
-    return Layout.replicated(mesh, len(variable.shape))
-
-
-def _problems_of(assignment: Assignment) -> Iterator[Problem]:
-    variable, layout, match = assignment.variable, assignment.layout, assignment.match
-    if match is None:
-        return  # it follows another variable, whose problem is told there, or is replicated
-    if layout.rank != len(variable.shape):
-        yield _of_error("rank", layout.rank_error(variable.shape, variable.path), assignment)
-    elif match.rule:
-        for axis in layout.uneven_axes(variable.shape):
-            yield _of_error("uneven", layout.uneven_error(variable.shape, axis, variable.path), assignment)
-    if match.rule is None and variable.kind in _NEED_A_RULE:
-        near = ", ".join(match.near_misses)
-        yield Problem(
-            "no rule",
-            "warning",
-            variable.path,
-            f"{variable.path}: no rule matches, so it is replicated",
-            (("shape", str(variable.shape)), ("near misses", near)),
-            f"every device holds all {variable.nbytes:,} bytes of it",
-            f"add a rule: layout_map[{path_pattern([variable.path])}] = {(None,) * len(variable.shape)}",
-        )
-    if assignment.drawn_whole:
-        yield Problem(
-            "drawn whole",
-            "note",
-            variable.path,
-            f"{variable.path}: its first value is drawn whole, then cut",
-            (("bytes", f"{variable.nbytes:,}"),),
-            assignment.drawn_whole,
-            "use one of the library's own initializers, or load a checkpoint",
-        )
-
-
-def _problems_of_limits(limits: Sequence[Limit], assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    cut = {
-        (path, axis)
-        for a in assignments
-        for path in (a.variable.path, *a.variable.aliases)
-        for axis, count in enumerate(a.layout.shard_counts)
-        if count > 1
-    }
-    for limit in limits:
-        if limit.if_cut is None or any((limit.path, axis) in cut for axis in limit.if_cut):
-            what = f"{limit.path}: {limit.what}"
-            yield Problem("cannot run", limit.severity, limit.path, what, why=limit.why, mend=limit.mend)
-
-
-def _of_error(kind: str, error: LayoutError, assignment: Assignment) -> Problem:
-    facts = {name: str(value) for name, value in error.facts.items()}
-    if assignment.match and assignment.match.rule:
-        facts["layout"] += f"     {assignment.match.rule}"
-    return Problem(
-        kind, "error", assignment.variable.path, error.what, tuple(facts.items()), error.why, error.mend
-    )
-
-
-def _problems_of_activations(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
-    won = dict.fromkeys(range(1, len(rules) + 1), 0)
-    beaten: dict[int, tuple[Rule, str]] = {}
-    for match in matches:
-        if match.rule:
-            won[match.rule.number] += 1
-            for other in match.others:
-                beaten.setdefault(other.number, (match.rule, match.path))
-    yield from _problems_of_rules(rules, won, beaten, [match.path for match in matches], "layer")
-
-
-def _problems_of_rules(
-    rules: Rules,
-    won: Mapping[int, int],
-    beaten: Mapping[int, tuple[Rule, str]],
-    paths: Sequence[str],
-    of: str,
-) -> Iterator[Problem]:
-    """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
-    for rule in rules.rules:
-        if won[rule.number]:
-            continue
-        name = rules.name_of(rule)
-        if rule.number in beaten:
-            winner, path = beaten[rule.number]
-            yield Problem(
-                "shadowed rule",
-                "warning",
-                rule.pattern,
-                f"{name}: never used, since earlier rules match all its {of}s",
-                (("first lost", f"{path} to {winner}"),),
-                "the first rule that matches wins",
-                f"put it before rule {winner.number}, or delete it",
-            )
-            continue
-        near = nearest(rule.pattern, paths)
-        yield Problem(
-            "unused rule",
-            "warning",
-            rule.pattern,
-            f"{name}: matches no {of}",
-            (("near misses", ", ".join(near)),),
-            f"re.match finds it at the start of none of the {len(paths)} paths",
-            f"did you mean {path_pattern(near[:1])}? else delete it" if near else "mend it, or delete it",
-        )

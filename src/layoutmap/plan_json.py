@@ -9,7 +9,9 @@
      "problems": []}
 
 Each variable has a line of its own, so that a version control system shows what moved. What is as usual is left out:
-the kind of a weight, aliases that there are none of. Which of a mesh's devices are this process's is not written down.
+the kind of a weight, aliases that there are none of. Where a variable's layout is not the one that its rule asks for,
+since an axis does not divide, that one is there as `asked`. Which of a mesh's devices are this process's is not written
+down.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from layoutmap.errors import LayoutMapError, PlanError
+from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import UNSHARDED, Layout
 from layoutmap.mesh import Mesh
 from layoutmap.plan import Plan, Problem
@@ -32,6 +35,7 @@ __all__ = ["FORMAT", "VERSION", "fingerprint", "plan_from_json", "plan_to_json"]
 FORMAT = "layoutmap plan"
 VERSION = 1
 _OTHERWISE = Match("", None).otherwise
+_ERROR: Uneven = "error"  # what a rule says of an axis that does not divide, if it says nothing
 
 T = TypeVar("T")
 
@@ -117,12 +121,15 @@ def _variable(assignment: Assignment) -> dict[str, Any]:
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
     written: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
-    for field in ("kind", "aliases", "parent", "model"):
+    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model"):
         if getattr(variable, field) != getattr(usual, field):
             written[field] = getattr(variable, field)
     written["layout"] = _specs(assignment.layout)
     if assignment.match is not None:
-        written |= {name: told for name, told in _match(assignment.match).items() if name not in written}
+        told = _match(assignment.match)
+        if told.get("layout", written["layout"]) != written["layout"]:
+            written["asked"] = told["layout"]
+        written |= {name: value for name, value in told.items() if name not in written}
     if assignment.drawn_whole:
         written["drawn_whole"] = assignment.drawn_whole
     return written
@@ -132,8 +139,13 @@ def _match(match: Match) -> dict[str, Any]:
     written: dict[str, Any] = {"path": match.path, "rule": None}
     if match.rule is not None:
         written |= {"layout": _specs(match.rule.layout), "rule": [match.rule.number, match.rule.pattern]}
+        if match.rule.uneven != _ERROR:
+            written["uneven"] = match.rule.uneven
     if match.others:
-        written["others"] = [[r.number, r.pattern, _specs(r.layout)] for r in match.others]
+        written["others"] = [
+            [r.number, r.pattern, _specs(r.layout), *([r.uneven] if r.uneven != _ERROR else [])]
+            for r in match.others
+        ]
     if match.near_misses:
         written["near_misses"] = match.near_misses
     if match.otherwise != _OTHERWISE:
@@ -187,6 +199,8 @@ def _read_variable(item: Any, mesh: Mesh) -> Assignment:
         Kind(item.get("kind", Kind.WEIGHT)),
         tuple(item.get("aliases", ())),
         item.get("parent"),
+        None if item.get("axes") is None else tuple(tuple(map(int, of)) for of in item["axes"]),
+        None if item.get("parent_shape") is None else tuple(map(int, item["parent_shape"])),
         item.get("model", ""),
     )
     match = _read_match(variable.path, item, mesh) if "rule" in item else None
@@ -197,9 +211,11 @@ def _read_match(path: str, item: Any, mesh: Mesh) -> Match:
     rule = None
     if item["rule"] is not None:
         number, pattern = item["rule"]
-        rule = Rule(number, pattern, _layout(item["layout"], mesh))
+        asked = _layout(item.get("asked", item["layout"]), mesh)
+        rule = Rule(number, pattern, asked, as_uneven(item.get("uneven", _ERROR), pattern))
     others = tuple(
-        Rule(number, pattern, _layout(specs, mesh)) for number, pattern, specs in item.get("others", ())
+        Rule(number, pattern, _layout(specs, mesh), as_uneven(uneven[0] if uneven else _ERROR, pattern))
+        for number, pattern, specs, *uneven in item.get("others", ())
     )
     return Match(path, rule, others, tuple(item.get("near_misses", ())), item.get("otherwise", _OTHERWISE))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layoutmap.errors import LayoutMapError, RuleError
+from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import Layout, as_layout
 from layoutmap.mesh import Mesh
 from layoutmap.rule_index import RuleIndex
@@ -31,11 +32,13 @@ class Rule:
         number: Its place in the map, counted from 1.
         pattern: The regex.
         layout: The layout it gives.
+        uneven: What happens to an axis that does not divide.
     """
 
     number: int
     pattern: str
     layout: Layout
+    uneven: Uneven = "error"
 
     def __str__(self) -> str:
         return f"rule {self.number}  {self.pattern}"
@@ -89,6 +92,7 @@ class Rules(MutableMapping[str, Layout]):
     Args:
         slot: The mesh to which tuples of specs are bound, shared with the other rules of a map.
         rules: Rules to begin with, in order.
+        uneven: What happens to an axis that does not divide, where a rule does not say it itself.
 
     Raises:
         RuleError: See `__setitem__`.
@@ -101,9 +105,11 @@ class Rules(MutableMapping[str, Layout]):
     _example = r".*\.kernel"
     _otherwise = "it is replicated"
 
-    def __init__(self, slot: MeshSlot, rules: Mapping[str, Any] | None = None):
+    def __init__(self, slot: MeshSlot, rules: Mapping[str, Any] | None = None, uneven: Uneven = "error"):
         self._slot = slot
+        self._default_uneven: Uneven = as_uneven(uneven, self._written)
         self._rules: dict[str, Layout] = {}
+        self._uneven: dict[str, Uneven] = {}  # of the rules that say it themselves
         self._compiled: dict[str, re.Pattern[str]] = {}
         self._numbered: dict[str, Rule] = {}
         self._in_order: tuple[Rule, ...] = ()
@@ -151,7 +157,10 @@ class Rules(MutableMapping[str, Layout]):
     def rules(self) -> tuple[Rule, ...]:
         """The rules, in order, numbered from 1."""
         if self._index is None:
-            self._numbered = {p: Rule(i, p, layout) for i, (p, layout) in enumerate(self._rules.items(), 1)}
+            self._numbered = {
+                p: Rule(i, p, layout, self._uneven.get(p, self._default_uneven))
+                for i, (p, layout) in enumerate(self._rules.items(), 1)
+            }
             self._in_order = tuple(self._numbered.values())
             self._index = RuleIndex(list(self._compiled.values()))
         return self._in_order
@@ -224,9 +233,39 @@ class Rules(MutableMapping[str, Layout]):
         self._compiled[pattern] = compiled
         self._index = None
 
+    def add(self, pattern: str, layout: Layout | Sequence[Any], *, uneven: Uneven | None = None) -> None:
+        """Add a rule, after those that are there, and say what it does with an axis that does not divide.
+
+        Args:
+            pattern: See `__setitem__`.
+            layout: See `__setitem__`.
+            uneven: `"error"`, `"replicate"` (the axis is left whole) or `"shrink"` (it is cut over as many of its mesh
+                dims as divide it); `None`: as the map says.
+
+        Raises:
+            RuleError: See `__setitem__`.
+
+        Example:
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"))
+            >>> layout_map.add(r".*\\.key\\.kernel", (None, "model", None), uneven="replicate")
+            >>> print(layout_map)
+            LayoutMap on model=4, 1 rules
+               1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
+        """
+        checked = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
+        self[pattern] = layout
+        if checked is not None:
+            self._uneven[pattern] = checked
+
+    @property
+    def uneven(self) -> Uneven:
+        """What happens to an axis that does not divide, where a rule does not say it itself."""
+        return self._default_uneven
+
     def __delitem__(self, pattern: str) -> None:
         del self._rules[pattern]
         del self._compiled[pattern]
+        self._uneven.pop(pattern, None)
         self._index = None
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
@@ -235,13 +274,23 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             RuleError: See `__setitem__`.
         """
-        before = self._slot.mesh, dict(self._rules), dict(self._compiled)
+        before = self._state()
         try:
             super().update(rules, **more)
         except BaseException:
-            self._slot.mesh, self._rules, self._compiled = before
-            self._index = None
+            self._restore(before)
             raise
+        if isinstance(rules, Rules):
+            for rule in rules.rules:
+                if rule.uneven != self._default_uneven:
+                    self._uneven[rule.pattern] = rule.uneven
+
+    def _state(self) -> tuple[Any, ...]:
+        return self._slot.mesh, dict(self._rules), dict(self._compiled), dict(self._uneven)
+
+    def _restore(self, state: tuple[Any, ...]) -> None:
+        self._slot.mesh, self._rules, self._compiled, self._uneven = state
+        self._index = None
 
     def __contains__(self, pattern: object) -> bool:
         return pattern in self._rules
@@ -306,30 +355,32 @@ class Rules(MutableMapping[str, Layout]):
         """Take all rules out. The mesh stays."""
         self._rules.clear()
         self._compiled.clear()
+        self._uneven.clear()
         self._index = None
 
     def __eq__(self, other: object) -> bool:
         """Whether two have the same rules in the same order, on the same mesh; any other mapping has no order."""
         if isinstance(other, Rules):
-            return self.mesh == other.mesh and list(self._rules.items()) == list(other._rules.items())
+            return self.mesh == other.mesh and self.rules == other.rules
         return self._rules == other if isinstance(other, Mapping) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle takes along: its own mesh slot and dicts, and no index."""
-        own = {"_slot": MeshSlot(self.mesh), "_rules": dict(self._rules), "_compiled": dict(self._compiled)}
+        mesh, rules, compiled, uneven = self._state()
+        own = {"_slot": MeshSlot(mesh), "_rules": rules, "_compiled": compiled, "_uneven": uneven}
         return {**self.__dict__, **own, "_numbered": {}, "_in_order": (), "_index": None}
 
     def _repr_html_(self) -> str:
         from layoutmap.report.html import table
 
-        rows = [(str(rule.number), rule.pattern, str(rule.layout)) for rule in self.rules]
+        rows = [(str(rule.number), rule.pattern, _given(rule)) for rule in self.rules]
         return table(self._title(), (self._rule, "pattern", "layout"), rows)
 
     def __str__(self) -> str:
         width = max((len(p) for p in self._rules), default=0)
-        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {rule.layout}" for rule in self.rules]
+        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {_given(rule)}" for rule in self.rules]
         return "\n".join([f"{self._title()}, {len(self)} rules", *rows])
 
     def name_of(self, rule: Rule) -> str:
@@ -338,6 +389,11 @@ class Rules(MutableMapping[str, Layout]):
 
     def _title(self) -> str:
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
+
+
+def _given(rule: Rule) -> str:
+    """What a rule gives, and what it does with an axis that does not divide unless that is an error."""
+    return str(rule.layout) + (f'  uneven="{rule.uneven}"' if rule.uneven != "error" else "")
 
 
 def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:

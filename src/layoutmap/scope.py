@@ -29,7 +29,8 @@ from layoutmap.layout import Layout
 from layoutmap.layout_map import LayoutMap
 from layoutmap.limits import Limit
 from layoutmap.mesh import Mesh
-from layoutmap.plan import Plan, Problem, make_plan
+from layoutmap.plan import Plan, Problem
+from layoutmap.planning import make_plan
 from layoutmap.progress import Progress
 from layoutmap.report.text import warning_text
 from layoutmap.variables import Assignment, VariableSpec
@@ -67,9 +68,9 @@ class Scope:
         self._progress = progress
         self._warned: set[str] = set()
         self.layers: Sequence[str] | None = None
+        self.free_activations = False
         self.adapter = adapter
         self._engine_name = adapter.engine_name
-        _refuse_activations(layout_map, adapter)
         self.session: Session = adapter.begin(self)
 
     @property
@@ -97,9 +98,10 @@ class Scope:
         limits: Sequence[Limit],
         complete: bool,
         layers: Sequence[str] | None = None,
+        free_activations: bool = False,
     ) -> Sequence[Assignment]:
         """A layout for each variable, in order; raises with all problems, before anything is made."""
-        self.layers = layers
+        self.layers, self.free_activations = layers, free_activations
         plan = make_plan(
             variables,
             self.layout_map,
@@ -107,6 +109,7 @@ class Scope:
             limits=limits,
             complete=complete,
             layers=layers,
+            free_activations=free_activations,
         )
         self.plan = plan.with_problems(list(self._not_held(plan)))
         if not self.plan_only:
@@ -122,9 +125,30 @@ class Scope:
             return Assignment(variable, self.replicated(len(variable.shape)))
         return plan.assignments[0]
 
+    @property
+    def lays_out_activations(self) -> bool:
+        """Whether there are rules for what layers put out."""
+        return bool(self.layout_map.activations)
+
     def activation_layout(self, path: str) -> Layout | None:
         """The layout of what the layer at a path puts out; `None`: as it comes."""
         return self.layout_map.activations[path]
+
+    def output_layouts(
+        self, layout: Layout, shapes: Sequence[tuple[int, ...]], path: str
+    ) -> Sequence[Layout | None]:
+        """The layout of each array that a layer puts out; a batch that does not divide is left whole."""
+        if shapes and all(len(shape) != layout.rank for shape in shapes):
+            raise layout.rank_error(shapes[0], f"the output of {path}")
+        return [self._output_layout(layout, s, path) if len(s) == layout.rank else None for s in shapes]
+
+    def _output_layout(self, layout: Layout, shape: tuple[int, ...], path: str) -> Layout:
+        if not layout.uneven_axes(shape):
+            return layout
+        whole = self.computing_layout(layout)
+        for axis in whole.uneven_axes(shape):
+            raise whole.uneven_error(shape, axis, f"the output of {path}")
+        return whole
 
     def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> Mapping[str, Any]:
         """First values, each in its layout, by the keys given."""
@@ -369,6 +393,7 @@ def plan(
         layout_map,
         drawn_whole={a.variable.path: a.drawn_whole for a in found},
         layers=dry.layers,
+        free_activations=dry.free_activations,
     ).with_problems([problem for problem in found.problems if problem.kind in ("not held", "cannot run")])
     if unbuilt:
         shown = ", ".join(unbuilt[:5]) + (f" and {len(unbuilt) - 5} more" if len(unbuilt) > 5 else "")
@@ -431,17 +456,6 @@ def _level_of_user(inner: Set[str]) -> int:
     }:
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _refuse_activations(layout_map: LayoutMap, adapter: Adapter) -> None:
-    rules = layout_map.activations
-    if rules and not adapter.lays_out_activations:
-        raise ScopeError(
-            f"layout_map.activations: {adapter.name} models do not take layouts for what their layers put out",
-            facts={"there": ", ".join(rules.name_of(rule) for rule in rules.rules[:3])},
-            why=f"the {adapter.name} adapter lays out variables only, and the rules would be ignored",
-            mend="layout_map.activations.clear()",
-        )
 
 
 def _adapter(library: str | None) -> Adapter:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from layoutmap.fitting import Axes
 from layoutmap.layout import Layout
 from layoutmap.rules import Match
 
@@ -36,7 +37,11 @@ class VariableSpec:
         dtype: The name of its element type, as in `"float32"` or `"bfloat16"`.
         kind: What it is for.
         aliases: Other paths to the same variable: a shared layer, a tied weight.
-        parent: The path of the variable it belongs to (the weight of an optimizer slot); `None` for most.
+        parent: The path of the variable that it is derived from: the weight of an optimizer's slot, the kernel of a
+            LoRA factor. Its own path, if it has taken that variable's place in another form (a packed kernel). `None`
+            for most.
+        axes: What its axes are made of in the parent; `None`: they are the parent's, if the shapes are equal.
+        parent_shape: The parent's shape, as the rules know it; `None`: that of the variable with that path.
         model: The name of the model, to tell apart the variables of several models that one scope builds.
 
     Example:
@@ -50,7 +55,19 @@ class VariableSpec:
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     parent: str | None = None
+    axes: Axes | None = None
+    parent_shape: tuple[int, ...] | None = None
     model: str = ""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is derived from another variable, which is there beside it."""
+        return self.parent is not None and self.parent != self.path
+
+    @property
+    def rule_shape(self) -> tuple[int, ...]:
+        """The shape that a rule's layout is for: its own, or that of the variable from which it is derived."""
+        return self.shape if self.parent_shape is None else self.parent_shape
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,6 @@
 """A layout map as YAML: the rules file that a project keeps beside its model.
 
-    version: 2
+    version: 3
     mesh:
       dims: {batch: 2, model: 4}
     rules:
@@ -9,25 +9,35 @@
     activations:
       blocks\\.\\d+: [batch, null, null]
 
-The order of the rules is their order in the file. A map without activations is written as version 1, which earlier
-releases read too. This module knows the form; `LayoutMap` checks what it means.
+    uneven: shrink
+
+A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
+
+The order of the rules is their order in the file. A map is written in the oldest version that can say it, since earlier
+releases read that: 1 has no activations, and 1 and 2 no `uneven`. This module knows the form; `LayoutMap` checks what
+it means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from layoutmap.errors import RuleError
+from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import UNSHARDED, ShardingSpec
 
 __all__ = ["VERSION", "RulesFields", "from_yaml", "to_yaml"]
 
-VERSION = 2
+VERSION = 3
 """The newest version of the form; all from 1 on are read."""
 
-_KEYS = {1: {"version", "mesh", "rules"}, 2: {"version", "mesh", "rules", "activations"}}
+_KEYS = {
+    1: {"version", "mesh", "rules"},
+    2: {"version", "mesh", "rules", "activations"},
+    3: {"version", "mesh", "rules", "activations", "uneven"},
+}
 _MESH_KEYS = {"dims", "name", "devices"}
 _MEND = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
@@ -37,7 +47,7 @@ class RulesFields:
     """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
 
     The specs are those of variables in `rules`, and of what layers put out in `activations`.
-    `dims` is `None` if the file names no mesh.
+    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves.
     """
 
     dims: Mapping[str, int] | None
@@ -45,6 +55,8 @@ class RulesFields:
     devices: tuple[str, ...] | None
     rules: Mapping[str, tuple[Any, ...]]
     activations: Mapping[str, tuple[Any, ...]]
+    uneven: Uneven = "error"
+    uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
 
 
 def to_yaml(fields: RulesFields) -> str:
@@ -54,6 +66,9 @@ def to_yaml(fields: RulesFields) -> str:
     class Flow(list[Any]):
         """A list that is written in one line."""
 
+    class FlowMapping(dict[str, Any]):
+        """A mapping that is written in one line."""
+
     safe_dumper: Any = yaml.SafeDumper
 
     class Dumper(safe_dumper):
@@ -62,12 +77,22 @@ def to_yaml(fields: RulesFields) -> str:
     def in_one_line(dumper: Any, data: Flow) -> Any:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
+    def mapping_in_one_line(dumper: Any, data: FlowMapping) -> Any:
+        return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
+
     Dumper.add_representer(Flow, in_one_line)
+    Dumper.add_representer(FlowMapping, mapping_in_one_line)
 
     def written(spec: ShardingSpec) -> Any:
         return None if spec == UNSHARDED else Flow(spec) if isinstance(spec, tuple) else spec
 
-    data: dict[str, Any] = {"version": 2 if fields.activations else 1}
+    def rule(pattern: str, specs: tuple[Any, ...]) -> Any:
+        listed = Flow(map(written, specs))
+        own = fields.uneven_rules.get(pattern)
+        return FlowMapping(layout=listed, uneven=own) if own else listed
+
+    says_uneven = fields.uneven != "error" or fields.uneven_rules
+    data: dict[str, Any] = {"version": 3 if says_uneven else 2 if fields.activations else 1}
     if fields.dims is not None:
         mesh: dict[str, Any] = {"dims": dict(fields.dims)}
         if fields.mesh_name:
@@ -75,9 +100,11 @@ def to_yaml(fields: RulesFields) -> str:
         if fields.devices is not None:
             mesh["devices"] = Flow(fields.devices)
         data["mesh"] = mesh
-    data["rules"] = {pattern: Flow(map(written, specs)) for pattern, specs in fields.rules.items()}
+    data["rules"] = {pattern: rule(pattern, specs) for pattern, specs in fields.rules.items()}
     if fields.activations:
         data["activations"] = {p: Flow(map(written, specs)) for p, specs in fields.activations.items()}
+    if fields.uneven != "error":
+        data["uneven"] = fields.uneven
     return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
 
 
@@ -122,13 +149,28 @@ def from_yaml(text: str) -> RulesFields:
     top = _mapping(data, "it", _KEYS[version])
     mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
     devices: list[str] | None = (mesh or {}).get("devices")
+    rules, uneven_rules = _split(_mapping(top.get("rules") or {}, "rules", None), version)
     return RulesFields(
         dims=None if mesh is None else _mapping(mesh.get("dims") or {}, "mesh dims", None),
         mesh_name=(mesh or {}).get("name") or "",
         devices=None if devices is None else tuple(devices),
-        rules=_rules(top.get("rules") or {}, "rules", "rule"),
+        rules=_rules(rules, "rules", "rule"),
         activations=_rules(top.get("activations") or {}, "activations", "activation rule"),
+        uneven=as_uneven(top.get("uneven", "error"), "rules file"),
+        uneven_rules=uneven_rules,
     )
+
+
+def _split(rules: dict[str, Any], version: int) -> tuple[dict[str, Any], dict[str, Uneven]]:
+    """The layouts of rules, and what those say that are written as a mapping."""
+    layouts, uneven = dict(rules), dict[str, Uneven]()
+    for pattern, value in rules.items():
+        if version >= 3 and isinstance(value, dict):
+            own = _mapping(value, f"rule {pattern!r}", {"layout", "uneven"})
+            layouts[pattern] = own.get("layout")
+            if "uneven" in own:
+                uneven[pattern] = as_uneven(own["uneven"], f"rules file: rule {pattern!r}")
+    return layouts, uneven
 
 
 def _rules(value: Any, what: str, rule: str) -> dict[str, tuple[Any, ...]]:

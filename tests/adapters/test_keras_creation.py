@@ -320,60 +320,6 @@ def test_a_layer_that_existed_before_joins_a_scoped_model():
     assert model.layers[0].kernel.layout == model.layers[1].kernel.layout
 
 
-@pytest.mark.parametrize("when", ["inside", "after"])
-def test_lora_factors_get_their_layouts(when):
-    """`enable_lora` makes its factors in the layouts of their rules, whenever it is called."""
-    rules = {r"d1\.kernel$": (None, "model"), r"d1\.lora_kernel_b$": (None, "model")}
-    layout_map = make_map(rules=rules)
-
-    def make_model():
-        model = keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")])
-        if when == "inside":
-            model.layers[0].enable_lora(2)
-        return model
-
-    with layout_map.scope():
-        model = seeded(make_model)
-    if when == "after":
-        model.layers[0].enable_lora(2)
-    layer = model.layers[0]
-
-    assert layout_map[r"d1.kernel"] == layer._kernel.layout
-    assert ("unsharded", "model") == layer.lora_kernel_b.layout.sharding_specs
-    assert layer.lora_kernel_a.layout.is_fully_replicated()
-    assert not [f.path for f in find_variables(model) if is_pending(f.variable)]
-
-
-@pytest.mark.parametrize("when", ["inside", "after"])
-def test_quantized_kernels_get_their_layouts(when):
-    """`quantize` makes an int8 kernel in the kernel's layout, and its scale apart, if the rule ends in `$`."""
-    layout_map = make_map(rules={r"d1\.kernel$": (None, "model")})
-    keras.utils.set_random_seed(5)
-    plain = keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")])
-    plain.layers[0].quantize("int8")
-    keras.utils.set_random_seed(5)
-    with layout_map.scope():
-        model = keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")])
-        if when == "inside":
-            model.layers[0].quantize("int8")
-    if when == "after":
-        model.layers[0].quantize("int8")
-    layer = model.layers[0]
-
-    assert "int8" == str(layer._kernel.dtype)
-    assert layout_map["d1.kernel"] == layer._kernel.layout
-    assert layer.kernel_scale.layout.is_fully_replicated()
-    assert np.array_equal(plain.layers[0]._kernel.numpy(), layer._kernel.numpy())
-
-
-def test_a_rule_without_its_end_also_matches_the_scale():
-    """`kernel` without `$` matches `kernel_scale`, too: that is an error by name, not a wrong layout."""
-    with make_map(rules={r"d1\.kernel": (None, "model")}).scope():
-        model = keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")])
-    with pytest.raises(lm.PlanError, match=r"d1\.kernel_scale"):
-        model.layers[0].quantize("int8")
-
-
 def test_clones_and_copies():
     """`clone_model` in a scope is laid out; a deep copy outside of one is a plain model with the same values."""
     plain = keras.Sequential([keras.Input((4,)), L.Dense(8, name="d1")])

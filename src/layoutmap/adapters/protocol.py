@@ -35,15 +35,42 @@ class Home(Protocol):
         limits: Sequence[Limit],
         complete: bool,
         layers: Sequence[str] | None = None,
+        free_activations: bool = False,
     ) -> Sequence[Assignment]:
         """A layout for each variable, in order; raises with all problems, before anything is made.
 
-        An adapter that lays out activations tells the paths of all layers, so that rules for none of them are found.
+        Args:
+            variables: The variables, in the order of the model.
+            drawn_whole: For each path whose first value must be drawn whole: why.
+            limits: What the library's backend cannot do.
+            complete: Whether these are all variables there will be.
+            layers: The paths of all layers, so that rules for activations of none of them are found.
+            free_activations: Whether a compiler chooses how activations lie where no rule says it.
         """
+        ...
+
+    @property
+    def lays_out_activations(self) -> bool:
+        """Whether there are rules for what layers put out."""
         ...
 
     def activation_layout(self, path: str) -> Layout | None:
         """The layout of what the layer at a path puts out; `None`: as it comes."""
+        ...
+
+    def output_layouts(
+        self, layout: Layout, shapes: Sequence[tuple[int, ...]], path: str
+    ) -> Sequence[Layout | None]:
+        """The layout of each array that a layer puts out; `None`: as it comes.
+
+        Args:
+            layout: The layout of the layer's rule.
+            shapes: The arrays' shapes. Those of another rank than the layout's stay as they come.
+            path: The layer's path.
+
+        Raises:
+            LayoutError: No array has the layout's rank, or an axis of one does not divide, and it is not the batch's.
+        """
         ...
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
@@ -114,9 +141,6 @@ class Adapter(Protocol):
 
     other_draws: Sequence[str]
     """Ways to draw first values that do not give those of the plain model, by name."""
-
-    lays_out_activations: bool
-    """Whether what layers put out is laid out; a scope refuses rules for it if not."""
 
     @property
     def engine_name(self) -> str:

@@ -9,7 +9,7 @@ from layoutmap.plan import Plan
 from layoutmap.report.rows import size
 from layoutmap.report.text import shape_text
 from layoutmap.rules import Match
-from layoutmap.variables import Assignment
+from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["explain_text"]
 
@@ -49,11 +49,13 @@ def _what(assignment: Assignment) -> Iterator[tuple[str, str]]:
 def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
     match, variable = assignment.match, assignment.variable
     if match is None:
-        parent = variable.parent
-        if parent and not assignment.layout.is_fully_replicated():
-            yield "because", f"a {variable.kind} of its variable's shape lies as that does: {parent}"
-        else:
+        if not variable.follows:
             yield "because", f"rules are not asked about a {variable.kind}; every device holds it whole"
+        elif variable.axes is None and assignment.layout.is_fully_replicated():
+            yield "because", f"it belongs to {variable.parent}, and every device holds it whole"
+        else:
+            yield "because", f"it lies as its parent does: {variable.parent}"
+            yield from _axes(variable)
         return
     if match.rule is None:
         yield "because", f"no rule matches, so {match.otherwise}"
@@ -61,8 +63,17 @@ def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
             yield "near miss", pattern
         return
     yield "because", str(match.rule)
+    if variable.parent and not variable.follows:
+        yield from _axes(variable)
     for rule in match.others:
         yield "also matches", f"{rule}: would give {rule.layout}"
+
+
+def _axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
+    """What the axes of a derived variable are made of."""
+    if variable.axes:
+        told = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
+        yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(told))
 
 
 def _problems(plan: Plan, assignment: Assignment) -> Iterator[tuple[str, str]]:
@@ -74,8 +85,11 @@ def _problems(plan: Plan, assignment: Assignment) -> Iterator[tuple[str, str]]:
 def _how(assignment: Assignment) -> Iterator[tuple[str, str]]:
     match, variable = assignment.match, assignment.variable
     if match is None:
-        if variable.parent:
+        if variable.kind is Kind.SLOT and variable.parent:
             yield "change it", f"with the rule of {variable.parent}"
+        elif variable.parent:
+            own = path_pattern([variable.path])
+            yield "change it", f"with the rule of {variable.parent}, or by one of its own: layout_map[{own}]"
         return
     yield "change it", _change(match, len(variable.shape))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan
-from layoutmap.variables import Assignment, VariableSpec
+from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["Row", "plan_rows", "size"]
 
@@ -41,8 +41,10 @@ class Row:
 
     @property
     def rule(self) -> str:
-        """The number of the rule that won, or why there is none."""
+        """The number of the rule that won, the variable that it follows, or why there is none."""
         match, variable = self.first.match, self.first.variable
+        if match is None and variable.follows and not self.follows:
+            return f"as {merge_paths([a.variable.parent or '' for a in self.assignments])}"
         if match is None or (match.rule is None and variable.kind not in ("weight", "state")):
             return f"({variable.kind})"
         return str(match.rule.number) if match.rule else "no rule"
@@ -55,7 +57,8 @@ def plan_rows(plan: Plan) -> list[Row]:
     for a in plan:
         v = a.variable
         rule = a.match.rule.number if a.match and a.match.rule else None
-        follows = v.parent is not None and layouts.get((v.model, v.parent)) == (v.shape, a.layout)
+        parent = layouts.get((v.model, v.parent or ""))
+        follows = v.kind is Kind.SLOT and parent == (v.shape, a.layout)
         if follows:
             key = (v.model, follows, _slot_kind(v), v.dtype)
         else:

@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from typing import get_args
 
 from hypothesis import strategies as st
 
+from layoutmap.fitting import Uneven
 from layoutmap.layout import UNSHARDED, Layout
 from layoutmap.layout_map import LayoutMap
 from layoutmap.mesh import Mesh
-from layoutmap.plan import Plan, make_plan
+from layoutmap.plan import Plan
+from layoutmap.planning import make_plan
 from layoutmap.variables import Kind, VariableSpec
 
 __all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "plans", "shapes"]
@@ -132,8 +135,12 @@ def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8
         max_rules: The most rules.
     """
     mesh = draw(meshes()) if mesh is None else mesh
-    rules = draw(st.dictionaries(patterns(), layouts(mesh), max_size=max_rules))
-    return LayoutMap(mesh, rules, draw(st.dictionaries(patterns(), layouts(mesh), max_size=2)))
+    uneven: st.SearchStrategy[Uneven] = st.sampled_from(get_args(Uneven))
+    activations = draw(st.dictionaries(patterns(), layouts(mesh), max_size=2))
+    layout_map = LayoutMap(mesh, activations=activations, uneven=draw(uneven))
+    for pattern, layout in draw(st.dictionaries(patterns(), layouts(mesh), max_size=max_rules)).items():
+        layout_map.add(pattern, layout, uneven=draw(st.none() | uneven))
+    return layout_map
 
 
 @st.composite
@@ -152,8 +159,24 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
     dtypes = st.sampled_from(["float32", "bfloat16", "int8"])
     names = draw(st.lists(paths(), max_size=8, unique=True))
     variables = [VariableSpec(n, draw(sides), draw(dtypes), draw(kinds)) for n in names]
+    variables += draw(st.lists(st.sampled_from(variables), max_size=3).flatmap(_derived)) if variables else []
     known = draw(st.none() | st.just(names[:4])) if layers else None
     return variables, layout_map, make_plan(variables, layout_map, layers=known)
+
+
+@st.composite
+def _derived(draw: st.DrawFn, parents: list[VariableSpec]) -> list[VariableSpec]:
+    """Variables that follow others, by their shape or by what some of their axes are made of."""
+    made: list[VariableSpec] = []
+    for number, parent in enumerate(parents):
+        known = draw(st.permutations(range(len(parent.shape))).map(lambda p: p[: len(p) // 2 + 1]))
+        axes = draw(st.none() | st.just(tuple((axis,) for axis in known)))
+        shape = parent.shape if axes is None else tuple(draw(st.integers(0, 12)) for _ in axes)
+        kind = draw(st.sampled_from([Kind.WEIGHT, Kind.SLOT]))
+        path = f"{parent.path}.derived_{number}"
+        shapes = {"axes": axes, "parent_shape": None if axes is None else parent.shape}
+        made.append(VariableSpec(path, shape, parent.dtype, kind, parent=parent.path, **shapes))
+    return made
 
 
 @st.composite

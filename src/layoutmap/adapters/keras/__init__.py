@@ -26,7 +26,6 @@ class KerasAdapter:
 
     name = "keras"
     other_draws = ()
-    lays_out_activations = False
 
     @property
     def engine_name(self) -> str:

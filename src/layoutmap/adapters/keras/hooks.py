@@ -11,12 +11,13 @@ are read and set by the other modules of this folder, and nowhere else:
                                                     _deferred_initialize, _convert_to_tensor
     keras.src.backend.common.variables              register_uninitialized_variable, read only
     keras.src.backend.common.global_state           the "uninitialized_variables" list
-    keras.src.backend.common.stateless_scope        in_stateless_scope
+    keras.src.backend.common                        stateless_scope.in_stateless_scope, symbolic_scope.in_symbolic_scope
     keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, draw_seed
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
-    keras.src.optimizers.base_optimizer             BaseOptimizer.__init__
+    keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
+    keras.src.optimizers                            BaseOptimizer.__init__; Adafactor._r, _c, _trainable_variables
     keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
                                                     safe_get_h5_dataset, safe_get_h5_group
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case
@@ -45,6 +46,7 @@ __all__ = [
     "draw_seed",
     "global_seed_state",
     "in_stateless_scope",
+    "in_symbolic_scope",
     "installed",
     "is_default",
     "is_global_seed",
@@ -68,6 +70,7 @@ def _moved(what: str) -> ScopeError:
 try:
     from keras.src.backend.common import global_state as keras_state
     from keras.src.backend.common.stateless_scope import in_stateless_scope
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
     from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.backend.common.variables import register_uninitialized_variable
     from keras.src.models.functional import Functional
@@ -94,6 +97,7 @@ Names = Sequence[tuple[Any, Sequence[str]]]
 NAMES: Names = (
     (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
     (Layer, ("__new__", "_maybe_build", "_flatten_layers", "load_own_variables")),
+    (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
     (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference", "load_own_variables")),
     (global_state, ("get_global_attribute", "set_global_attribute")),
     (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
@@ -105,6 +109,9 @@ ATTRIBUTES: Names = (
     (CommonVariable, ("_value", "_initializer", "_layout", "_dtype", "_direct_assign")),
     (Layer, ("_layers", "_trainable_variables", "_non_trainable_variables")),
     (keras.Sequential, ("_functional",)),
+    *((kind, ("_kernel",)) for kind in (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D)),
+    (keras.layers.Embedding, ("_embeddings",)),
+    (keras.optimizers.Adafactor, ("_r", "_c", "_trainable_variables")),
     (H5IOStore, ("_h5_entry_group", "_h5_entry_path")),
 )
 """Classes, and names that only their objects have, or subclasses: the code of the class has them."""

@@ -24,7 +24,7 @@ import keras
 from layoutmap.adapters.keras.hooks import Functional
 from layoutmap.adapters.keras.names import stable_names
 
-__all__ = ["Found", "find_variables", "slot_path", "sublayers"]
+__all__ = ["Found", "find_layers", "find_variables", "slot_path", "sublayers"]
 
 _MOST_ALIASES = 16
 
@@ -100,6 +100,27 @@ def sublayers(layer: Any) -> Iterator[Any]:
     inner = getattr(layer, "_functional", None)
     if inner is not None:
         yield inner
+
+
+def find_layers(root: Any) -> list[tuple[str, Any]]:
+    """All layers below a layer or model under each of their paths, in the order of the variables."""
+    found: dict[tuple[str, int], Any] = {}
+    above: set[int] = set()
+
+    def look(owner: Any, prefix: str) -> None:
+        if id(owner) in above:  # an object that holds its parent
+            return
+        above.add(id(owner))
+        for name, child in _children(owner):
+            path = f"{prefix}{name}"
+            if isinstance(child, keras.layers.Layer):
+                found.setdefault((path, id(child)), child)
+            if not isinstance(child, keras.Variable):
+                look(child, f"{path}.")
+        above.discard(id(owner))
+
+    look(root, "")
+    return [(path, layer) for (path, _), layer in found.items()]
 
 
 def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +21,18 @@ import keras
 
 from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
+from layoutmap.adapters.keras.derived import derivations, reduced_slots
 from layoutmap.adapters.keras.draws import draw_of, why_whole
 from layoutmap.adapters.keras.loading import check_shape, cut_on_the_host, from_host, is_on_host
 from layoutmap.adapters.keras.names import note_given, stable_names
-from layoutmap.adapters.keras.paths import find_variables, slot_path, sublayers
+from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
 from layoutmap.errors import PlanError
+from layoutmap.fitting import Axes
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
 from layoutmap.variables import Assignment, Kind, VariableSpec
@@ -74,6 +76,7 @@ class KerasSession:
         self._num_births = self._num_planned = 0
         self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
         self._ahead: tuple[int, dict[int, Assignment]] = (0, {})
+        self._outputs: tuple[int, dict[int, tuple[str, Layout | None]]] = (-1, {})
         self._open = threading.local()
         self.inside = threading.local()  # for ports: how deep in calls of layers a thread is
         self._settling = False
@@ -191,49 +194,69 @@ class KerasSession:
             if not getattr(layer, "built", True) and not hooks.is_default(layer.build)
         ]
 
+    @staticmethod
+    def _roots(layers: list[Any]) -> Iterator[tuple[str, Any]]:
+        """The layers that are in no other one, and what they are called."""
+        below = {id(child) for layer in layers for child in sublayers(layer)}
+        roots = [layer for layer in layers if id(layer) not in below]
+        return zip(stable_names(roots), roots, strict=True)
+
     def _describe(self) -> list[_Entry]:
         """All variables of the scope: those of the models first, in the order of the models, then the rest."""
         entries: list[_Entry] = []
         seen: set[int] = set()
         layers = self._alive()
-        below = {id(child) for layer in layers for child in sublayers(layer)}
-        roots = [layer for layer in layers if id(layer) not in below]
-        for name, root in zip(stable_names(roots), roots, strict=True):
+        derived = derivations(layers)
+        for name, root in self._roots(layers):
             is_model = isinstance(root, keras.Model)
             for found in find_variables(root):
                 if id(found.variable) in seen:
                     continue
                 seen.add(id(found.variable))
                 prefix = "" if is_model else f"{name}."
+                path = prefix + found.path
                 kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
+                rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
+                of = derived.get(id(found.variable))
+                if of is not None:
+                    parent = path[: path.rfind(".") + 1] + of.parent
+                    rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
                 entries.append(
-                    _entry(
-                        found.variable,
-                        prefix + found.path,
-                        Kind.RNG if found.is_seed else kind,
-                        aliases=tuple(prefix + alias for alias in found.aliases),
-                        model=name,
-                    )
+                    _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=name, **rest)
                 )
-        of = {id(entry.variable): entry for entry in entries}
+        by_variable = {id(entry.variable): entry for entry in entries}
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
+        axes: dict[int, Axes] = {}
+        for optimizer in optimizers:
+            for slot, weight, of_weight in reduced_slots(optimizer):
+                axes[id(slot)] = of_weight
+                self.set_parent(slot, weight)
         taken: dict[str, set[str]] = {}  # the slots' paths in each model
         for variable in self._known():
             if id(variable) not in seen and not hooks.is_global_seed(variable):
-                entries.append(self._describe_other(variable, of, id(variable) in slots, taken))  # noqa: PERF401
+                entries.append(self._describe_other(variable, by_variable, slots, axes, taken))  # noqa: PERF401
         return entries
 
     def _describe_other(
-        self, variable: Any, of: dict[int, _Entry], is_slot: bool, taken: dict[str, set[str]]
+        self,
+        variable: Any,
+        of: dict[int, _Entry],
+        slots: set[int],
+        axes: dict[int, Axes],
+        taken: dict[str, set[str]],
     ) -> _Entry:
         """A slot of an optimizer, or something small that belongs to no layer."""
         parent = self._parent_of(variable)
         entry = of.get(id(parent)) if parent is not None else None
         if entry is not None:
-            path = slot_path(variable, parent, entry.spec.path, taken.setdefault(entry.spec.model, set()))
-            return _entry(variable, path, Kind.SLOT, parent=entry.spec.path, model=entry.spec.model)
-        if is_slot:
+            spec = entry.spec
+            path = slot_path(variable, parent, spec.path, taken.setdefault(spec.model, set()))
+            rest: dict[str, Any] = {"parent": spec.path, "model": spec.model}
+            if id(variable) in axes:
+                rest |= {"axes": axes[id(variable)], "parent_shape": spec.shape}
+            return _entry(variable, path, Kind.SLOT, **rest)
+        if id(variable) in slots:
             return _entry(variable, slot_path(variable, None, "", taken.setdefault("", set())), Kind.SLOT)
         return _entry(variable, _plain_path(variable), Kind.METRIC)
 
@@ -263,9 +286,7 @@ class KerasSession:
 
     def _settle(self, waiting: list[Any]) -> None:
         entries = self._describe()
-        complete = not self.unbuilt()
-        whole = {e.spec.path: why for e in entries if (why := self._why_whole(e))}
-        assignments = self.home.assign([e.spec for e in entries], whole, self._limits(entries), complete)
+        assignments = self._assign(entries, complete=not self.unbuilt())
         self._num_planned = self._num_births
         if self.home.plan_only:
             return
@@ -279,6 +300,40 @@ class KerasSession:
                 self._make_plain(variable)
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         self.port.settled(optimizers, self._alive())
+
+    def _assign(self, entries: list[_Entry], *, complete: bool) -> Sequence[Assignment]:
+        return self.home.assign(
+            [e.spec for e in entries],
+            {e.spec.path: why for e in entries if (why := self._why_whole(e))},
+            self._limits(entries),
+            complete,
+            [path for path, _ in self._layer_paths()] if self.home.lays_out_activations else None,
+            self.port.chooses_layouts,
+        )
+
+    # -- what layers put out
+
+    def output_layout(self, layer: Any) -> tuple[str, Layout | None]:
+        """A layer's path, and the layout of what it puts out; `None`: as it comes."""
+        if self._outputs[0] != self._num_births:
+            found: dict[int, tuple[str, Layout | None]] = {}
+            for path, each in self._layer_paths():
+                if (
+                    found.get(id(each), ("", None))[1] is None
+                ):  # a shared layer has the rule of any of its paths
+                    found[id(each)] = path, self.home.activation_layout(path)
+            self._outputs = self._num_births, found
+        return self._outputs[1].get(id(layer), ("", None))
+
+    def _layer_paths(self) -> list[tuple[str, Any]]:
+        """All layers below the models of this scope, and the layers that stand alone, under each of their paths."""
+        paths: list[tuple[str, Any]] = []
+        for name, root in self._roots(self._alive()):
+            is_model = isinstance(root, keras.Model)
+            prefix = "" if is_model else f"{name}."
+            paths += [] if is_model else [(name, root)]
+            paths += [(prefix + path, layer) for path, layer in find_layers(root)]
+        return paths
 
     def _limits(self, entries: list[_Entry]) -> list[Limit]:
         """What the backend cannot do with the layers that have weights."""
@@ -355,8 +410,7 @@ class KerasSession:
         with self.lock, self.port.outside():
             if self._num_births not in (self._num_planned, self._ahead[0]):
                 entries = self._describe()
-                specs = [entry.spec for entry in entries]
-                found = self.home.assign(specs, {}, self._limits(entries), complete=False)
+                found = self._assign(entries, complete=False)
                 pairs = zip(entries, found, strict=True)
                 self._ahead = (self._num_births, {id(e.variable): a for e, a in pairs})
 

@@ -3,6 +3,7 @@
 Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class.
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
+    call, quantized_call                                    put out arrays in the layout of a rule for activations
     optimizer.build                                         the same, on the optimizer given to compile
     load_own_variables, load_weights                        values go from a file to their devices: see `loading`
     call, make_train_function and its like                  what the backend needs: see `ports`
@@ -16,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from layoutmap.adapters.keras.activations import laying_out
 from layoutmap.adapters.keras.loading import loading, loading_weights
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
 
-__all__ = ["session_of", "wrap_layer", "wrap_optimizer"]
+__all__ = ["CALLS", "session_of", "wrap_layer", "wrap_optimizer"]
+
+CALLS = ("call", "quantized_call")
+"""The methods by which Keras computes what a layer puts out: the second one once it is quantized."""
 
 _MARK = "_layoutmap_session"
 _BEFORE = "_layoutmap_before"
@@ -34,11 +39,15 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         return
     wraps = {
         name: _reopening(session, getattr(layer, name))
-        for name in ("build", "quantize", "enable_lora")
+        for name in ("build", "enable_lora")
         if hasattr(layer, name)
     }
+    if hasattr(layer, "quantize"):
+        wraps["quantize"] = _quantizing(layer, session)
     wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
     wraps["load_own_variables"] = loading(layer, session)
+    if session.home.lays_out_activations:
+        _put(layer, {name: laying_out(layer, session, name) for name in CALLS})
     wraps |= session.port.layer_wraps(layer, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
@@ -93,7 +102,9 @@ def _begin(thing: Any, session: KerasSession) -> bool:
 def _put(thing: Any, wraps: dict[str, Any]) -> None:
     # Into __dict__, past Keras's __setattr__, which tracks what it is given.
     own = thing.__dict__
-    own[_BEFORE] = {name: own.get(name, _ABSENT) for name in wraps}
+    before = own.setdefault(_BEFORE, {})
+    for name in wraps:
+        before.setdefault(name, own.get(name, _ABSENT))
     own.update(wraps)
 
 
@@ -104,6 +115,17 @@ def _reopening(session: KerasSession, method: Callable[..., Any]) -> Callable[..
             return method(*args, **kwargs)
 
     return reopening
+
+
+def _quantizing(layer: Any, session: KerasSession) -> Callable[..., Any]:
+    plain = _reopening(session, layer.quantize)
+
+    @functools.wraps(plain)
+    def quantize(*args: Any, **kwargs: Any) -> Any:
+        with session.port.quantizing(layer, session):
+            return plain(*args, **kwargs)
+
+    return quantize
 
 
 def _once(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,6 @@ class TorchAdapter:
 
     name = "torch"
     other_draws = ("tiles",)
-    lays_out_activations = True
     engine_name = "torch"
 
     def check(self) -> None:

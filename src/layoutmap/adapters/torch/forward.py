@@ -108,22 +108,10 @@ class Forward:
     def _laid_out(self, result: Any, layout: Layout) -> Any:
         """What the layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
         found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
-        fitting = [tensor for tensor in found if tensor.ndim == layout.rank]
-        if found and not fitting:
-            shape = tuple(found[0].shape)
-            raise layout.rank_error(shape, f"the output of {self.path}")
-        chosen = {id(tensor): self._even(layout, tuple(tensor.shape)) for tensor in fitting}
+        layouts = self.home.output_layouts(layout, [tuple(tensor.shape) for tensor in found], self.path)
+        chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
         # Also what lies right already: backwards, its gradient comes to the same layout.
         return map_tensors(lambda t: self.home.place(t, chosen[id(t)]) if id(t) in chosen else t, result)
-
-    def _even(self, layout: Layout, shape: tuple[int, ...]) -> Layout:
-        """The layout, or the one with a whole batch for a batch that does not divide."""
-        if not layout.uneven_axes(shape):
-            return layout
-        whole = self.home.computing_layout(layout)
-        for axis in whole.uneven_axes(shape):
-            raise whole.uneven_error(shape, axis, f"the output of {self.path}")
-        return whole
 
     def _the_module(self) -> torch.nn.Module:
         module = self._module()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import keras
 
 from layoutmap.errors import ScopeError
+from layoutmap.layout import Layout
 from layoutmap.limits import Limit
 from layoutmap.variables import Assignment
 
@@ -57,12 +58,23 @@ class Port(Protocol):
         """The whole value of a variable, as a numpy array."""
         ...
 
+    chooses_layouts: bool
+    """Whether a compiler chooses the layouts of activations where no rule gives them."""
+
+    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+        """What a layer puts out, in a layout; gradients find their way back."""
+        ...
+
     def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Variables have got new values: mend what optimizers and layers remember of them."""
         ...
 
     def own_memory(self, variables: Sequence[Any]) -> None:
         """Make sure that no two variables share memory, where a step would give it away twice."""
+        ...
+
+    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+        """While open, Keras quantizes a layer."""
         ...
 
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:

@@ -15,6 +15,7 @@ import numpy as np
 from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
 from layoutmap.engines import get_engine
+from layoutmap.layout import Layout
 from layoutmap.limits import Limit
 from layoutmap.variables import Assignment
 
@@ -28,6 +29,7 @@ class JaxPort:
     """Keras on JAX; see `layoutmap.adapters.keras.ports`."""
 
     engine_name = "jax"
+    chooses_layouts = True
     quiet = ()
     drawn_whole: Mapping[str, str] = MappingProxyType(
         {
@@ -65,6 +67,10 @@ class JaxPort:
         """The whole value of a variable."""
         return np.asarray(variable.value)
 
+    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+        """In a trace a constraint; else the array is moved."""
+        return jax.lax.with_sharding_constraint(array, session.home.native(layout, layout.rank))
+
     def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Optimizers know variables by the variable, which stays."""
 
@@ -75,6 +81,10 @@ class JaxPort:
             if id(variable._value) in held:
                 variable._value = variable._value.copy()
             held.add(id(variable._value))
+
+    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+        """JAX computes with arrays in layouts as with any others."""
+        return nullcontext()
 
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
         """JAX computes with arrays in layouts as with any others."""

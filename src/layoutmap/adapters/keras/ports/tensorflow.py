@@ -28,8 +28,9 @@ from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.ports.tensorflow_functions import REPLACED, computing_for_a_mesh
 from layoutmap.adapters.keras.ports.tensorflow_limits import explained, limits_of, reading_layout
+from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
-from layoutmap.adapters.keras.wraps import session_of
+from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
@@ -47,6 +48,7 @@ class TensorFlowPort:
     """Keras on TensorFlow; see `layoutmap.adapters.keras.ports`."""
 
     engine_name = "tensorflow"
+    chooses_layouts = False
     quiet = ()
     drawn_whole: Mapping[str, str] = MappingProxyType(
         {
@@ -98,9 +100,17 @@ class TensorFlowPort:
     def own_memory(self, variables: Sequence[Any]) -> None:
         """Each `tf.Variable` has memory of its own."""
 
+    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+        """A tensor that is computed on the mesh, in a layout; an export has no mesh."""
+        return array if getattr(session.inside, "exporting", False) else session.home.place(array, layout)
+
+    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+        """Keras hands weights to numpy."""
+        return weights_off_mesh(layer, session, tf.constant)
+
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
         """A call with plain tensors, outside of compiled functions, runs on the mesh; an export knows no mesh."""
-        wraps = {"call": _calling(layer, session)}
+        wraps = {name: _calling(layer, session, name) for name in CALLS}
         if isinstance(layer, keras.Model):
             wraps["export"] = _exporting(layer, session)
         return wraps
@@ -168,8 +178,8 @@ def _numpy(tensor: Any, session: KerasSession | None) -> Any:
 # -- calls
 
 
-def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
-    plain = _reading_in(layer, session)
+def _calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    plain = _reading_in(layer, session, name)
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -191,13 +201,13 @@ def _calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
     return call
 
 
-def _reading_in(layer: Any, session: KerasSession) -> Callable[..., Any]:
-    """The layer's `call`, in which its weights are read as DTensor can compute with them."""
-    plain, reading = layer.call, reading_layout(layer)
+def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """The layer's `call`, or what stands for it, in which its weights are read as DTensor can compute with them."""
+    plain = getattr(layer, name)
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _reading(session, reading):
+        with _reading(session, reading_layout(layer)):
             return plain(*args, **kwargs)
 
     return call

@@ -38,12 +38,13 @@ _NEED_WHOLE_WEIGHTS = (
     L.SimpleRNNCell,
     L.BatchNormalization,
 )
+_IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
 _CANNOT_TRAIN = (L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D)
 
 
 def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:
     """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
-    if isinstance(layer, _NEED_WHOLE_WEIGHTS):
+    if isinstance(layer, _NEED_WHOLE_WEIGHTS) or getattr(layer, "quantization_mode", None) in _IN_FEW_BITS:
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
     if isinstance(layer, L.Embedding):  # rows may lie apart, and a row must be whole
         return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
@@ -69,6 +70,15 @@ def limits_of(layer: Any, path: str, weights: list[str]) -> list[Limit]:
                 mend="pass unroll=True to the layer, or run this model on another backend",
             )
         )
+    if _multiplies_int8(layer):
+        found.append(
+            Limit(
+                path,
+                f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
+                why="Keras multiplies int8 numbers by an operation of one device, which DTensor does not take",
+                mend="quantize with int4, or with weights only, or run this model on another backend",
+            )
+        )
     if isinstance(layer, _CANNOT_TRAIN):
         found.append(
             Limit(
@@ -90,7 +100,7 @@ def limits_of(layer: Any, path: str, weights: list[str]) -> list[Limit]:
             )
         )
     if reading_layout(layer) is not None:
-        rows = isinstance(layer, L.Embedding)
+        rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _IN_FEW_BITS
         found += [
             Limit(
                 weight,
@@ -103,6 +113,14 @@ def limits_of(layer: Any, path: str, weights: list[str]) -> list[Limit]:
             for weight in weights
         ]
     return found
+
+
+def _multiplies_int8(layer: Any) -> bool:
+    return (
+        isinstance(layer, (L.Dense, L.EinsumDense))
+        and layer.quantization_mode == "int8"
+        and getattr(layer, "inputs_quantizer", None) is not None
+    )
 
 
 _OPERATION = re.compile(r"'?tf\.(\w+)'?")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,11 @@ from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.ports.torch_calls import calling, own_losses, placed, running, whole
 from layoutmap.adapters.keras.ports.torch_limits import limits_of
 from layoutmap.adapters.keras.ports.torch_steps import applying, making, refusing_export
+from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import settle_for_training
-from layoutmap.adapters.keras.wraps import session_of
+from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.engines import get_engine
+from layoutmap.layout import Layout
 from layoutmap.limits import Limit
 from layoutmap.pytorch import simulation
 from layoutmap.pytorch.gradients import Gradients, finalize_gradients
@@ -55,6 +57,7 @@ class TorchPort:
     """Keras on torch; see `layoutmap.adapters.keras.ports`."""
 
     engine_name = "torch"
+    chooses_layouts = False
     quiet = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
@@ -124,10 +127,18 @@ class TorchPort:
     def own_memory(self, variables: Sequence[Any]) -> None:
         """Each parameter has memory of its own."""
 
+    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+        """A tensor that is computed on the mesh, in a layout."""
+        return session.home.place(array, layout)
+
+    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+        """Keras hands weights to numpy."""
+        return weights_off_mesh(layer, session, torch.as_tensor)
+
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
         """A call with plain tensors runs on the mesh."""
         wraps = {
-            "call": calling(layer, session),
+            **{name: calling(layer, session, name) for name in CALLS},
             "_get_own_losses": own_losses(layer._get_own_losses, session),
             "_get_regularization_losses": own_losses(layer._get_regularization_losses, session),
         }

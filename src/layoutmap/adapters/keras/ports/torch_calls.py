@@ -99,9 +99,9 @@ def _has_no_values(session: KerasSession) -> bool:
 # -- calls
 
 
-def calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
-    """The `call` of a layer; the outermost one takes plain tensors to the mesh and back."""
-    function = _with_weights(layer, session)
+def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """The `call` of a layer, or what stands for it; the outermost one takes plain tensors to the mesh and back."""
+    function = _with_weights(layer, session, name)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -124,13 +124,13 @@ def calling(layer: Any, session: KerasSession) -> Callable[..., Any]:
     return call
 
 
-def _with_weights(layer: Any, session: KerasSession) -> Callable[..., Any]:
+def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     """The `call` of a layer, in which its weights are in the layouts that they compute in.
 
     What is cut over the dim that cuts the batch, too, is put together for the call, as FSDP does it; the gradient goes
     the same way back, summed up and cut.
     """
-    function = layer.call
+    function = getattr(layer, name)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,49 @@
+"""What a layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from layoutmap.adapters.keras.hooks import in_symbolic_scope
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["laying_out"]
+
+
+def laying_out(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """A layer's `call`, or what stands for it, that puts out arrays in their layout.
+
+    Args:
+        layer: The layer; its path may not be known yet, and is looked up when it is called.
+        session: The scope.
+        name: The method.
+    """
+    plain = getattr(layer, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outputs = plain(*args, **kwargs)
+        # Keras finds out shapes with sizes that it makes up, and a plan has no arrays.
+        if in_symbolic_scope() or session.home.plan_only:
+            return outputs
+        path, layout = session.output_layout(layer)
+        if layout is None:
+            return outputs
+        flat = keras.tree.flatten(outputs)
+        arrays = [each for each in flat if keras.ops.is_tensor(each)]
+        shapes = [tuple(int(n) for n in array.shape) for array in arrays]
+        layouts = session.home.output_layouts(layout, shapes, path)
+        chosen = {id(array): each for array, each in zip(arrays, layouts, strict=True) if each is not None}
+        placed = [
+            session.port.lay_out(each, chosen[id(each)], session) if id(each) in chosen else each
+            for each in flat
+        ]
+        return keras.tree.pack_sequence_as(outputs, placed)
+
+    return call

@@ -1,0 +1,195 @@
+"""Variables that Keras derives from another: LoRA factors, quantized kernels and their scales, slots of reduced shape.
+
+Such a variable lies as its parent does, axis for axis. What an axis means is known here, from the layers that make it:
+
+    lora_kernel_a, _b           the kernel's axes but the last, then the rank; the rank, then the last
+    kernel of int4, gptq, awq   the axes that are summed over as one, and the others as one, two values in a byte
+    kernel_scale, kernel_zero   the axes that are not summed over; in groups, also the others
+    g_idx, awq_scales           the axes that are summed over
+    those of float8             none: they are single numbers and histories of them
+    embeddings                  the same, with the rows of the table in the place of the axes that are not summed over
+
+What a layer of one's own derives is not known, and asks the rules like any weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from layoutmap.fitting import Axes
+
+__all__ = ["Derivation", "derivations", "reduced_slots"]
+
+_FLOAT8 = (
+    "inputs_scale",
+    "inputs_amax_history",
+    "kernel_scale",
+    "kernel_amax_history",
+    "outputs_grad_scale",
+    "outputs_grad_amax_history",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """From what a variable is derived, and how.
+
+    Args:
+        parent: The name of the parent in the same layer; that of the variable itself, if it has taken its place.
+        shape: The parent's shape.
+        axes: What each axis is made of.
+    """
+
+    parent: str
+    shape: tuple[int, ...]
+    axes: Axes
+
+
+def derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
+    """What is known to be derived in some layers, by the id of the variable."""
+    found: dict[int, Derivation] = {}
+    for layer in layers:
+        if not layer.built:
+            continue
+        for kind, derived in _KINDS:
+            if isinstance(layer, kind):
+                for variable, derivation in derived(layer):
+                    if variable is not None:
+                        found.setdefault(id(variable), derivation)
+    return found
+
+
+def reduced_slots(optimizer: Any) -> Iterator[tuple[Any, Any, Axes]]:
+    """The slots of an optimizer that have fewer axes than their weights: slot, weight, and what its axes are."""
+    inner = getattr(optimizer, "inner_optimizer", None) or optimizer
+    if not isinstance(inner, keras.optimizers.Adafactor) or not inner.built:
+        return
+    for weight, rows, columns in zip(inner._trainable_variables, inner._r, inner._c, strict=True):
+        rank = len(weight.shape)
+        if rank < 2 or rows is None:
+            continue
+        kept = tuple((axis,) for axis in range(rank - 2))
+        yield rows, weight, (*kept, (rank - 2,))
+        yield columns, weight, (*kept, (rank - 1,))
+
+
+_Derived = Iterator[tuple[Any, Derivation]]  # variables, or `None` where the layer has none, and from what
+
+
+def _get(layer: Any, name: str) -> Any:
+    """A variable of a layer by its attribute; `None` if it has none of this name."""
+    value = getattr(layer, name, None)
+    return value if isinstance(value, keras.Variable) else None
+
+
+def _lora(layer: Any, name: str, shape: tuple[int, ...]) -> _Derived:
+    last = len(shape) - 1
+    rest = tuple((axis,) for axis in range(last))
+    yield _get(layer, f"lora_{name}_a"), Derivation(name, shape, (*rest, ()))
+    yield _get(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
+
+
+def _quantized(layer: Any, name: str, shape: tuple[int, ...], table: Axes, kept: tuple[int, ...]) -> _Derived:
+    """Weights in few bits, and what they are scaled by.
+
+    Args:
+        layer: The layer.
+        name: What its weight is called.
+        shape: The shape that the weight had.
+        table: What the axes are made of when it is a table of two axes.
+        kept: The weight's axes that the layer does not sum over.
+    """
+    mode = getattr(layer, "quantization_mode", None)
+    if mode is None:
+        return
+    if mode == "int4":
+        for attribute in (f"_{name}", name):  # kept apart, or not
+            yield _get(layer, attribute), Derivation(name, shape, table)
+    yield _get(layer, f"quantized_{name}"), Derivation(name, shape, table)
+    for scale in (f"{name}_scale", f"{name}_zero"):
+        variable = _get(layer, scale)
+        rank = 0 if variable is None else len(variable.shape)
+        yield variable, Derivation(name, shape, table if rank == 2 else (kept,) * rank)
+    (summed,) = (of for of in table if of != kept)
+    for row in ("g_idx", "awq_scales"):
+        yield _get(layer, row), Derivation(name, shape, (summed,))
+
+
+def _float8(layer: Any, shape: tuple[int, ...]) -> _Derived:
+    if getattr(layer, "quantization_mode", None) == "float8":
+        for name in _FLOAT8:
+            variable = _get(layer, name)
+            yield (
+                variable,
+                Derivation("kernel", shape, ((),) * (0 if variable is None else len(variable.shape))),
+            )
+
+
+def _of_dense(layer: Any) -> _Derived:
+    table, kernel = _get(layer, "quantized_kernel"), _get(layer, "_kernel")
+    if table is None and kernel is None:  # between two forms
+        return
+    shape = (kernel.shape[0] if table is None else table.shape[1], layer.units)
+    yield from _lora(layer, "kernel", shape)
+    yield from _float8(layer, shape)
+    as_table: Axes = ((1,), (0,)) if table is not None else ((0,), (1,))
+    yield from _quantized(layer, "kernel", shape, as_table, (1,))
+
+
+def _of_einsum_dense(layer: Any) -> _Derived:
+    kernel = _get(layer, "_kernel")
+    shape = getattr(layer, "original_kernel_shape", None) or (None if kernel is None else kernel.shape)
+    if shape is None:
+        return
+    shape = tuple(shape)
+    yield from _lora(layer, "kernel", shape)
+    yield from _float8(layer, shape)
+    mode = getattr(layer, "quantization_mode", None)
+    if mode in ("gptq", "awq"):
+        # Its columns are one axis of three if the largest comes last, and two if it comes first.
+        split = 1 if len(shape) == 2 or shape.index(max(shape)) == 0 else 2
+        rows, columns = tuple(range(split)), tuple(range(split, len(shape)))
+        yield from _quantized(layer, "kernel", shape, (columns, rows), columns)
+    elif mode in ("int8", "int4"):
+        axes = _axes_of_scale(layer, len(shape))
+        columns = tuple(sorted(axis for of in axes for axis in of))
+        rows = tuple(axis for axis in range(len(shape)) if axis not in columns)
+        if mode == "int8":
+            yield _get(layer, "kernel_scale"), Derivation("kernel", shape, axes)
+        else:
+            yield from _quantized(layer, "kernel", shape, (rows, columns), columns)
+
+
+def _axes_of_scale(layer: Any, rank: int) -> Axes:
+    """What the axes of a kernel's scale are made of: Keras tells the scale's shape for a kernel of any shape."""
+    sizes = _PRIMES[:rank]
+    return tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
+
+
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # sizes that tell an axis
+
+
+def _of_conv(layer: Any) -> _Derived:
+    kernel = _get(layer, "_kernel")
+    if kernel is not None:
+        yield from _lora(layer, "kernel", tuple(kernel.shape))
+
+
+def _of_embedding(layer: Any) -> _Derived:
+    shape = (layer.input_dim, layer.output_dim)
+    yield from _lora(layer, "embeddings", shape)
+    yield from _quantized(layer, "embeddings", shape, ((0,), (1,)), (0,))
+    if isinstance(layer, keras.layers.ReversibleEmbedding) and not layer.tie_weights:
+        yield from _quantized(layer, "reverse_embeddings", shape[::-1], ((0,), (1,)), (1,))
+
+
+_KINDS: Sequence[tuple[Any, Any]] = (
+    (keras.layers.Dense, _of_dense),
+    (keras.layers.EinsumDense, _of_einsum_dense),
+    (keras.layers.Embedding, _of_embedding),
+    ((keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D), _of_conv),
+)

@@ -1,0 +1,339 @@
+"""Making a plan: match every variable, collect every problem; pure.
+
+`make_plan` takes what is known of the variables and a layout map, and makes a value. The dry run and the real run share
+it: what `layoutmap.plan` prints is what a scope then does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from layoutmap.errors import LayoutError, PlanError
+from layoutmap.fitting import Uneven, derived_layout, fitted
+from layoutmap.layout import Layout
+from layoutmap.layout_map import LayoutMap
+from layoutmap.limits import Limit
+from layoutmap.mesh import Mesh
+from layoutmap.path_groups import path_pattern, path_shape
+from layoutmap.plan import Plan, Problem, Severity, in_order
+from layoutmap.rules import Match, Rule, Rules, nearest
+from layoutmap.variables import Assignment, Kind, VariableSpec
+
+__all__ = ["make_plan"]
+
+_MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
+_NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
+
+
+def make_plan(
+    variables: Sequence[VariableSpec],
+    layout_map: LayoutMap,
+    *,
+    drawn_whole: Mapping[str, str] | None = None,
+    limits: Sequence[Limit] = (),
+    complete: bool = True,
+    layers: Sequence[str] | None = None,
+    free_activations: bool = False,
+) -> Plan:
+    """Match every variable, collect every problem; pure.
+
+    Args:
+        variables: The variables, in the order of the model.
+        layout_map: The rules.
+        drawn_whole: For each path whose first value must be drawn whole: why.
+        limits: What the backend cannot do with layers and variables.
+        complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
+        layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
+        free_activations: Whether a compiler chooses how activations lie where no rule says it.
+
+    Raises:
+        PlanError: The layout map has no mesh, so nothing can be laid out.
+    """
+    mesh = layout_map.mesh
+    if mesh is None:
+        raise PlanError(
+            "the layout map has no mesh",
+            why="it was made without one and has no rule",
+            mend='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
+        )
+    planning = _Planning(variables, layout_map, mesh, drawn_whole or {})
+    assignments = planning.assignments()
+    problems = planning.problems
+    if complete:
+        paths = [path for v in variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
+        problems += _problems_of_rules(layout_map, planning.won, planning.beaten, paths, "variable")
+    matches = [layout_map.activations.match(path) for path in layers or ()]
+    laid_out = tuple(match for match in matches if match.rule)
+    if complete and layers is not None:
+        problems += _problems_of_activations(layout_map.activations, matches)
+    if complete and free_activations and not laid_out:
+        problems += _problems_of_free_activations(assignments)
+    problems += _problems_of_limits(limits, assignments)
+    return Plan(mesh, tuple(assignments), in_order(problems), laid_out)
+
+
+class _Planning:
+    """One plan in the making: the variables matched so far, and what was found."""
+
+    def __init__(
+        self,
+        variables: Sequence[VariableSpec],
+        layout_map: LayoutMap,
+        mesh: Mesh,
+        drawn_whole: Mapping[str, str],
+    ) -> None:
+        self.variables = variables
+        self.layout_map = layout_map
+        self.mesh = mesh
+        self.drawn_whole = drawn_whole
+        self.problems: list[Problem] = []
+        self.won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
+        self.beaten: dict[int, tuple[Rule, str]] = {}
+        self._by_path = {(v.model, v.path): v for v in variables}
+        self._done: dict[tuple[str, str], Assignment] = {}
+        self._near: dict[object, tuple[str, ...]] = {}
+
+    def assignments(self) -> list[Assignment]:
+        """A layout for each variable, in order; that of a variable's parent is found first."""
+        return [self._assignment(variable) for variable in self.variables]
+
+    def _assignment(self, variable: VariableSpec) -> Assignment:
+        key = variable.model, variable.path
+        if key not in self._done:
+            asked, match, uneven = self._asked(variable)
+            layout = fitted(asked, variable.shape, uneven)
+            assignment = Assignment(variable, layout, match, self.drawn_whole.get(variable.path, ""))
+            self._done[key] = assignment
+            if match and match.rule:
+                self._count(match.rule, match.others, variable.path)
+            self.problems += _problems_of(assignment, asked)
+        return self._done[key]
+
+    def _asked(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
+        """The layout that is asked for, what the map said (`None`: it was not asked), and what may be done to it."""
+        if variable.follows:
+            match = self._meant(variable)
+            if match is None:
+                return self._as_parent(variable), None, "error" if variable.axes is None else "shrink"
+        else:
+            match = self._match(variable) if variable.kind in _MATCHED else None
+        rule = match and match.rule
+        if rule is None:
+            return Layout.replicated(self.mesh, len(variable.shape)), match, "error"
+        if variable.axes is not None and rule.layout.rank == len(variable.rule_shape):
+            return derived_layout(rule.layout, variable.axes), match, "shrink"
+        return rule.layout, match, rule.uneven
+
+    def _match(self, variable: VariableSpec) -> Match:
+        """What the map says of a variable under all its paths; the first rule of the map among them wins."""
+        answers = {path: self.layout_map.matching_rules(path) for path in (variable.path, *variable.aliases)}
+        winners = {path: rules[0] for path, rules in answers.items() if rules}
+        if not winners:
+            block = path_shape(variable.path)
+            if block not in self._near:  # they take a while to find, and are the same in all repeated blocks
+                self._near[block] = tuple(nearest(variable.path, self.layout_map))
+            return Match(variable.path, None, near_misses=self._near[block])
+        rule = min(winners.values(), key=lambda r: (r.pattern not in answers, r.number))
+        if len({r.layout for r in winners.values()}) > 1:
+            self.problems.append(
+                Problem(
+                    "tied",
+                    "warning",
+                    variable.path,
+                    f"{variable.path}: its paths are given different layouts",
+                    tuple((path, f"{r.layout}  {r}") for path, r in winners.items()),
+                    f"it is one variable with {len(answers)} paths, and {rule} comes first",
+                    "make the rules agree, or leave out one of them",
+                )
+            )
+        others = {r.number: r for rules in answers.values() for r in rules if r != rule}
+        return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
+
+    def _meant(self, variable: VariableSpec) -> Match | None:
+        """The rule that is meant for a derived variable: it matches that and not its parent.
+
+        A rule for kernels, such as `fc.*kernel`, matches a kernel's scale by accident. There the scale follows.
+        """
+        if variable.kind not in _MATCHED or variable.parent is None:
+            return None
+        of_parent = self.layout_map.matching_rules(variable.parent)
+        found = {
+            rule.number: rule
+            for path in (variable.path, *variable.aliases)
+            for rule in self.layout_map.matching_rules(path)
+            if rule not in of_parent
+        }
+        if not found:
+            return None
+        first, *others = (found[number] for number in sorted(found))
+        return Match(variable.path, first, tuple(others))
+
+    def _as_parent(self, variable: VariableSpec) -> Layout:
+        """The layout that a derived variable takes over."""
+        parent = self._by_path.get((variable.model, variable.parent or ""))
+        replicated = Layout.replicated(self.mesh, len(variable.shape))
+        if parent is not None and parent.parent != parent.path:
+            layout, shape = self._assignment(parent).layout, parent.shape
+        else:  # it has made way for those that are derived from it, a packed form of it among them
+            rule = next(iter(self.layout_map.matching_rules(variable.parent or "")), None)
+            if rule is None:
+                return replicated
+            self._count(rule, (), variable.path)
+            layout, shape = rule.layout, variable.rule_shape
+        if variable.axes is None:
+            return layout if shape == variable.shape else replicated
+        return (
+            derived_layout(layout, variable.axes) if layout.rank == len(variable.rule_shape) else replicated
+        )
+
+    def _count(self, rule: Rule, others: Sequence[Rule], path: str) -> None:
+        self.won[rule.number] += 1
+        for other in others:
+            self.beaten.setdefault(other.number, (rule, path))
+
+
+def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
+    variable, layout, match = assignment.variable, assignment.layout, assignment.match
+    told_of_parent = variable.follows and match is None and layout == asked
+    if layout.rank != len(variable.shape):
+        if not told_of_parent:
+            error = layout.rank_error(variable.rule_shape, variable.path)
+            yield _of_layout("rank", "error", error, assignment)
+        return
+    for axis in () if told_of_parent else asked.uneven_axes(variable.shape):
+        error = asked.uneven_error(variable.shape, axis, variable.path)
+        if layout == asked:
+            yield _of_layout("uneven", "error", error, assignment)
+        else:
+            yield _of_taken(error, assignment, axis)
+    if match is not None and match.rule is None and variable.kind in _NEED_A_RULE:
+        near = ", ".join(match.near_misses)
+        yield Problem(
+            "no rule",
+            "warning",
+            variable.path,
+            f"{variable.path}: no rule matches, so it is replicated",
+            (("shape", str(variable.shape)), ("near misses", near)),
+            f"every device holds all {variable.nbytes:,} bytes of it",
+            f"add a rule: layout_map[{path_pattern([variable.path])}] = {(None,) * len(variable.shape)}",
+        )
+    if assignment.drawn_whole:
+        yield Problem(
+            "drawn whole",
+            "note",
+            variable.path,
+            f"{variable.path}: its first value is drawn whole, then cut",
+            (("bytes", f"{variable.nbytes:,}"),),
+            assignment.drawn_whole,
+            "use one of the library's own initializers, or load a checkpoint",
+        )
+
+
+def _problems_of_limits(limits: Sequence[Limit], assignments: Sequence[Assignment]) -> Iterator[Problem]:
+    cut = {
+        (path, axis)
+        for a in assignments
+        for path in (a.variable.path, *a.variable.aliases)
+        for axis, count in enumerate(a.layout.shard_counts)
+        if count > 1
+    }
+    for limit in limits:
+        if limit.if_cut is None or any((limit.path, axis) in cut for axis in limit.if_cut):
+            what = f"{limit.path}: {limit.what}"
+            yield Problem("cannot run", limit.severity, limit.path, what, why=limit.why, mend=limit.mend)
+
+
+def _of_layout(kind: str, severity: Severity, error: LayoutError, assignment: Assignment) -> Problem:
+    facts = {name: str(value) for name, value in error.facts.items()}
+    if assignment.match and assignment.match.rule:
+        facts["layout"] += f"     {assignment.match.rule}"
+    path = assignment.variable.path
+    return Problem(kind, severity, path, error.what, tuple(facts.items()), error.why, error.mend)
+
+
+def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
+    """An axis that does not divide, and for which something else was taken."""
+    dims = assignment.layout.mesh_dims_of(axis)
+    taken = f"cut over {', '.join(dims)} only" if dims else "left whole"
+    told = _of_layout("uneven", "note", error, assignment)
+    rule = assignment.match.rule if assignment.match else None
+    reason = (
+        f'rule {rule.number} has uneven="{rule.uneven}"'
+        if rule and rule.uneven != "error"
+        else f"it follows {assignment.variable.parent} as far as that divides it"
+    )
+    return replace(
+        told,
+        what=f"{told.subject}: axis {axis} cannot be split evenly, so it is {taken}",
+        why=f"{error.why}, and {reason}",
+        mend="",
+    )
+
+
+def _problems_of_free_activations(assignments: Sequence[Assignment]) -> Iterator[Problem]:
+    """A problem if weights are cut along two axes, and nothing says how what is computed with them lies."""
+    cut = [
+        a
+        for a in assignments
+        if a.variable.kind is Kind.WEIGHT and sum(count > 1 for count in a.layout.shard_counts) > 1
+    ]
+    if cut:
+        first = cut[0]
+        yield Problem(
+            "no activations",
+            "warning",
+            first.variable.path,
+            f"{first.variable.path}: cut along two axes, and no rule says how activations lie",
+            (("layout", str(first.layout)), ("such weights", f"{len(cut)}")),
+            "the compiler chooses for itself then, and may move several times as many bytes in each step",
+            "say it for the layers between which activations pass, as in "
+            'layout_map.activations[r"blocks\\.\\d+"] = ("batch", None, None)',
+        )
+
+
+def _problems_of_activations(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
+    won = dict.fromkeys(range(1, len(rules) + 1), 0)
+    beaten: dict[int, tuple[Rule, str]] = {}
+    for match in matches:
+        if match.rule:
+            won[match.rule.number] += 1
+            for other in match.others:
+                beaten.setdefault(other.number, (match.rule, match.path))
+    yield from _problems_of_rules(rules, won, beaten, [match.path for match in matches], "layer")
+
+
+def _problems_of_rules(
+    rules: Rules,
+    won: Mapping[int, int],
+    beaten: Mapping[int, tuple[Rule, str]],
+    paths: Sequence[str],
+    of: str,
+) -> Iterator[Problem]:
+    """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
+    for rule in rules.rules:
+        if won[rule.number]:
+            continue
+        name = rules.name_of(rule)
+        if rule.number in beaten:
+            winner, path = beaten[rule.number]
+            yield Problem(
+                "shadowed rule",
+                "warning",
+                rule.pattern,
+                f"{name}: never used, since earlier rules match all its {of}s",
+                (("first lost", f"{path} to {winner}"),),
+                "the first rule that matches wins",
+                f"put it before rule {winner.number}, or delete it",
+            )
+            continue
+        near = nearest(rule.pattern, paths)
+        yield Problem(
+            "unused rule",
+            "warning",
+            rule.pattern,
+            f"{name}: matches no {of}",
+            (("near misses", ", ".join(near)),),
+            f"re.match finds it at the start of none of the {len(paths)} paths",
+            f"did you mean {path_pattern(near[:1])}? else delete it" if near else "mend it, or delete it",
+        )

@@ -1,0 +1,232 @@
+"""What Keras derives from a weight lies as the weight does, axis for axis, whether rules are loose or strict."""
+
+import keras
+import numpy as np
+import pytest
+from keras.quantizers import Int4QuantizationConfig
+
+import layoutmap as lm
+from layoutmap.adapters import get_adapter
+from layoutmap.adapters.keras.paths import find_variables
+from layoutmap.adapters.keras.pending import is_pending
+
+PROCESSES = ("jax", "tensorflow", "torch")
+
+L = keras.layers
+MESH = "batch=2,model=4"
+COLUMNS, ROWS = (None, "model"), ("model", None)
+HEADS, HEADS_IN = (None, "model", None), ("model", None, None)
+
+
+def dense():
+    return L.Dense(16, name="l"), (4, 8)
+
+
+def heads():
+    return L.EinsumDense("abc,cde->abde", (None, 8, 4), bias_axes="de", name="l"), (4, 3, 16)
+
+
+def joined():
+    return L.EinsumDense("abde,dec->abc", (None, 16), name="l"), (4, 3, 8, 4)
+
+
+def embedding():
+    return L.Embedding(16, 8, name="l"), (4, 3)
+
+
+def reversible():
+    return L.ReversibleEmbedding(16, 8, tie_weights=False, name="l"), (4, 3)
+
+
+def conv():
+    return L.Conv2D(8, 3, name="l"), (2, 5, 5, 4)
+
+
+def lora(layer):
+    layer.enable_lora(2)
+
+
+def quantized(mode):
+    return lambda layer: layer.quantize(mode)
+
+
+def int4(layer):
+    layer.quantize("int4", config=Int4QuantizationConfig(block_size=-1))
+
+
+def int4_groups(layer):
+    layer.quantize("int4", config=Int4QuantizationConfig(block_size=4))
+
+
+def read(variable):
+    return get_adapter("keras").read(variable)
+
+
+# The layer, the layout of its weight, what is done to it, and where each derived variable is cut.
+CASES = {
+    "dense lora": (dense, COLUMNS, lora, {"lora_kernel_a": (None, None), "lora_kernel_b": (None, "model")}),
+    "dense lora, rows": (
+        dense,
+        ROWS,
+        lora,
+        {"lora_kernel_a": ("model", None), "lora_kernel_b": (None, None)},
+    ),
+    "dense int8": (
+        dense,
+        COLUMNS,
+        quantized("int8"),
+        {"kernel": (None, "model"), "kernel_scale": ("model",)},
+    ),
+    "dense int8, rows": (
+        dense,
+        ROWS,
+        quantized("int8"),
+        {"kernel": ("model", None), "kernel_scale": (None,)},
+    ),
+    "dense int4": (
+        dense,
+        COLUMNS,
+        int4,
+        {"kernel": (None, "model"), "kernel_scale": ("model",)},
+    ),
+    "dense int4 in groups": (
+        dense,
+        ROWS,
+        int4_groups,
+        {
+            "kernel": ("model", None),
+            "kernel_scale": (None, None),  # two groups, which four shards do not divide
+            "kernel_zero": (None, None),
+            "g_idx": ("model",),
+        },
+    ),
+    "dense float8": (
+        dense,
+        COLUMNS,
+        quantized("float8"),
+        {"kernel": (None, "model"), "kernel_scale": (), "kernel_amax_history": (None,), "inputs_scale": ()},
+    ),
+    "heads lora": (
+        heads,
+        HEADS,
+        lora,
+        {"lora_kernel_a": (None, "model", None), "lora_kernel_b": (None, None)},
+    ),
+    "heads int8": (
+        heads,
+        HEADS,
+        quantized("int8"),
+        {"kernel": HEADS, "kernel_scale": (None, None, "model", None)},
+    ),
+    "heads int4": (heads, HEADS, int4, {"kernel": (None, "model"), "kernel_scale": ("model",)}),
+    "heads int4 in groups": (
+        heads,
+        HEADS,
+        int4_groups,
+        {"kernel": (None, "model"), "kernel_scale": (None, "model"), "g_idx": (None,)},
+    ),
+    "joined lora": (
+        joined,
+        HEADS_IN,
+        lora,
+        {"lora_kernel_a": ("model", None, None), "lora_kernel_b": (None, None)},
+    ),
+    "joined int8": (
+        joined,
+        HEADS_IN,
+        quantized("int8"),
+        {"kernel": HEADS_IN, "kernel_scale": (None, None, None)},
+    ),
+    "joined int4": (
+        joined,
+        HEADS_IN,
+        int4,
+        {"kernel": ("model", None), "kernel_scale": (None,)},
+    ),
+    "embedding lora": (
+        embedding,
+        ROWS,
+        lora,
+        {"lora_embeddings_a": ("model", None), "lora_embeddings_b": (None, None)},
+    ),
+    "embedding int8": (
+        embedding,
+        ROWS,
+        quantized("int8"),
+        {"embeddings": ("model", None), "embeddings_scale": ("model",)},
+    ),
+    "embedding int4": (
+        embedding,
+        COLUMNS,
+        int4,
+        {"embeddings": (None, "model"), "embeddings_scale": (None,)},
+    ),
+    "reversible int4": (
+        reversible,
+        COLUMNS,
+        int4,
+        {
+            "embeddings": (None, "model"),
+            "embeddings_scale": (None,),
+            "reverse_embeddings": (None, "model"),
+            "reverse_embeddings_scale": ("model",),
+        },
+    ),
+    "conv lora": (
+        conv,
+        (None, None, None, "model"),
+        lora,
+        {"lora_kernel_a": (None, None, None, None), "lora_kernel_b": (None, "model")},
+    ),
+}
+
+
+CANNOT_RUN_ON_TENSORFLOW = ("dense int8", "dense int8, rows", "heads int8", "joined int8")
+
+
+def made(make_layer, change):
+    keras.utils.set_random_seed(3)
+    layer, shape = make_layer()
+    layer.build(shape)
+    change(layer)
+    return layer, shape
+
+
+def inputs_of(layer, shape):
+    rng = np.random.default_rng(0)
+    if isinstance(layer, L.Embedding):
+        return rng.integers(0, 16, shape).astype("int32")
+    return rng.normal(size=shape).astype("float32")
+
+
+# Keras's own: it hands a variable to numpy where it quantizes the second table of a `ReversibleEmbedding`.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "end"), [(name, "") for name in CASES] + [(name, "$") for name in ("dense int8", "heads int4")]
+)
+def test_a_derived_variable_is_cut_where_its_parent_is(name, end):
+    """By what its axes mean, by a loose rule and a strict one; values and outputs are those of the plain layer."""
+    make_layer, specs, change, expected = CASES[name]
+    plain, shape = made(make_layer, change)
+    rules = {rf"l\.(kernel|embeddings|reverse_embeddings){end}": specs}
+    if getattr(plain, "bias", None) is not None:
+        rules[r"l\.bias"] = (None,) * len(plain.bias.shape)
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), rules)
+    if keras.backend.backend() == "tensorflow" and name in CANNOT_RUN_ON_TENSORFLOW:
+        with pytest.raises(lm.PlanError, match="with inputs in int8 cannot run"), layout_map.scope():
+            made(make_layer, change)
+        return
+    with layout_map.scope(strict=True) as scope:
+        layer, _ = made(make_layer, change)
+
+    variables = {f.path: f.variable for f in find_variables(layer)}
+    for variable, layout in expected.items():
+        given = variables[variable].layout.sharding_specs
+        assert (variable, layout) == (variable, tuple(None if s == "unsharded" else s for s in given))
+    assert not [path for path, v in variables.items() if is_pending(v)]
+    for ours, theirs in zip(find_variables(layer), find_variables(plain), strict=True):
+        assert np.array_equal(read(ours.variable), read(theirs.variable)), ours.path
+    x = inputs_of(layer, shape)
+    outputs = [keras.ops.convert_to_numpy(each(x)) for each in (plain, layer)]
+    np.testing.assert_allclose(*outputs, rtol=2e-5, atol=2e-5)
+    assert not [p for p in scope.plan.problems if p.severity != "note"]
