@@ -4,7 +4,9 @@
     python tools/works.py --check FILE ...   fail if the table is not what these JUnit files say
 
 The rows are the laws of `AdapterContract`, the columns the classes in the tests that inherit it. A cell says `yes` if
-the law passed there, and the reason in words if it was skipped. `make test` checks the table against its own results.
+the law passed there, and the reason in words if it was skipped. What Keras does in depth has a table of its own, of
+tests that run on each backend; it says `no` where a test shows that something is refused. `make test` checks the tables
+against its own results.
 """
 
 from __future__ import annotations
@@ -56,15 +58,97 @@ LAYERS = {
     "test_what_cannot_run_is_known_before_the_first_step": "does not run, or not train; the plan says so, and the mend",
 }
 
+BACKENDS = {"jax": "Keras 3 on JAX", "tensorflow": "Keras 3 on TensorFlow", "torch": "Keras 3 on PyTorch"}
+# What is shown -> the tests that show it, everywhere or by process; what a test of REFUSED shows is that it does not.
+TRAINING, DATA, SAVING = "test_keras_training", "test_keras_data", "test_keras_saving"
+ON = {process: f"test_keras_on_{process}" for process in BACKENDS}
+RUNS = f"{TRAINING}.test_every_way_of_running_a_step_gives_the_same"
+ADDED = f"{TRAINING}.test_what_optimizers_add_trains_like_one_device"
+DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
+    "`fit`, `evaluate`, `predict`, a last batch that does not divide": (
+        f"{TRAINING}.test_fit_evaluate_and_predict_give_the_numbers_of_one_device"
+    ),
+    "`train_on_batch`, `test_on_batch`, `predict_on_batch`": (
+        f"{TRAINING}.test_single_batches_give_the_numbers_of_one_device"
+    ),
+    "a loop by hand (on JAX `stateless_call` and `stateless_apply`)": {
+        "jax": f"{ON['jax']}.test_a_loop_by_hand_works",
+        "tensorflow": f"{ON['tensorflow']}.test_a_loop_by_hand_with_a_tape",
+        "torch": f"{ON['torch']}.test_a_loop_of_ones_own",
+    },
+    "`jit_compile=True`": {
+        "jax": f"{TRAINING}.test_fit_evaluate_and_predict_give_the_numbers_of_one_device",  # as Keras does there
+        "tensorflow": f"{ON['tensorflow']}.test_compiling_with_xla_gives_the_same",
+        "torch": f"{ON['torch']}.test_compiled_steps_are_refused",
+    },
+    "`jit_compile=False`, `run_eagerly=True`": (
+        f"{RUNS}[{{'jit_compile': False}}]",
+        f"{RUNS}[{{'run_eagerly': True}}]",
+    ),
+    "`steps_per_execution`": {
+        "jax": f"{RUNS}[{{'steps_per_execution': 2}}]",
+        "tensorflow": f"{RUNS}[{{'steps_per_execution': 2}}]",
+        "torch": f"{ON['torch']}.test_several_steps_in_one_execution_are_refused",
+    },
+    "each of Keras's optimizers, and `MultiOptimizer`": (
+        "test_keras_optimizers.test_every_optimizer_of_keras_trains_like_one_device"
+    ),
+    "accumulated gradients": f"{ADDED}[accumulation]",
+    "`clipnorm`, `global_clipnorm`, `clipvalue`": (
+        f"{ADDED}[clipnorm]",
+        f"{ADDED}[global_clipnorm]",
+        f"{ADDED}[clipvalue]",
+    ),
+    "mixed precision, `LossScaleOptimizer`, also where gradients overflow": (
+        f"{TRAINING}.test_mixed_precision_trains_like_one_device",
+        f"{TRAINING}.test_half_precision_with_a_scale_of_the_loss",
+    ),
+    "`use_ema`, and a second `fit`": f"{TRAINING}.test_averaged_weights_survive_a_second_fit",
+    "`EarlyStopping`, `LearningRateScheduler`": f"{DATA}.test_callbacks_see_a_whole_model",
+    "`ModelCheckpoint`, `BackupAndRestore`": (
+        f"{DATA}.test_a_checkpoint_of_a_callback_is_a_whole_model",
+        f"{DATA}.test_training_that_was_interrupted_goes_on",
+    ),
+    "generators, `PyDataset`, `tf.data`": (
+        f"{DATA}.test_data_may_come_from_a_generator_or_a_dataset",
+        f"{DATA}.test_data_may_come_from_tensorflow",
+    ),
+    "`.keras`, `.weights.h5`, `.weights.json`: each value is read once, in blocks, and no initializer runs": (
+        f"{SAVING}.test_loading_in_a_scope_reads_each_value_once_and_draws_nothing"
+    ),
+    "while weights are loaded or set, no device holds more of one than its shard": (
+        f"{SAVING}.test_no_device_holds_more_than_a_shard_while_weights_are_loaded",
+        f"{SAVING}.test_setting_weights_from_numpy_puts_no_value_whole_on_a_device",
+    ),
+    "while a model is saved, the host holds one variable at a time": (
+        f"{SAVING}.test_saving_holds_one_variable_at_a_time"
+    ),
+    "a compiled model that is loaded in a scope trains on": f"{SAVING}.test_a_loaded_model_trains_on",
+    "files of other models, or broken ones, change nothing": (
+        f"{SAVING}.test_a_file_of_another_model_changes_nothing",
+        f"{SAVING}.test_a_broken_file_changes_nothing",
+    ),
+    "an interrupt while weights are loaded leaves a model that works": (
+        f"{SAVING}.test_an_interrupt_while_weights_are_loaded"
+    ),
+    "`.h5` files of Keras 2's kind": f"{SAVING}.test_files_of_keras_2s_kind_are_loaded",
+    "no module of Keras is changed after a scope": (
+        "test_keras_hooks.test_a_scope_changes_what_is_listed_and_leaves_no_trace"
+    ),
+}
+REFUSED = ("_are_refused", "_is_refused")
+DEPTH_FILES = (TRAINING, DATA, SAVING, "test_keras_optimizers", "test_keras_hooks")
+
 
 def run() -> dict[tuple[str, str], str]:
     """Run the contracts; the outcome for each class and law."""
     outcomes: dict[tuple[str, str], str] = {}
     for process, files in FILES.items():
         with tempfile.TemporaryDirectory() as folder:
-            results = Path(folder) / "results.xml"
+            results = Path(folder) / f"{process}.xml"
+            depth = [f"tests/adapters/{name}.py" for name in (*DEPTH_FILES, ON[process])]
             subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", f"--junitxml={results}", *files],
+                [sys.executable, "-m", "pytest", "-q", f"--junitxml={results}", *files, *depth],
                 cwd=ROOT,
                 env={**os.environ, "LAYOUTMAP_TEST_PROCESS": process},
             )
@@ -73,7 +157,10 @@ def run() -> dict[tuple[str, str], str]:
 
 
 def read(results: Path) -> dict[tuple[str, str], str]:
-    """The outcome for each class and law in a JUnit file."""
+    """The outcome for each class and law in a JUnit file, which is named for its process.
+
+    Of what runs in several processes there is one for each, by `process:module`.
+    """
     outcomes: dict[tuple[str, str], str] = {}
     for case in ET.parse(results).getroot().iter("testcase"):
         where, name = case.get("classname", "").rpartition(".")[2], case.get("name", "")
@@ -86,6 +173,7 @@ def read(results: Path) -> dict[tuple[str, str], str]:
             outcome = skipped.get("message", "skipped")
         else:
             outcome = "yes"
+        outcomes[f"{results.stem}:{where}", name] = outcome
         if outcomes.get(key, "yes") == "yes":  # of a law with several cases, one that does not hold counts
             outcomes[key] = outcome
     return outcomes
@@ -97,6 +185,11 @@ def table(outcomes: dict[tuple[str, str], str]) -> str:
     rows = [_row("models", ADAPTERS.values()), _row("---", ["---"] * len(ADAPTERS))]
     for law, sentence in laws(adapters):
         rows.append(_row(sentence, [outcomes.get((test, law), "not run") for test in ADAPTERS]))
+    rows += ["", _row("Keras in depth", BACKENDS.values()), _row("---", ["---"] * len(BACKENDS))]
+    rows += [
+        _row(what, [_shown(outcomes, tests, process) for process in BACKENDS])
+        for what, tests in DEPTH.items()
+    ]
     rows += ["", _row("arrays", ENGINES.values()), _row("---", ["---"] * len(ENGINES))]
     all_laws = laws(engines)
     counts = [sum(outcomes.get((test, law)) == "yes" for law, _ in all_laws) for test in ENGINES]
@@ -110,6 +203,26 @@ def table(outcomes: dict[tuple[str, str], str]) -> str:
         ]
         rows.append(_row(meaning, [", ".join(shown) or "not run"]))
     return "\n".join(rows)
+
+
+def _shown(
+    outcomes: dict[tuple[str, str], str], tests: str | tuple[str, ...] | dict[str, str], process: str
+) -> str:
+    """What tests say of one backend: `yes`, `no` where one of them shows a refusal, or what went wrong."""
+    of_process = tests.get(process) if isinstance(tests, dict) else tests
+    if of_process is None:
+        return "not tested"
+    said: list[str] = []
+    for test in [of_process] if isinstance(of_process, str) else of_process:
+        module, _, name = test.partition(".")
+        cases = [
+            outcome
+            for (where, case), outcome in outcomes.items()
+            if where == f"{process}:{module}" and (case == name or case.startswith(f"{name}["))
+        ]
+        refused = name.endswith(REFUSED)
+        said += [("no" if refused and o == "yes" else o) for o in cases] or ["not run"]
+    return next((each for each in said if each != "yes"), "yes")
 
 
 def laws(contract: tuple[str, str]) -> list[tuple[str, str]]:

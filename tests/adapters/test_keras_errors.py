@@ -417,16 +417,6 @@ def test_a_backend_without_a_port():
         """)
 
 
-def test_a_keras_whose_private_names_have_moved():
-    """A Keras without the names that deferring relies on is refused by name, with the version that has them."""
-    source = "import keras\ndel keras.layers.Layer._maybe_build\n" + OPEN
-    said = run_python(source)
-
-    assert f"Keras {keras.__version__} is not supported" == said.splitlines()[0]
-    assert "  missing  Layer._maybe_build" in said
-    assert 'pip install "keras==3.15.*"' in said
-
-
 def test_find_variables_does_not_look_at_metrics():
     """Metrics and the optimizer have variables of their own, which are not the model's."""
     model = make_model()
@@ -434,13 +424,3 @@ def test_find_variables_does_not_look_at_metrics():
     model.train_on_batch(np.ones((1, 8)), np.ones((1, 8)))
 
     assert ["d1.kernel", "d1.bias", "d2.kernel", "d2.bias"] == [f.path for f in find_variables(model)]
-
-
-def test_a_keras_without_a_function_that_is_imported():
-    """A private function that is gone is refused in the same way, when the adapter is first loaded."""
-    said = run_python("import keras\ndel keras.src.random.seed_generator.draw_seed\n" + OPEN)
-
-    assert said.startswith(
-        f"Keras {keras.__version__} is not supported\n  missing  cannot import name 'draw_seed'"
-    )
-    assert said.endswith('  mend     pip install "keras==3.15.*"')

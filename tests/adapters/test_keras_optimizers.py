@@ -20,6 +20,7 @@ pytestmark = [
     ),
 ]
 X = np.ones((8, 8), "float32")
+X8, Y8 = np.random.default_rng(0).normal(size=(2, 8, 8)).astype("float32")
 
 
 class Block(L.Layer):
@@ -103,6 +104,74 @@ def test_every_variable_of_an_optimizer_has_a_path_of_its_own(optimizer):
     assert {1} == set(planned.values())
     assert set(planned) == {f"optimizer.{path}" for path in slots_of(model)}
     assert {"optimizer.iteration", "optimizer.learning_rate"} <= set(planned)
+
+
+SPECIAL = {
+    "SGD": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3)),
+    "MultiOptimizer": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.Adam(1e-3), {r".*bias": keras.optimizers.Lion(1e-4)})
+    ),
+}
+
+
+def optimizers_of_keras():
+    """The name of each optimizer that Keras has, and a function that makes one."""
+    kinds = [kind for kind in vars(keras.optimizers).values() if isinstance(kind, type)]
+    kinds = [k for k in kinds if issubclass(k, keras.Optimizer) and k is not keras.Optimizer]
+    return {kind.__name__: SPECIAL.get(kind.__name__, kind) for kind in kinds}
+
+
+@pytest.mark.parametrize("name", sorted(optimizers_of_keras()))
+def test_every_optimizer_of_keras_trains_like_one_device(name):
+    """Losses, weights and slots of three steps are those of the plain model, and slots lie where their weights lie."""
+
+    def train(model):
+        return [float(model.train_on_batch(X8, Y8)) for _ in range(3)]
+
+    def make_model():
+        keras.utils.set_random_seed(4)
+        model = keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")])
+        model.compile(optimizers_of_keras()[name](), "mse")
+        # Built by the first step, plain ScheduleFreeAdamW on TensorFlow starts from other slots, and goes astray.
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    plain = make_model()
+    losses = train(plain)
+    with lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {r"d1\.kernel": ("batch", "model")}).scope(
+        batch_dim="batch"
+    ):
+        model = make_model()
+
+    np.testing.assert_allclose(train(model), losses, rtol=1e-5)
+    pairs = zip(
+        [*plain.variables, *plain.optimizer.variables],
+        [*model.variables, *model.optimizer.variables],
+        strict=True,
+    )
+    for expected, actual in pairs:
+        np.testing.assert_allclose(
+            actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-5, err_msg=f"{expected.path}"
+        )
+    for path, slot in slots_of(model).items():
+        if path.startswith("d1.kernel.") and slot.shape == (8, 8):
+            assert ("batch", "model") == slot.layout.sharding_specs
+            assert_held(slot)
+
+
+def test_optimizers_in_an_optimizer_that_were_made_outside():
+    """The slots of the optimizers in a `MultiOptimizer` follow their weights, wherever those were made."""
+    optimizer = SPECIAL["MultiOptimizer"]()
+    with lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {r"d1\.kernel": ("batch", "model")}).scope():
+        model = keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")])
+        model.compile(optimizer, "mse")
+    model.train_on_batch(X8, Y8)
+    slots = [v for v in optimizer.variables if v.shape == (8, 8)]
+
+    assert [("batch", "model")] * 2 == [v.layout.sharding_specs for v in slots]
+    for slot in slots:
+        assert_held(slot)
 
 
 def test_two_models_have_slots_of_the_same_paths():

@@ -271,7 +271,13 @@ class JaxEngine:
         if layout is not None and not array.is_fully_addressable:
             array = self.relayout(array, Layout.replicated(layout.mesh, layout.rank))
             return np.asarray(next(iter(array.addressable_shards)).data)
-        return np.asarray(array)
+        if layout is None or layout.is_fully_replicated() or isinstance(array, jax.core.Tracer):
+            return np.asarray(array)
+        # Not np.asarray: what JAX puts together it keeps with the array, on the host.
+        whole = np.empty(array.shape, array.dtype)
+        for index, values in self.to_shards(array):
+            whole[index] = values
+        return whole
 
     def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """The values of each process that has a device of the mesh, one row each; they must all ask.

@@ -39,7 +39,9 @@ class KerasAdapter:
         Raises:
             ScopeError: It cannot; says why.
         """
-        if port_of(backend_name()).is_tracing():
+        port = port_of(backend_name())
+        check_keras(port.private_names())
+        if port.is_tracing():
             raise ScopeError(
                 "a scope was opened inside a compiled function",
                 why="variables are real arrays on real devices, and inside a trace there are none",

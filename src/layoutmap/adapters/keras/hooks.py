@@ -8,21 +8,25 @@ Private names, tested on Keras 3.15. All that is imported from `keras.src` is im
 are read and set by the other modules of this folder, and nowhere else:
 
     keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
-                                                    _deferred_initialize
+                                                    _deferred_initialize, _convert_to_tensor
+    keras.src.backend.common.variables              register_uninitialized_variable, read only
     keras.src.backend.common.global_state           the "uninitialized_variables" list
     keras.src.backend.common                        stateless_scope.in_stateless_scope, symbolic_scope.in_symbolic_scope
-    keras.src.random.seed_generator                 the global seed generator, draw_seed, the name of states
+    keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, draw_seed, the name of states
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables
     keras.src.models                                functional.Functional, Sequential._functional
     keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
     keras.src.optimizers                            BaseOptimizer.__init__; Adafactor._r, _c, _trainable_variables
+    keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
+                                                    safe_get_h5_dataset, safe_get_h5_group
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +40,9 @@ from layoutmap.errors import ScopeError
 __all__ = [
     "BaseOptimizer",
     "Functional",
+    "H5IOStore",
     "check_keras",
+    "dataset_of",
     "draw_seed",
     "global_seed_state",
     "in_stateless_scope",
@@ -67,10 +73,13 @@ try:
     from keras.src.backend.common.stateless_scope import in_stateless_scope
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope
     from keras.src.backend.common.variables import Variable as KerasVariable
+    from keras.src.backend.common.variables import register_uninitialized_variable
     from keras.src.models.functional import Functional
     from keras.src.optimizers.base_optimizer import BaseOptimizer as KerasOptimizer
     from keras.src.random import seed_generator
     from keras.src.random.seed_generator import draw_seed
+    from keras.src.saving.saving_lib import H5IOStore as KerasStore
+    from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
     from keras.src.utils.naming import to_snake_case
     from keras.src.utils.python_utils import is_default
 except ImportError as error:
@@ -80,9 +89,36 @@ CommonVariable: Any = KerasVariable
 BaseOptimizer: Any = KerasOptimizer
 Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
+H5IOStore: Any = KerasStore
 
 
-def check_names(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
+_PENDING_LIST = "uninitialized_variables"
+
+Names = Sequence[tuple[Any, Sequence[str]]]
+NAMES: Names = (
+    (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
+    (Layer, ("__new__", "_maybe_build", "_flatten_layers", "load_own_variables")),
+    (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
+    (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference", "load_own_variables")),
+    (global_state, ("get_global_attribute", "set_global_attribute")),
+    (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
+    (H5IOStore, ("__getitem__", "keys")),
+)
+"""What is probed: classes and modules, and names of theirs."""
+
+ATTRIBUTES: Names = (
+    (CommonVariable, ("_value", "_initializer", "_layout", "_dtype", "_direct_assign")),
+    (Layer, ("_layers", "_trainable_variables", "_non_trainable_variables")),
+    (keras.Sequential, ("_functional",)),
+    *((kind, ("_kernel",)) for kind in (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D)),
+    (keras.layers.Embedding, ("_embeddings",)),
+    (keras.optimizers.Adafactor, ("_r", "_c", "_trainable_variables")),
+    (H5IOStore, ("_h5_entry_group", "_h5_entry_path")),
+)
+"""Classes, and names that only their objects have, or subclasses: the code of the class has them."""
+
+
+def check_names(more: Names = ()) -> None:
     """Refuse a Keras whose private names have moved.
 
     Args:
@@ -91,26 +127,34 @@ def check_names(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
     Raises:
         ScopeError: It lacks some.
     """
-    wanted: list[tuple[Any, Sequence[str]]] = [
-        (CommonVariable, ("__init__", "_deferred_initialize", "value")),
-        (Layer, ("__new__", "_maybe_build", "_flatten_layers")),
-        (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
-        (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference")),
-        (global_state, ("get_global_attribute", "set_global_attribute")),
-        (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
-        *more,
-    ]
     missing = [
-        f"{owner.__name__}.{name}" for owner, names in wanted for name in names if not hasattr(owner, name)
+        f"{owner.__name__}.{name}"
+        for owner, names in (*NAMES, *more)
+        for name in names
+        if not any(name in vars(each) for each in _lineage(owner))
     ]
+    for owner, names in ATTRIBUTES:
+        used = {name for each in _lineage(owner) for name in _names_in(each)}
+        missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
+    if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
+        missing.append(_PENDING_LIST)
     if missing:
         raise _moved(", ".join(missing))
 
 
-_PENDING_LIST = "uninitialized_variables"
+def _lineage(owner: Any) -> list[Any]:
+    """A class and those that it inherits from, but for Python's own; or a module."""
+    return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
 
-def check_keras(more: Sequence[tuple[Any, Sequence[str]]] = ()) -> None:
+def _names_in(owner: type) -> Iterator[str]:
+    """The names that the methods of a class use."""
+    for method in list(vars(owner).values()):
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        yield from code.co_names if code is not None else ()
+
+
+def check_keras(more: Names = ()) -> None:
     """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
 
     Args:
@@ -252,6 +296,27 @@ def global_seed_state() -> Any:
     """The state of Keras's global seed generator, a variable; `None` while there is none."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state
+
+
+def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> Any:
+    """The `h5py.Dataset` that a store of Keras's would read for a key; `None` if there is none.
+
+    Args:
+        store: The store.
+        key: The key, in the layer or optimizer that the store is at.
+        opened: Files that were opened here, by name; one of those in which a store in several files has a layer is
+            added. The store itself would close one to open another.
+    """
+    group = store._h5_entry_group
+    if key in group:
+        return safe_get_h5_dataset(group, key)
+    path = f"{store._h5_entry_path}/vars" if store._h5_entry_path else "vars"
+    for name in getattr(store, "current_shard_filenames", ()):
+        if name not in opened:
+            opened[name] = type(store.h5_file)(store.path.with_name(name), "r")
+        if path in opened[name] and key in (group := safe_get_h5_group(opened[name], path)):
+            return safe_get_h5_dataset(group, key)
+    return None
 
 
 def is_global_seed(variable: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from layoutmap.adapters.keras.hooks import in_stateless_scope
+from layoutmap.adapters.keras.loading import is_on_host
 
 __all__ = ["is_pending", "make_pending", "settle"]
 
@@ -33,6 +34,12 @@ class _Pending:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         _ = self.value  # it has one now, unless Keras runs symbolically
         return super().__array__(dtype) if is_pending(self) else np.asarray(self, dtype=dtype)  # type: ignore[misc]
+
+    def assign(self, value: Any) -> Any:
+        if in_stateless_scope() or not is_on_host(value):
+            return super().assign(value)  # type: ignore[misc]
+        getattr(self, _SESSION).assign_now(self, value)
+        return self.value
 
     def _direct_assign(self, value: Any) -> None:
         getattr(self, _SESSION).assign_now(self, value)

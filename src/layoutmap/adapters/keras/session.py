@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
 from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
 from layoutmap.adapters.keras.draws import draw_of, draw_of_seed, why_whole
+from layoutmap.adapters.keras.loading import check_shape, cut_on_the_host, from_host, is_on_host
 from layoutmap.adapters.keras.names import note_given, stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
@@ -75,6 +76,7 @@ class KerasSession:
         self._tagged: dict[int, _Record] = {}  # by the id of the tag
         self._num_births = self._num_planned = 0
         self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
+        self._ahead: tuple[int, dict[int, Assignment]] = (0, {})
         self._outputs: tuple[int, dict[int, tuple[str, Layout | None]]] = (-1, {})
         self._open = threading.local()
         self.inside = threading.local()  # for ports: how deep in calls of layers a thread is
@@ -289,16 +291,7 @@ class KerasSession:
 
     def _settle(self, waiting: list[Any]) -> None:
         entries = self._describe()
-        complete = not self.unbuilt()
-        whole = {e.spec.path: why for e in entries if (why := self._why_whole(e))}
-        assignments = self.home.assign(
-            [e.spec for e in entries],
-            whole,
-            self._limits(entries),
-            complete,
-            [path for path, _ in self._layer_paths()] if self.home.lays_out_activations else None,
-            self.port.chooses_layouts,
-        )
+        assignments = self._assign(entries, complete=not self.unbuilt())
         self._num_planned = self._num_births
         if self.home.plan_only:
             return
@@ -315,6 +308,16 @@ class KerasSession:
                 self._make_plain(variable)
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         self.port.settled(optimizers, self._alive())
+
+    def _assign(self, entries: list[_Entry], *, complete: bool) -> Sequence[Assignment]:
+        return self.home.assign(
+            [e.spec for e in entries],
+            {e.spec.path: why for e in entries if (why := self._why_whole(e))},
+            self._limits(entries),
+            complete,
+            [path for path, _ in self._layer_paths()] if self.home.lays_out_activations else None,
+            self.port.chooses_layouts,
+        )
 
     # -- what layers put out
 
@@ -387,7 +390,7 @@ class KerasSession:
                 return
             entry = self._entry_of(variable)
             self.refuse_in_a_plan(entry.spec.path)
-            self._make([(entry, self.home.assign_one(entry.spec))])
+            self._make([(entry, self._assignment_of(entry))])
 
     def assign_now(self, variable: Any, value: Any) -> None:
         """Give one pending variable an assigned value; its initializer never runs."""
@@ -396,8 +399,38 @@ class KerasSession:
                 self.settle()
             entry = self._entry_of(variable)
             self.refuse_in_a_plan(entry.spec.path)
-            settle(variable)
-            self._place(variable, self.home.assign_one(entry.spec), value)
+            assignment = self._assignment_of(entry)
+            if is_on_host(value):
+                check_shape(variable, entry.spec.path, value)
+                array = from_host(assignment, value)
+            else:
+                array = self.home.place(value, assignment.layout)
+            self._store(variable, assignment, array)
+            settle(variable)  # after that: an interrupt before leaves it pending
+            variable._initializer = None
+
+    def plan_ahead(self) -> None:
+        """Find the layouts of what is pending, before values come one by one, as from a file.
+
+        Raises:
+            PlanError: Something does not fit. Nothing has been made then.
+        """
+        with self.lock, self.port.outside():
+            if self._num_births not in (self._num_planned, self._ahead[0]):
+                entries = self._describe()
+                found = self._assign(entries, complete=False)
+                pairs = zip(entries, found, strict=True)
+                self._ahead = (self._num_births, {id(e.variable): a for e, a in pairs})
+
+    def path_of(self, variable: Any) -> str:
+        """The object path of a variable, for messages."""
+        with self.lock, self.port.outside():
+            return self._entry_of(variable).spec.path
+
+    def _assignment_of(self, entry: _Entry) -> Assignment:
+        """The layout of a variable that gets its value before all are planned, or as planned ahead."""
+        known = self._ahead[1].get(id(entry.variable)) if self._ahead[0] == self._num_births else None
+        return known or self.home.assign_one(entry.spec)
 
     def refuse_in_a_plan(self, name: str) -> None:
         """Raise if this is a dry run, in which nothing gets a value.
@@ -427,9 +460,9 @@ class KerasSession:
         draws = {key: self._draw_of(v) for key, (v, _) in keyed.items()}
         arrays = self.home.create({key: a for key, (_, a) in keyed.items()}, draws)
         for key, (variable, assignment) in keyed.items():
-            settle(variable)
-            variable._initializer = None
             self._store(variable, assignment, arrays[key])
+            settle(variable)  # after that: an interrupt before leaves it pending
+            variable._initializer = None
 
     def _draw_of(self, variable: Any) -> Draw:
         shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)
@@ -454,6 +487,7 @@ class KerasSession:
         self._tagged.pop(id(record.tag), None)
         held = self.home.variable(array, name=variable.name, trainable=variable.trainable)
         record.tag = self.port.store(variable, held, assignment, self)
+        cut_on_the_host(variable, assignment)
         record.layout = variable.layout = assignment.layout
         self._tagged[id(record.tag)] = record
 

@@ -5,6 +5,7 @@ Keras itself wraps `build` and `quantize` on each layer in this way. Nothing sta
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
     call, quantized_call                                    put out arrays in the layout of a rule for activations
     optimizer.build                                         the same, on the optimizer given to compile
+    load_own_variables, load_weights                        values go from a file to their devices: see `loading`
     call, make_train_function and its like                  what the backend needs: see `ports`
 """
 
@@ -19,6 +20,7 @@ import keras
 
 from layoutmap.adapters.keras.activations import laying_out
 from layoutmap.adapters.keras.hooks import Functional
+from layoutmap.adapters.keras.loading import loading, loading_weights
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -45,11 +47,13 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     if hasattr(layer, "quantize"):
         wraps["quantize"] = _quantizing(layer, session)
     wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
+    wraps["load_own_variables"] = loading(layer, session)
     if session.home.lays_out_activations:
         _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
     wraps |= session.port.layer_wraps(layer, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
+        wraps["load_weights"] = loading_weights(layer, lambda: _sessions_below(layer))
         wraps |= session.port.training_wraps(layer, session)
     _put(layer, wraps)
 
@@ -57,12 +61,18 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     """Make an optimizer open the scope again when it makes its slots; another scope lets go of it."""
     if _begin(optimizer, session):
-        wraps = {"build": _reopening(session, optimizer.build)}
+        wraps = {
+            "build": _reopening(session, optimizer.build),
+            "load_own_variables": loading(optimizer, session),
+        }
         _put(optimizer, {**wraps, **session.port.optimizer_wraps(optimizer, session)})
         session.optimizer_born(optimizer)
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them
-        _put(inner, dict(session.port.optimizer_wraps(inner, session)))
+        wraps = {"load_own_variables": loading(inner, session)}
+        _put(inner, {**wraps, **session.port.optimizer_wraps(inner, session)})
+    for each in getattr(optimizer, "optimizers", ()):  # a MultiOptimizer's, that may have been made outside
+        wrap_optimizer(each, session)
 
 
 def session_of(thing: Any) -> KerasSession | None:
@@ -84,6 +94,11 @@ def call_of(layer: Any, name: str) -> Callable[..., Any]:
         return type(layer).call(layer, *args, **kwargs)
 
     return call
+
+
+def _sessions_below(model: Any) -> set[KerasSession]:
+    """The scopes that look after a model and the layers in it."""
+    return {session for layer in model._flatten_layers() if (session := session_of(layer)) is not None}
 
 
 def _begin(thing: Any, session: KerasSession) -> bool:

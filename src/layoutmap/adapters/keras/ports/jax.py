@@ -61,12 +61,12 @@ class JaxPort:
         tag = jax.sharding.NamedSharding(native.mesh, native.spec)
         variable._layout = tag
         variable._value = held
+        # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
         own = variable.__dict__
+        own["__array__"] = functools.partial(_as_array, variable)
         own.pop("_direct_assign", None)
-        own.pop("__array__", None)
-        if session.home.across:  # on the instance, where a copy of the variable gets one that knows the copy
+        if session.home.across:
             own["_direct_assign"] = functools.partial(_assign, variable)
-            own["__array__"] = functools.partial(_as_array, variable)
         return tag
 
     def read(self, variable: Any) -> Any:
@@ -216,6 +216,7 @@ def _assign(variable: Any, value: Any) -> None:
 
 
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    # JAX would keep what it has put together, with the array: after a save the host would hold the whole model.
     return np.asarray(gathered_value(variable, get_engine("jax").whole), dtype=dtype)
 
 

@@ -5,6 +5,7 @@ Private names of Keras's TensorFlow backend that are used here, besides those th
     keras.src.backend.tensorflow.optimizer.TFOptimizer      _var_key
     keras.src.optimizers.base_optimizer.BaseOptimizer       add_variable_from_reference, _trainable_variables,
                                                             _trainable_variables_indices
+    keras.optimizers.MultiOptimizer                         _var_to_optimizer_idx
     keras.Model                                             _symbolic_build, _call_has_training_arg
 """
 
@@ -91,6 +92,10 @@ class TensorFlowPort:
                 if each is not None and each.built and hasattr(each, "_trainable_variables_indices"):
                     numbered = enumerate(each._trainable_variables)
                     each._trainable_variables_indices = {each._var_key(v): i for i, v in numbered}
+                    if isinstance(each, keras.optimizers.MultiOptimizer):
+                        keys = map(each._var_key, each._trainable_variables)
+                        numbers = each._var_to_optimizer_idx.values()
+                        each._var_to_optimizer_idx = dict(zip(keys, numbers, strict=True))
 
     def own_memory(self, variables: Sequence[Any]) -> None:
         """Each `tf.Variable` has memory of its own."""

@@ -1,0 +1,188 @@
+"""Values from the host: from numpy and from files, cut there, so that a device gets its shards and nothing more.
+
+Keras would first make all of a value an array on one device, whoever assigns it: `set_weights`, `load_weights`,
+`load_model`, a callback that restores weights. And it loads a file layer by layer, so that a file of another model
+leaves a mixture of both.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import keras
+import ml_dtypes
+import numpy as np
+
+from layoutmap.adapters.keras.files import FileArray, FileStore
+from layoutmap.adapters.keras.hooks import H5IOStore, in_stateless_scope
+from layoutmap.adapters.keras.ports import backend_name, port_of
+from layoutmap.engines import get_engine
+from layoutmap.errors import LayoutError
+from layoutmap.variables import Assignment
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["check_shape", "cut_on_the_host", "from_host", "is_on_host", "loading", "loading_weights"]
+
+_FILES = (".weights.h5", ".weights.json", ".keras")
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether something is an array that is on no device: of numpy, or in a file."""
+    if isinstance(value, (np.ndarray, FileArray)):
+        return True
+    if isinstance(value, (np.generic, keras.Variable, keras.KerasTensor)) or keras.ops.is_tensor(value):
+        return False
+    like_an_array = all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
+    return like_an_array and not hasattr(value, "__dlpack__")  # that is how tensors of others are told
+
+
+def from_host(assignment: Assignment, value: Any) -> Any:
+    """An array of the engine from one on the host, of which each different shard is read once."""
+    engine = get_engine(port_of(backend_name()).engine_name)
+    name = assignment.variable.dtype
+    dtype = engine.canonical(np.empty(0, getattr(ml_dtypes, name, name))).dtype
+    held = replace(assignment, variable=replace(assignment.variable, dtype=dtype.name))
+    return engine.from_shards(held, lambda index: np.asarray(value[index]).astype(dtype, copy=False))
+
+
+def cut_on_the_host(variable: Any, assignment: Assignment) -> None:
+    """Have a variable take what is assigned to it from the host shard by shard, in a scope and after it."""
+    # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
+    variable.__dict__["_convert_to_tensor"] = functools.partial(_converted, variable, assignment)
+
+
+def _converted(variable: Any, assignment: Assignment, value: Any, dtype: Any = None) -> Any:
+    plain = type(variable)._convert_to_tensor
+    if not is_on_host(value):
+        return plain(variable, value, dtype=dtype)
+    check_shape(variable, assignment.variable.path, value)
+    port = port_of(backend_name())
+    if in_stateless_scope() or port.is_tracing():
+        return plain(variable, np.asarray(value), dtype=dtype)
+    with port.outside():
+        return from_host(assignment, value)
+
+
+def check_shape(variable: Any, path: str, value: Any) -> None:
+    """Raise if a value on the host does not have the shape of a variable.
+
+    Raises:
+        LayoutError: It does not; the variable is as it was.
+    """
+    if tuple(variable.shape) != tuple(value.shape):
+        raise LayoutError(
+            f"{path}: the value has another shape",
+            facts={
+                "variable": tuple(variable.shape),
+                "value": tuple(value.shape),
+                "from": getattr(value, "where", ""),
+            },
+            why="a variable keeps its shape",
+            mend=f"assign a value of shape {tuple(variable.shape)}",
+        )
+
+
+def loading(thing: Any, session: KerasSession) -> Callable[..., Any]:
+    """`load_own_variables` of a layer or an optimizer, which reads from a file what the devices here hold."""
+    plain = thing.load_own_variables
+
+    @functools.wraps(plain)
+    def load_own_variables(store: Any) -> Any:
+        if not isinstance(store, H5IOStore):
+            return plain(store)
+        session.plan_ahead()
+        files = FileStore(store)
+        try:
+            found = getattr(session.inside, "checking", None)
+            if found is None:
+                return plain(files)
+            if _only_assigns(plain):
+                with _only_checked(_variables_of(thing), session, found):
+                    return plain(files)
+        finally:
+            files.close()
+
+    return load_own_variables
+
+
+def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) -> Callable[..., Any]:
+    """`load_weights` that looks at all shapes before it changes anything.
+
+    Args:
+        model: The model.
+        sessions: Gives the scopes that look after it and its layers.
+    """
+    plain = model.load_weights
+
+    @functools.wraps(plain)
+    def load_weights(filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
+        name = str(filepath)
+        if name.endswith(_FILES) and "://" not in name and not skip_mismatch:
+            found: dict[str, str] = {}
+            checking = list(sessions())
+            for session in checking:
+                session.inside.checking = found
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # they come when it is loaded
+                    plain(filepath, **kwargs)
+            finally:
+                for session in checking:
+                    session.inside.checking = None
+            _refuse_other_shapes(name, found)
+        return plain(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    return load_weights
+
+
+def _refuse_other_shapes(name: str, found: dict[str, str]) -> None:
+    if found:
+        shown = dict(list(found.items())[:20])
+        more = len(found) - len(shown)
+        raise LayoutError(
+            f"{name}: {len(found)} variables of the model have another shape in the file",
+            facts=shown | ({"and": f"{more} more"} if more else {}),
+            why="it is the file of another model; nothing has been loaded",
+            mend="build the model that was saved, or pass skip_mismatch=True to keep the present values of these",
+        )
+
+
+def _only_assigns(method: Any) -> bool:
+    """Whether it can be called without a trace: Keras's own can, but for layers that compute with what they load."""
+    module = method.__module__
+    return (
+        module.startswith(("keras.src.layers.", "keras.src.optimizers.")) and ".preprocessing." not in module
+    )
+
+
+def _variables_of(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, keras.Optimizer):
+        return thing.variables
+    return [*thing._trainable_variables, *thing._non_trainable_variables]
+
+
+@contextmanager
+def _only_checked(variables: Iterable[Any], session: KerasSession, found: dict[str, str]) -> Iterator[None]:
+    """While open, what is assigned to variables is looked at, and not taken; notes those that have another shape."""
+
+    def check(variable: Any, value: Any) -> Any:
+        wanted, there = tuple(variable.shape), tuple(value.shape)
+        if wanted != there:
+            found[session.path_of(variable)] = f"{wanted}, in the file {there}"
+        return value
+
+    variables = list(variables)
+    for variable in variables:
+        variable.__dict__["assign"] = functools.partial(check, variable)
+    try:
+        yield
+    finally:
+        for variable in variables:
+            variable.__dict__.pop("assign", None)
