@@ -189,3 +189,35 @@ head                   (unsharded,)        2
 
 Plan: 1 variable on batch=2, model=4, 4.0 KiB, 1.0 KiB per device; no problems""" == str(plan)
     assert "blocks.{0..1}" in plan._repr_html_()
+
+
+def test_a_derived_variable_is_shown_with_its_parent():
+    """Blocks are one row, and so are their parents; a slot of fewer axes is derived, too."""
+    variables = []
+    for block in range(2):
+        kernel = f"blocks.{block}.up.kernel"
+        variables += [
+            VariableSpec(kernel, (16, 64), "int8"),
+            VariableSpec(
+                f"{kernel}_scale", (64,), "float32", parent=kernel, axes=((1,),), parent_shape=(16, 64)
+            ),
+            VariableSpec(
+                f"optimizer.{kernel}.r",
+                (16,),
+                "float32",
+                Kind.SLOT,
+                parent=kernel,
+                axes=((0,),),
+                parent_shape=(16, 64),
+            ),
+        ]
+    plan = make_plan(variables, lm.LayoutMap(MESH, {r"blocks\.\d+\.up\.kernel": ("batch", "model")}))
+
+    assert [
+        ("blocks.{0..1}.up.kernel", "1"),
+        ("blocks.{0..1}.up.kernel_scale", "as blocks.{0..1}.up.kernel"),
+        ("optimizer.blocks.{0..1}.up.kernel.r", "as blocks.{0..1}.up.kernel"),
+    ] == [(row.path, row.rule) for row in plan_rows(plan)]
+    assert [("batch", "model"), ("model",), ("batch",)] == [
+        row.first.layout.sharding_specs for row in plan_rows(plan)
+    ]

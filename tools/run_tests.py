@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import house  # noqa: E402
 
 RESULTS = ROOT / "results"
-# JAX and TensorFlow compile on every core by themselves; torch's tests are Python on one core, so two run at a time.
-SIDE_BY_SIDE = {"torch": ("--numprocesses=2", "--dist=loadfile")}
+# Two files at a time: tests are Python and compiling, each mostly on one core.
+SIDE_BY_SIDE = dict.fromkeys(("jax", "tensorflow", "torch"), ("--numprocesses=2", "--dist=loadfile"))
 COUNTED = ("passed", "failed", "skipped", "xfailed", "error")
 
 

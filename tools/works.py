@@ -61,6 +61,7 @@ LAYERS = {
 BACKENDS = {"jax": "Keras 3 on JAX", "tensorflow": "Keras 3 on TensorFlow", "torch": "Keras 3 on PyTorch"}
 # What is shown -> the tests that show it, everywhere or by process; what a test of REFUSED shows is that it does not.
 TRAINING, DATA, SAVING = "test_keras_training", "test_keras_data", "test_keras_saving"
+ACTIVATIONS, DERIVED = "test_keras_activations", "test_keras_derived"
 ON = {process: f"test_keras_on_{process}" for process in BACKENDS}
 RUNS = f"{TRAINING}.test_every_way_of_running_a_step_gives_the_same"
 ADDED = f"{TRAINING}.test_what_optimizers_add_trains_like_one_device"
@@ -104,7 +105,10 @@ DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
         f"{TRAINING}.test_half_precision_with_a_scale_of_the_loss",
     ),
     "`use_ema`, and a second `fit`": f"{TRAINING}.test_averaged_weights_survive_a_second_fit",
-    "`EarlyStopping`, `LearningRateScheduler`": f"{DATA}.test_callbacks_see_a_whole_model",
+    "`EarlyStopping`, `LearningRateScheduler`, `TensorBoard`": (
+        f"{DATA}.test_callbacks_see_a_whole_model",
+        f"{DATA}.test_tensorboard_is_told_the_losses",
+    ),
     "`ModelCheckpoint`, `BackupAndRestore`": (
         f"{DATA}.test_a_checkpoint_of_a_callback_is_a_whole_model",
         f"{DATA}.test_training_that_was_interrupted_goes_on",
@@ -132,12 +136,51 @@ DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
         f"{SAVING}.test_an_interrupt_while_weights_are_loaded"
     ),
     "`.h5` files of Keras 2's kind": f"{SAVING}.test_files_of_keras_2s_kind_are_loaded",
+    "rules for activations": (
+        f"{ACTIVATIONS}.test_a_model_with_them_trains_like_one_device",
+        f"{ACTIVATIONS}.test_a_layer_puts_out_what_its_rule_says",
+    ),
+    "`uneven=`: one head of keys on 2, 4 and 8 devices": (
+        "test_keras_uneven.test_one_head_of_keys_on_many_devices"
+    ),
+    "LoRA, int4, float8, int8 embeddings: they follow their weights, by loose rules and strict ones": (
+        f"{DERIVED}.test_a_derived_variable_is_cut_where_its_parent_is"
+    ),
+    "int8 layers with int8 inputs": {
+        "jax": f"{DERIVED}.test_layers_with_inputs_in_int8",
+        "tensorflow": f"{DERIVED}.test_layers_with_inputs_in_int8_are_refused",
+        "torch": f"{DERIVED}.test_layers_with_inputs_in_int8",
+    },
+    "several processes: values, seeds and losses of one": {
+        "jax": "test_keras_processes.test_each_brings_its_rows_and_all_get_the_numbers_of_one_process",
+        "tensorflow": "test_keras_processes_whole_batch.test_two_processes_train_one_model",
+        "torch": "test_keras_processes_whole_batch.test_two_processes_train_one_model",
+    },
     "no module of Keras is changed after a scope": (
         "test_keras_hooks.test_a_scope_changes_what_is_listed_and_leaves_no_trace"
     ),
 }
+WHY = {
+    f"{ON['torch']}.test_compiled_steps_are_refused": "torch.compile does not take DTensors as they are used here",
+    f"{ON['torch']}.test_several_steps_in_one_execution_are_refused": "Keras has none on PyTorch",
+    f"{DERIVED}.test_layers_with_inputs_in_int8_are_refused": "DTensor has no product of int8",
+}
 REFUSED = ("_are_refused", "_is_refused")
-DEPTH_FILES = (TRAINING, DATA, SAVING, "test_keras_optimizers", "test_keras_hooks")
+PROCESSES = {
+    "jax": "test_keras_processes",
+    "tensorflow": "test_keras_processes_whole_batch",
+    "torch": "test_keras_processes_whole_batch",
+}
+DEPTH_FILES = (
+    TRAINING,
+    DATA,
+    SAVING,
+    ACTIVATIONS,
+    DERIVED,
+    "test_keras_uneven",
+    "test_keras_optimizers",
+    "test_keras_hooks",
+)
 
 
 def run() -> dict[tuple[str, str], str]:
@@ -146,7 +189,7 @@ def run() -> dict[tuple[str, str], str]:
     for process, files in FILES.items():
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / f"{process}.xml"
-            depth = [f"tests/adapters/{name}.py" for name in (*DEPTH_FILES, ON[process])]
+            depth = [f"tests/adapters/{name}.py" for name in (*DEPTH_FILES, ON[process], PROCESSES[process])]
             subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", f"--junitxml={results}", *files, *depth],
                 cwd=ROOT,
@@ -220,8 +263,8 @@ def _shown(
             for (where, case), outcome in outcomes.items()
             if where == f"{process}:{module}" and (case == name or case.startswith(f"{name}["))
         ]
-        refused = name.endswith(REFUSED)
-        said += [("no" if refused and o == "yes" else o) for o in cases] or ["not run"]
+        no = f"no: {WHY[test]}" if name.endswith(REFUSED) else ""
+        said += [(no if no and o == "yes" else o) for o in cases] or ["not run"]
     return next((each for each in said if each != "yes"), "yes")
 
 

@@ -60,6 +60,31 @@ def test_callbacks_see_a_whole_model():
     assert_in_layouts(model, mlp_map())
 
 
+def test_tensorboard_is_told_the_losses(tmp_path):
+    """The callback writes what plain training writes, step by step."""
+
+    def train(model):
+        board = keras.callbacks.TensorBoard(tmp_path / model.name, write_graph=False)
+        return {"loss": fit(model, epochs=2, callbacks=[board])["loss"]}
+
+    expected, actual, model = both(mlp, train)
+    written = [event for path in (tmp_path / model.name).rglob("events*") for event in events_of(path)]
+
+    assert_close(expected, actual)
+    np.testing.assert_allclose(actual["loss"], [v for tag, v in written if tag == "epoch_loss"], rtol=1e-6)
+    assert_in_layouts(model, mlp_map())
+
+
+def events_of(path):
+    """The scalars of one of TensorBoard's files, in order."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    for event in EventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            yield value.tag, float(make_ndarray(value.tensor))
+
+
 def test_nested_data_validation_and_frozen_layers():
     """Dicts of inputs and outputs, sample weights, a validation split and a frozen layer train like one device."""
     random = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """One scope's work in Keras: watch variables and layers being born, then give each variable its value in its layout.
 
     born      the constructor hooks report each layer and variable that is made while the scope is open
-    describe  walk the models that the layers form, and name every variable by its object path
+    describe  walk the models that the layers form, and name every variable by its object path: see `describing`
     settle    ask the scope for all layouts at once, then make what has no value and place what has one
 
 A scope is often left before the weights exist: Keras makes them at a model's first call, or in `fit`. So each layer
@@ -22,11 +22,11 @@ import keras
 
 from layoutmap.active import entered
 from layoutmap.adapters.keras import hooks
-from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
+from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, limits_of
 from layoutmap.adapters.keras.draws import draw_of, draw_of_seed, why_whole
 from layoutmap.adapters.keras.loading import check_shape, cut_on_the_host, from_host, is_on_host
-from layoutmap.adapters.keras.names import note_given, stable_names
-from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
+from layoutmap.adapters.keras.names import note_given
+from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.training import adopt_for_training, complete
@@ -35,18 +35,9 @@ from layoutmap.adapters.protocol import Home
 from layoutmap.draws import Draw
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
-from layoutmap.limits import Limit
 from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["KerasSession"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A variable of this scope, as the core will see it."""
-
-    variable: Any
-    spec: VariableSpec
 
 
 @dataclass(slots=True)
@@ -195,71 +186,12 @@ class KerasSession:
             if not getattr(layer, "built", True) and not hooks.is_default(layer.build)
         ]
 
-    @staticmethod
-    def _roots(layers: list[Any]) -> Iterator[tuple[str, Any]]:
-        """The layers that are in no other one, and what they are called."""
-        below = {id(child) for layer in layers for child in sublayers(layer)}
-        roots = [layer for layer in layers if id(layer) not in below]
-        return zip(stable_names(roots), roots, strict=True)
-
-    def _describe(self) -> list[_Entry]:
+    def _describe(self) -> list[Entry]:
         """All variables of the scope: those of the models first, in the order of the models, then the rest."""
-        entries: list[_Entry] = []
-        seen: set[int] = set()
-        layers = self._alive()
-        derived = derivations(layers)
-        for name, root in self._roots(layers):
-            is_model = isinstance(root, keras.Model)
-            for found in find_variables(root):
-                if id(found.variable) in seen:
-                    continue
-                seen.add(id(found.variable))
-                prefix = "" if is_model else f"{name}."
-                path = prefix + found.path
-                kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
-                rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
-                of = derived.get(id(found.variable))
-                if of is not None:
-                    parent = path[: path.rfind(".") + 1] + of.parent
-                    rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
-                entries.append(
-                    _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=name, **rest)
-                )
-        by_variable = {id(entry.variable): entry for entry in entries}
-        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-        slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
-        reduced = {id(each.slot): each for optimizer in optimizers for each in reduced_slots(optimizer)}
-        for each in reduced.values():
-            self.set_parent(each.slot, each.weight)
-        taken: dict[str, set[str]] = {}  # the slots' paths in each model
-        for variable in self._known():
-            if id(variable) not in seen and not hooks.is_global_seed(variable):
-                entries.append(self._describe_other(variable, by_variable, slots, reduced, taken))  # noqa: PERF401
-        return entries
+        return describe(self._alive(), self._living_optimizers(), self._known(), self._parent_of)
 
-    def _describe_other(
-        self,
-        variable: Any,
-        of: dict[int, _Entry],
-        slots: set[int],
-        reduced: dict[int, ReducedSlot],
-        taken: dict[str, set[str]],
-    ) -> _Entry:
-        """A slot of an optimizer, or something small that belongs to no layer."""
-        parent = self._parent_of(variable)
-        entry = of.get(id(parent)) if parent is not None else None
-        if entry is not None:
-            spec = entry.spec
-            known = reduced.get(id(variable))
-            others = taken.setdefault(spec.model, set())
-            path = slot_path(variable, parent, spec.path, others, known.kind if known else "")
-            rest: dict[str, Any] = {"parent": spec.path, "model": spec.model}
-            if known:
-                rest |= {"axes": known.axes, "parent_shape": spec.shape}
-            return _entry(variable, path, Kind.SLOT, **rest)
-        if id(variable) in slots:
-            return _entry(variable, slot_path(variable, None, "", taken.setdefault("", set())), Kind.SLOT)
-        return _entry(variable, _plain_path(variable), Kind.METRIC)
+    def _living_optimizers(self) -> list[Any]:
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def _parent_of(self, variable: Any) -> Any:
         record = self._records.get(id(variable))
@@ -306,16 +238,15 @@ class KerasSession:
         for variable in waiting:
             if is_pending(variable) and hooks.is_global_seed(variable):
                 self._make_plain(variable)
-        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-        self.port.settled(optimizers, self._alive())
+        self.port.settled(self._living_optimizers(), self._alive())
 
-    def _assign(self, entries: list[_Entry], *, complete: bool) -> Sequence[Assignment]:
+    def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
         return self.home.assign(
             [e.spec for e in entries],
             {e.spec.path: why for e in entries if (why := self._why_whole(e))},
-            self._limits(entries),
+            limits_of(self.port, self._alive(), entries),
             complete,
-            [path for path, _ in self._layer_paths()] if self.home.lays_out_activations else None,
+            [path for path, _ in layer_paths(self._alive())] if self.home.lays_out_activations else None,
             self.port.chooses_layouts,
         )
 
@@ -325,39 +256,15 @@ class KerasSession:
         """A layer's path, and the layout of what it puts out; `None`: as it comes."""
         if self._outputs[0] != self._num_births:
             found: dict[int, tuple[str, Layout | None]] = {}
-            for path, each in self._layer_paths():
+            for path, each in layer_paths(self._alive()):
                 if (
                     found.get(id(each), ("", None))[1] is None
-                ):  # a shared layer has the rule of any of its paths
+                ):  # a shared one has the rule of any of its paths
                     found[id(each)] = path, self.home.activation_layout(path)
             self._outputs = self._num_births, found
         return self._outputs[1].get(id(layer), ("", None))
 
-    def _layer_paths(self) -> list[tuple[str, Any]]:
-        """All layers below the models of this scope, and the layers that stand alone, under each of their paths."""
-        paths: list[tuple[str, Any]] = []
-        for name, root in self._roots(self._alive()):
-            is_model = isinstance(root, keras.Model)
-            prefix = "" if is_model else f"{name}."
-            paths += [] if is_model else [(name, root)]
-            paths += [(prefix + path, layer) for path, layer in find_layers(root)]
-        return paths
-
-    def _limits(self, entries: list[_Entry]) -> list[Limit]:
-        """What the backend cannot do with the layers that have weights."""
-        paths = {id(e.variable): e.spec.path for e in entries}
-        found: list[Limit] = []
-        for layer in self._alive():
-            own = [*layer._trainable_variables, *layer._non_trainable_variables]
-            # A layer without weights of its own is where the first below it is: an RNN where its cell is.
-            inner = own or [v for below in sublayers(layer) for v in below._trainable_variables]
-            known = [paths[id(v)] for v in inner if id(v) in paths]
-            if known:
-                weights = [paths[id(v)] for v in own if id(v) in paths]
-                found += self.port.limits_of(layer, known[0].rpartition(".")[0] or layer.name, weights)
-        return found
-
-    def _why_whole(self, entry: _Entry) -> str:
+    def _why_whole(self, entry: Entry) -> str:
         if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
             return ""
         return why_whole(entry.variable._initializer, self.port.drawn_whole)
@@ -427,7 +334,7 @@ class KerasSession:
         with self.lock, self.port.outside():
             return self._entry_of(variable).spec.path
 
-    def _assignment_of(self, entry: _Entry) -> Assignment:
+    def _assignment_of(self, entry: Entry) -> Assignment:
         """The layout of a variable that gets its value before all are planned, or as planned ahead."""
         known = self._ahead[1].get(id(entry.variable)) if self._ahead[0] == self._num_births else None
         return known or self.home.assign_one(entry.spec)
@@ -445,14 +352,14 @@ class KerasSession:
                 mend="build it for real: with layout_map.scope(): model = make_model()",
             )
 
-    def _entry_of(self, variable: Any) -> _Entry:
+    def _entry_of(self, variable: Any) -> Entry:
         # Early reads ask for each variable, so they make do with what was found when as many things had been born.
         if self._described[0] != self._num_births:
             self._described = (self._num_births, {id(e.variable): e.spec for e in self._describe()})
         spec = self._described[1].get(id(variable))
-        return _Entry(variable, spec) if spec else _entry(variable, _plain_path(variable), Kind.METRIC)
+        return Entry(variable, spec) if spec else describe_alone(variable)
 
-    def _make(self, todo: list[tuple[_Entry, Assignment]]) -> None:
+    def _make(self, todo: list[tuple[Entry, Assignment]]) -> None:
         """Make values, in the order in which the variables were born: seed generators advance in that order."""
         birth = {id(v): number for number, v in enumerate(self._known())}
         todo = sorted(todo, key=lambda pair: birth.get(id(pair[0].variable), 0))
@@ -512,13 +419,3 @@ class KerasSession:
     def complete(self, model: Any, inputs: Any) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""
         complete(model, inputs)
-
-
-def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> _Entry:
-    shape = tuple(int(n) for n in variable.shape)
-    dtype = keras.backend.standardize_dtype(variable._dtype)
-    return _Entry(variable, VariableSpec(path, shape, dtype, kind, **rest))
-
-
-def _plain_path(variable: Any) -> str:
-    return variable.path.replace("/", ".")

@@ -1,0 +1,131 @@
+"""What the core is told of a scope's layers and optimizers: every variable, by its object path, and every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
+from layoutmap.adapters.keras.hooks import is_global_seed
+from layoutmap.adapters.keras.names import stable_names
+from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
+from layoutmap.adapters.keras.ports import Port
+from layoutmap.limits import Limit
+from layoutmap.variables import Kind, VariableSpec
+
+__all__ = ["Entry", "describe", "describe_alone", "layer_paths", "limits_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A variable of a scope, as the core will see it."""
+
+    variable: Any
+    spec: VariableSpec
+
+
+def describe(
+    layers: Sequence[Any], optimizers: Sequence[Any], known: Sequence[Any], parent_of: Callable[[Any], Any]
+) -> list[Entry]:
+    """All variables of a scope: those of its models first, in the order of the models, then the rest.
+
+    Args:
+        layers: The layers of the scope.
+        optimizers: Its optimizers.
+        known: Its variables, in the order of their birth.
+        parent_of: Gives the weight of a slot, if somebody has seen it being made.
+    """
+    entries = list(_of_layers(layers))
+    by_variable = {id(entry.variable): entry for entry in entries}
+    slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
+    reduced = {id(each.slot): each for optimizer in optimizers for each in reduced_slots(optimizer)}
+    taken: dict[str, set[str]] = {}  # the slots' paths in each model
+    for variable in known:
+        if id(variable) in by_variable or is_global_seed(variable):
+            continue
+        of = reduced.get(id(variable))
+        parent = of.weight if of else parent_of(variable)
+        entry = by_variable.get(id(parent)) if parent is not None else None
+        if entry is not None:
+            entries.append(_slot(variable, entry, of, taken.setdefault(entry.spec.model, set())))
+        elif id(variable) in slots:
+            path = slot_path(variable, None, "", taken.setdefault("", set()))
+            entries.append(_entry(variable, path, Kind.SLOT))
+        else:
+            entries.append(describe_alone(variable))
+    return entries
+
+
+def describe_alone(variable: Any) -> Entry:
+    """A variable that belongs to no layer."""
+    return _entry(variable, variable.path.replace("/", "."), Kind.METRIC)
+
+
+def layer_paths(layers: Sequence[Any]) -> list[tuple[str, Any]]:
+    """All layers below models, and those that stand alone, under each of their paths."""
+    paths: list[tuple[str, Any]] = []
+    for name, root in _roots(layers):
+        is_model = isinstance(root, keras.Model)
+        prefix = "" if is_model else f"{name}."
+        paths += [] if is_model else [(name, root)]
+        paths += [(prefix + path, layer) for path, layer in find_layers(root)]
+    return paths
+
+
+def limits_of(port: Port, layers: Sequence[Any], entries: Sequence[Entry]) -> list[Limit]:
+    """What a backend cannot do with the layers that have weights."""
+    paths = {id(e.variable): e.spec.path for e in entries}
+    found: list[Limit] = []
+    for layer in layers:
+        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        # A layer without weights of its own is where the first below it is: an RNN where its cell is.
+        inner = own or [v for below in sublayers(layer) for v in below._trainable_variables]
+        known = [paths[id(v)] for v in inner if id(v) in paths]
+        if known:
+            weights = [paths[id(v)] for v in own if id(v) in paths]
+            found += port.limits_of(layer, known[0].rpartition(".")[0] or layer.name, weights)
+    return found
+
+
+def _roots(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The layers that are in no other one, and what they are called."""
+    below = {id(child) for layer in layers for child in sublayers(layer)}
+    roots = [layer for layer in layers if id(layer) not in below]
+    return zip(stable_names(roots), roots, strict=True)
+
+
+def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
+    seen: set[int] = set()
+    derived = derivations(layers)
+    for name, root in _roots(layers):
+        prefix = "" if isinstance(root, keras.Model) else f"{name}."
+        for found in find_variables(root):
+            if id(found.variable) in seen:
+                continue
+            seen.add(id(found.variable))
+            path = prefix + found.path
+            kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
+            rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
+            of = derived.get(id(found.variable))
+            if of is not None:
+                parent = path[: path.rfind(".") + 1] + of.parent
+                rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
+            yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=name, **rest)
+
+
+def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[str]) -> Entry:
+    spec = weight.spec
+    path = slot_path(variable, weight.variable, spec.path, taken, reduced.kind if reduced else "")
+    rest: dict[str, Any] = {"parent": spec.path, "model": spec.model}
+    if reduced:
+        rest |= {"axes": reduced.axes, "parent_shape": spec.shape}
+    return _entry(variable, path, Kind.SLOT, **rest)
+
+
+def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> Entry:
+    shape = tuple(int(n) for n in variable.shape)
+    dtype = keras.backend.standardize_dtype(variable._dtype)
+    return Entry(variable, VariableSpec(path, shape, dtype, kind, **rest))
