@@ -241,8 +241,8 @@ def table(outcomes: dict[tuple[str, str], str]) -> str:
     for test, meaning in LAYERS.items():
         shown = [
             name[len(test) + 1 : -1]
-            for (_, name), said in outcomes.items()
-            if name.startswith(f"{test}[") and said == "yes"
+            for (where, name), said in outcomes.items()
+            if ":" not in where and name.startswith(f"{test}[") and said == "yes"
         ]
         rows.append(_row(meaning, [", ".join(shown) or "not run"]))
     return "\n".join(rows)

@@ -11,6 +11,8 @@ from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending
 
 PROCESSES = ("jax", "tensorflow", "torch")
+# Keras's own: it hands variables to numpy where it quantizes.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 L = keras.layers
 MESH = "batch=2,model=4"
@@ -206,8 +208,6 @@ def rules_for(layer, specs, end):
     return lm.LayoutMap(lm.create_mesh(MESH), rules)
 
 
-# Keras's own: it hands a variable to numpy where it quantizes the second table of a `ReversibleEmbedding`.
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "end"),
     [(name, "") for name in CASES if name not in INPUTS_IN_INT8] + [("dense lora", "$"), ("heads int4", "$")],
