@@ -161,7 +161,7 @@ DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
     ),
 }
 WHY = {
-    f"{ON['torch']}.test_compiled_steps_are_refused": "torch.compile does not take DTensors as they are used here",
+    f"{ON['torch']}.test_compiled_steps_are_refused": "torch.compile does not trace a step on a mesh",
     f"{ON['torch']}.test_several_steps_in_one_execution_are_refused": "Keras has none on PyTorch",
     f"{DERIVED}.test_layers_with_inputs_in_int8_are_refused": "DTensor has no product of int8",
 }
