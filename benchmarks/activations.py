@@ -87,8 +87,8 @@ def main() -> None:
     )
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--meshes", nargs="+", default=["batch=2,model=4", "batch=4,model=2"])
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument(
         "--rounds", type=int, default=0, help="how often to run 8 steps of each; 0: only count"
     )
