@@ -60,7 +60,7 @@ def test_a_plan_is_printed_and_written(folder, capsys):
     code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
     kept = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{kept}\n") == (code, out)
+    assert (0, f"{kept}\n\n{kept.memory}\n") == (code, out)
     assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept]
 
 

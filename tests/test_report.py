@@ -221,3 +221,14 @@ def test_a_derived_variable_is_shown_with_its_parent():
     assert [("batch", "model"), ("model",), ("batch",)] == [
         row.first.layout.sharding_specs for row in plan_rows(plan)
     ]
+
+
+def test_what_was_taken_for_an_axis_that_does_not_divide_is_shown():
+    """The table shows the layout that was taken, and a note says that the rule asked for another."""
+    variables = [VariableSpec(f"blocks.{n}.key", (16, 1), "float32") for n in range(2)]
+    plan = make_plan(variables, lm.LayoutMap(MESH, {"blocks": ("batch", "model")}, uneven="replicate"))
+
+    assert str(plan).endswith(
+        "no problems\n\nnote: blocks.{0..1}.key: axis 1 cannot be split evenly, so it is left whole"
+    )
+    assert "(batch, unsharded)" in str(plan)

@@ -130,7 +130,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: Any) -> int:
     made = _plan_of_model(options.model, options)
-    print(made)
+    print(f"{made}\n\n{made.memory}")
     if options.json is not None:
         _write(options.json, made.to_json())
         print(f"written: {options.json}", file=sys.stderr)

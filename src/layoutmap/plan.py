@@ -17,6 +17,7 @@ from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.plan_diff import PlanDiff
+    from layoutmap.plan_memory import Memory
 
 __all__ = ["Plan", "Problem", "Severity", "group_problems", "in_order"]
 
@@ -152,6 +153,27 @@ class Plan:
         raise PlanError(f"{len(found)} problems\n{shown}{more}", problems=found)
 
     # -- questions
+
+    @property
+    def memory(self) -> Memory:
+        """What each device holds: weights, gradients, slots and state; and what is whole there and need not be.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.planning import make_plan
+            >>> from layoutmap.variables import VariableSpec
+            >>> variables = [VariableSpec(path, (512, 1024), "float32") for path in ("up.kernel", "head.kernel")]
+            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {"up": (None, "model"), "head": (None, None)})
+            >>> print(make_plan(variables, layout_map).memory)
+            per device: weights 2.5 MiB, gradients 2.5 MiB; 5.0 MiB in all
+            <BLANKLINE>
+            whole on every device    bytes  could save it
+            ---------------------  -------  -----------------
+            head.kernel            1.5 MiB  axis 0 over model
+        """
+        from layoutmap.plan_memory import memory_of
+
+        return memory_of(self)
 
     def explain(self, path: str) -> str:
         """Why a variable is where it is, and what to type to have it elsewhere.

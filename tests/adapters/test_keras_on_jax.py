@@ -95,3 +95,28 @@ def test_states_of_a_recurrent_layer_are_placed():
     np.testing.assert_allclose(np.asarray(model(x)), np.asarray(expected(x)), rtol=1e-5, atol=1e-6)
     assert {"r.states.0", "r.states.1"} <= {a.variable.path for a in scope.plan}
     assert all(hasattr(v, "layout") for v in model.variables)
+
+
+def test_the_bytes_of_a_plan_are_those_of_the_shards_and_of_the_compiled_step():
+    """Exactly: what the first device holds after a real creation, and what XLA says that a step takes in."""
+    x, y = (array[:8] for array in batch("sequential"))
+    with make_map().scope(batch_dim="batch") as scope:
+        model = mlp()
+        model.compile(optimizer="adamw", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.train_on_batch(x, y)  # what training makes is in the plan then
+    groups = [model.trainable_variables, model.non_trainable_variables]
+    groups += [model.optimizer.variables, model.metrics_variables]
+    state = tuple([v.value for v in group] for group in groups)
+    arrays = [array for group in state for array in group]
+    first = jax.devices()[0]
+    held = [s.data.nbytes for array in arrays for s in array.addressable_shards if s.device == first]
+    mesh = arrays[0].sharding.mesh
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+    data = jax.device_put((x, y), split)
+    compiled = jax.jit(model.train_step).lower(state, data).compile()
+    used = {v.path for group in groups for v in group}
+
+    assert len(used) == len(scope.plan)
+    assert sum(held) == scope.plan.device_nbytes
+    brought = sum(array.addressable_shards[0].data.nbytes for array in data)
+    assert sum(held) + brought == compiled.memory_analysis().argument_size_in_bytes

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan, group_problems
 from layoutmap.plan_diff import PlanDiff
+from layoutmap.plan_memory import Cut, Memory
 from layoutmap.report.rows import Row, plan_rows, size
 from layoutmap.rules import Match
 
@@ -17,6 +18,7 @@ __all__ = [
     "diff_cells",
     "diff_line",
     "diff_text",
+    "memory_text",
     "plan_line",
     "plan_text",
     "row_cells",
@@ -27,6 +29,7 @@ __all__ = [
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "per device", "bytes", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
 _RIGHT = {"times", "bytes"}
+_MOST_CUTS = 10
 
 
 def plan_line(plan: Plan) -> str:
@@ -64,7 +67,36 @@ def plan_text(plan: Plan) -> str:
     for problem in grouped:
         if problem.kind != "no rule":
             lines += ["", f"warning: {problem}"]
-    return "\n".join(lines)
+    taken = [
+        f"note: {p.what}"
+        for p in group_problems(plan.problems)
+        if p.severity == "note" and p.kind == "uneven"
+    ]
+    return "\n".join([*lines, *([""] if taken else []), *taken])
+
+
+def memory_text(memory: Memory) -> str:
+    """What a device holds, in a line, and the variables that could be cut, repeated blocks in one line each."""
+    parts = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
+    told = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    lines = [f"per device: {told or 'nothing'}; {size(memory.total)} in all"]
+    groups: dict[object, list[Cut]] = {}
+    for cut in memory.could_be_cut:
+        v = cut.assignment.variable
+        groups.setdefault((v.model, path_shape(v.path), v.shape, v.dtype), []).append(cut)
+    rows = [
+        (
+            merge_paths([cut.assignment.variable.path for cut in group]),
+            size(sum(cut.saved_nbytes for cut in group)),
+            f"axis {group[0].axis} over {group[0].dim}",
+        )
+        for group in sorted(groups.values(), key=lambda group: -sum(cut.saved_nbytes for cut in group))
+    ]
+    if rows:
+        lines += ["", *_table(("whole on every device", "bytes", "could save it"), rows[:_MOST_CUTS])]
+    return "\n".join(
+        [*lines, *([f"... and {len(rows) - _MOST_CUTS} more"] if len(rows) > _MOST_CUTS else [])]
+    )
 
 
 def diff_line(diff: PlanDiff) -> str:
