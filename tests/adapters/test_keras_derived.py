@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from keras.quantizers import Int4QuantizationConfig
+from keras.quantizers import AWQConfig, GPTQConfig, Int4QuantizationConfig
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
@@ -56,6 +56,14 @@ def int4(layer):
     layer.quantize("int4", config=Int4QuantizationConfig(block_size=-1))
 
 
+def gptq(layer):  # before it is calibrated, the kernel is there too
+    layer.quantize("gptq", config=GPTQConfig(dataset=["text"], tokenizer=None, weight_bits=4, group_size=4))
+
+
+def awq(layer):
+    layer.quantize("awq", config=AWQConfig(dataset=["text"], tokenizer=None, group_size=4))
+
+
 def int4_groups(layer):
     layer.quantize("int4", config=Int4QuantizationConfig(block_size=4))
 
@@ -101,6 +109,24 @@ CASES = {
             "kernel_zero": (None, None),
             "g_idx": ("model",),
         },
+    ),
+    "dense gptq": (
+        dense,
+        COLUMNS,
+        gptq,
+        {"quantized_kernel": ("model", None), "kernel_scale": ("model", None), "g_idx": (None,)},
+    ),
+    "dense awq, rows": (
+        dense,
+        ROWS,
+        awq,
+        {"quantized_kernel": (None, "model"), "kernel_zero": (None, None), "awq_scales": ("model",)},
+    ),
+    "heads gptq": (
+        heads,
+        HEADS,
+        gptq,
+        {"quantized_kernel": ("model", None), "kernel_scale": ("model", None), "g_idx": (None,)},
     ),
     "dense float8": (
         dense,
