@@ -1,6 +1,7 @@
 """A plan assigns every variable, counts every byte and collects every problem; it touches nothing."""
 
 import textwrap
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -394,3 +395,50 @@ def test_what_is_not_known_of_layers_is_no_problem():
 
     assert () == make_plan([weight("d1")], layout_map).problems
     assert () == make_plan([weight("d1")], layout_map, layers=["a"], complete=False).problems
+
+
+# -- rules for derived variables
+
+
+def lora(path="up.lora_kernel_a", shape=(16, 8)):
+    """The first factor of a kernel of (16, 64): its first axis is the kernel's, its second the rank."""
+    return weight(path, shape, parent="up.kernel", axes=((0,), ()), parent_shape=(16, 64))
+
+
+def test_a_rule_for_a_derived_variable_is_about_its_own_axes():
+    """Also where the parent has as many: what the rule cuts is cut, and an axis that does not divide is an error."""
+    rules = {r"up\.kernel": ("model", None), r"up\.lora_kernel_a": (None, "model")}
+    plan = plan_of([weight("up.kernel"), lora()], rules)
+    uneven = plan_of([weight("up.kernel"), lora(shape=(16, 6))], rules)
+
+    assert ("unsharded", "model") == plan["up.lora_kernel_a"].layout.sharding_specs
+    assert () == plan.problems
+    assert [("uneven", "error")] == [(p.kind, p.severity) for p in uneven.problems]
+
+
+def test_a_rule_of_another_rank_is_told_with_the_shape_that_it_is_for():
+    """The variable's own, or that of the weight in whose place it is."""
+    own = plan_of(
+        [weight("up.kernel"), lora()], {r"up\.kernel": ("model", None), r"up\.lora_kernel_a": ("model",)}
+    )
+    packed = weight("up.kernel", (16, 32), parent="up.kernel", axes=((0,), (1, 2)), parent_shape=(16, 8, 8))
+    other = plan_of([packed], {r"up\.kernel": ("model",)})
+
+    assert [("rank", ("shape", "(16, 8)"))] == [(p.kind, p.facts[0]) for p in own.problems]
+    assert [("rank", ("shape", "(16, 8, 8)"))] == [(p.kind, p.facts[0]) for p in other.problems]
+    (note,) = plan_of([replace(packed, shape=(16, 2))], {"up": (None, "model", None)}).problems
+    assert note.why.endswith(
+        "it is cut as its rule cuts the weight that it stands for, as far as that divides it"
+    )
+
+
+def test_an_exact_key_beats_a_rule_that_comes_before_for_a_derived_variable_too():
+    """As for any other variable, and the other is told as one that also matches."""
+    rules = {
+        r"up\.kernel": ("model", None),
+        r".*lora_kernel_a": (None, None),
+        "up.lora_kernel_a": (None, "model"),
+    }
+    match = plan_of([weight("up.kernel"), lora()], rules)["up.lora_kernel_a"].match
+
+    assert (3, [2]) == (match.rule.number, [rule.number for rule in match.others])

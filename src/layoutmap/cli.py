@@ -160,7 +160,9 @@ def _devices(options: Any) -> int:
             names = devices(engine=engine)
         except (LayoutMapError, ImportError) as error:
             if options.engine:
-                raise LayoutMapError(f"{engine}: no devices", why=str(error)) from error
+                raise LayoutMapError(
+                    f"{engine}: no devices", why=str(error), mend=f'pip install "layoutmap[{engine}]"'
+                ) from error
             continue
         found = True
         print(f"{engine}: {len(names)} devices")
@@ -273,7 +275,11 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise LayoutMapError(f"{path} cannot be read", why=error.strerror or str(error)) from error
+        raise LayoutMapError(
+            f"{path} cannot be read",
+            why=error.strerror or str(error),
+            mend="name a file that is there, from the present folder",
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -283,7 +289,11 @@ def _write(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        raise LayoutMapError(f"{path} cannot be written", why=error.strerror or str(error)) from error
+        raise LayoutMapError(
+            f"{path} cannot be written",
+            why=error.strerror or str(error),
+            mend="name a file in a folder that is there and has room; what was there has not been touched",
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 

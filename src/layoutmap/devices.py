@@ -31,7 +31,7 @@ def create_mesh(
         mesh_name: A name of your choice.
         devices: The device names, row-major; all are used.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`: the first devices of that type; `None`: of the default type.
-        engine: Whose devices: `"jax"` or `"tensorflow"`; `None` means the framework that is in use.
+        engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
 
     Raises:
         MeshError: The mesh cannot be, or there are too few devices, or others than `device_type` were given.
@@ -81,7 +81,7 @@ def devices(engine: str | None = None, device_type: str | None = None) -> tuple[
     """The names of the devices there are, of all processes.
 
     Args:
-        engine: Whose devices: `"jax"` or `"tensorflow"`; `None` means the framework that is in use.
+        engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`; `None` means the framework's default type.
 
     Raises:

@@ -121,8 +121,8 @@ class _Planning:
         rule = match and match.rule
         if rule is None:
             return Layout.replicated(self.mesh, len(variable.shape)), match, "error"
-        if variable.axes is not None and rule.layout.rank == len(variable.rule_shape):
-            return derived_layout(rule.layout, variable.axes), match, "shrink"
+        if variable.is_packed and rule.layout.rank == len(variable.rule_shape):
+            return derived_layout(rule.layout, variable.axes or ()), match, "shrink"
         return rule.layout, match, rule.uneven
 
     def _match(self, variable: VariableSpec) -> Match:
@@ -158,22 +158,18 @@ class _Planning:
         if variable.kind not in _MATCHED or variable.parent is None:
             return None
         of_parent = self.layout_map.matching_rules(variable.parent)
-        found = {
-            rule.number: rule
-            for path in (variable.path, *variable.aliases)
-            for rule in self.layout_map.matching_rules(path)
-            if rule not in of_parent
-        }
+        paths = (variable.path, *variable.aliases)
+        found = {r for path in paths for r in self.layout_map.matching_rules(path) if r not in of_parent}
         if not found:
             return None
-        first, *others = (found[number] for number in sorted(found))
+        first, *others = sorted(found, key=lambda r: (r.pattern not in paths, r.number))
         return Match(variable.path, first, tuple(others))
 
     def _as_parent(self, variable: VariableSpec) -> Layout:
         """The layout that a derived variable takes over."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
         replicated = Layout.replicated(self.mesh, len(variable.shape))
-        if parent is not None and parent.parent != parent.path:
+        if parent is not None and not parent.is_packed:
             layout, shape = self._assignment(parent).layout, parent.shape
         else:  # it has made way for those that are derived from it, a packed form of it among them
             rule = next(iter(self.layout_map.matching_rules(variable.parent or "")), None)
@@ -198,7 +194,8 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
     told_of_parent = variable.follows and match is None and layout == asked
     if layout.rank != len(variable.shape):
         if not told_of_parent:
-            error = layout.rank_error(variable.rule_shape, variable.path)
+            shape = variable.rule_shape if variable.is_packed else variable.shape
+            error = layout.rank_error(shape, variable.path)
             yield _of_layout("rank", "error", error, assignment)
         return
     for axis in () if told_of_parent else asked.uneven_axes(variable.shape):
@@ -259,11 +256,12 @@ def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
     taken = f"cut over {', '.join(dims)} only" if dims else "left whole"
     told = _of_layout("uneven", "note", error, assignment)
     rule = assignment.match.rule if assignment.match else None
-    reason = (
-        f'rule {rule.number} has uneven="{rule.uneven}"'
-        if rule and rule.uneven != "error"
-        else f"it follows {assignment.variable.parent} as far as that divides it"
-    )
+    if assignment.variable.is_packed:
+        reason = "it is cut as its rule cuts the weight that it stands for, as far as that divides it"
+    elif rule is not None:
+        reason = f'rule {rule.number} has uneven="{rule.uneven}"'
+    else:
+        reason = f"it follows {assignment.variable.parent} as far as that divides it"
     return replace(
         told,
         what=f"{told.subject}: axis {axis} cannot be split evenly, so it is {taken}",

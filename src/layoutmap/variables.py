@@ -62,7 +62,12 @@ class VariableSpec:
     @property
     def follows(self) -> bool:
         """Whether it is derived from another variable, which is there beside it."""
-        return self.parent is not None and self.parent != self.path
+        return self.parent is not None and not self.is_packed
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it has taken the place of a variable of its path, whose shape the rules are for."""
+        return self.parent == self.path
 
     @property
     def rule_shape(self) -> tuple[int, ...]:

@@ -257,9 +257,8 @@ class KerasSession:
         if self._outputs[0] != self._num_births:
             found: dict[int, tuple[str, Layout | None]] = {}
             for path, each in layer_paths(self._alive()):
-                if (
-                    found.get(id(each), ("", None))[1] is None
-                ):  # a shared one has the rule of any of its paths
+                # A shared layer has the rule of any of its paths.
+                if found.get(id(each), ("", None))[1] is None:
                     found[id(each)] = path, self.home.activation_layout(path)
             self._outputs = self._num_births, found
         return self._outputs[1].get(id(layer), ("", None))

@@ -5,7 +5,6 @@ process has one: Keras reads it between steps, where nothing runs on the mesh.
 
 Private names of Keras's torch backend that are used here, besides those that `hooks` lists, tested on Keras 3.15:
 
-    keras.src.backend.common.symbolic_scope     in_symbolic_scope
     keras.src.backend.torch.core                DEFAULT_DEVICE, device_scope, get_device
     keras.src.backend.torch.layer.TorchLayer    _post_build, _post_track_variable, _track_variables, _torch_params
     keras.src.layers.layer.Layer                _get_own_losses, _get_regularization_losses
@@ -24,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import torch
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.torch import core as keras_core
 from keras.src.backend.torch.layer import TorchLayer
 from torch.distributed.tensor import DTensor
 
+from layoutmap.adapters.keras.hooks import in_symbolic_scope
 from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.adapters.keras.ports import Wraps
 from layoutmap.adapters.keras.ports.torch_calls import calling, own_losses, placed, running, whole
