@@ -35,7 +35,17 @@ VALUES = (
     "path_groups",
     "active",  # the one ContextVar
 )
-WORK = ("plan", "planning", "plan_diff", "plan_json", "plan_memory", "agreement", "report", "checkpoint")
+WORK = (
+    "plan",
+    "planning",
+    "plan_diff",
+    "plan_json",
+    "plan_memory",
+    "lint",
+    "agreement",
+    "report",
+    "checkpoint",
+)
 # What an edge must do, and the registries of edges: they hold module names as strings and import no edge.
 CONTRACTS = ("engines.protocol", "engines", "adapters.protocol", "adapters")
 # Each edge and the frameworks that it may import. An edge is a file, files with its name in front, or a folder.

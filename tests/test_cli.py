@@ -98,6 +98,26 @@ def test_explain(capsys):
     assert "near misses: up.kernel" in err
 
 
+def test_lint_fails_when_it_finds_something(folder, capsys):
+    """In a model or in a plan's file; what it tells is what the library tells, and `plan` says that there is some."""
+    (folder / "odd.yaml").write_text(RULES.replace("model: 4}", "model: 4, spare: 3}"))
+    code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "odd.yaml", "--json", "odd.json")
+    told = str(lm.Plan.from_json((folder / "odd.json").read_text()).lint())
+
+    assert 0 == code
+    assert (
+        "<Findings: 1 finding; the batch is cut over batch>: see layoutmap lint cli_models:make ...\n" in out
+    )
+    assert (1, f"{told}\n", "") == run(capsys, "lint", "odd.json")
+    assert (1, f"{told}\n") == run(capsys, "lint", "cli_models:make", "--rules", "odd.yaml")[:2]
+    assert (0, "Lint: nothing found; the batch is cut over batch\n") == run(
+        capsys, "lint", "cli_models:make", "--rules", "rules.yaml"
+    )[:2]
+    code, out, err = run(capsys, "lint", "odd.json", "--batch-dim", "data")
+    assert (2, "") == (code, out)
+    assert "lint: the mesh has no dim 'data'" in err
+
+
 def test_diff_fails_when_something_moves(capsys):
     """A committed plan against today's model: nothing, or what moved and exit code 1."""
     rules = ("--rules", "rules.yaml")

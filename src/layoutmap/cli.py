@@ -1,9 +1,10 @@
-"""The command line: `layoutmap plan | explain | diff | devices`.
+"""The command line: `layoutmap plan | explain | lint | diff | devices`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 present folder. Nothing of it is allocated, and no device is needed.
 
-Exit codes: 0 all is well; 1 the plan has problems, or two plans differ; 2 the command cannot be carried out.
+Exit codes: 0 all is well; 1 the plan has problems, lint finds something, or two plans differ; 2 the command cannot be
+carried out.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _EXAMPLES = """examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
   layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
+  layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
   layoutmap devices --engine jax
 """
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | explain | diff | devices")
+    commands = parser.add_subparsers(required=True, metavar="plan | explain | lint | diff | devices")
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -89,6 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("model", metavar="MODULE:FUNCTION")
     explain.add_argument("path", metavar="PATH", help="the variable's path, as the plan shows it")
     _add_model_options(explain)
+    lint = command("lint", _lint, "Say which layouts of a plan are probably not meant, with the evidence.")
+    lint.add_argument("plan", metavar="FILE|MODULE:FUNCTION")
+    lint.add_argument(
+        "--batch-dim",
+        metavar="DIM",
+        help="the mesh dim that cuts the batch; without it, that of the activations' rules, or one of its usual names",
+    )
+    _add_model_options(lint)
     diff = command("diff", _diff, "Say what moves from one plan to another; each is a file or a model.")
     diff.add_argument("before", metavar="FILE|MODULE:FUNCTION")
     diff.add_argument("after", metavar="FILE|MODULE:FUNCTION")
@@ -131,6 +141,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _plan(options: Any) -> int:
     made = _plan_of_model(options.model, options)
     print(f"{made}\n\n{made.memory}")
+    findings = made.lint()
+    if findings:
+        print(f"\n{findings!r}: see layoutmap lint {options.model} ...")
     if options.json is not None:
         _write(options.json, made.to_json())
         print(f"written: {options.json}", file=sys.stderr)
@@ -144,6 +157,12 @@ def _explain(options: Any) -> int:
     except KeyError as error:
         raise LayoutMapError(str(error.args[0]), mend="copy the path from: layoutmap plan ..") from None
     return WELL
+
+
+def _lint(options: Any) -> int:
+    findings = _plan_of(options.plan, options).lint(options.batch_dim)
+    print(findings)
+    return PROBLEMS if findings else WELL
 
 
 def _diff(options: Any) -> int:

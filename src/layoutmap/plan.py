@@ -16,6 +16,7 @@ from layoutmap.rules import Match, nearest
 from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
+    from layoutmap.lint import Findings
     from layoutmap.plan_diff import PlanDiff
     from layoutmap.plan_memory import Memory
 
@@ -65,6 +66,7 @@ class Plan:
         problems: Everything found, errors first.
         activations: The layers whose output a rule of `LayoutMap.activations` lays out, in the order of the model;
             empty too where the library tells no layers.
+        free_activations: Whether a compiler chooses how activations lie where no rule says it.
 
     Example:
         >>> from layoutmap import LayoutMap, Mesh
@@ -82,6 +84,7 @@ class Plan:
     assignments: tuple[Assignment, ...]
     problems: tuple[Problem, ...] = ()
     activations: tuple[Match, ...] = ()
+    free_activations: bool = False
 
     def __iter__(self) -> Iterator[Assignment]:
         return iter(self.assignments)
@@ -220,6 +223,33 @@ class Plan:
         from layoutmap.plan_diff import diff_plans
 
         return diff_plans(self, other)
+
+    def lint(self, batch_dim: str | None = None) -> Findings:
+        """What can be made so, and is probably not meant: each with its evidence and a mend.
+
+        Args:
+            batch_dim: The mesh dim that cuts the batch. Without it, the one that cuts the first axis of activations by
+                their rules, or else one that is called batch, data, dp or fsdp.
+
+        Raises:
+            PlanError: The mesh has no such dim.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.planning import make_plan
+            >>> from layoutmap.variables import VariableSpec
+            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {".*": ("batch", None)})
+            >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).lint())
+            unused dim: model: nothing is cut over this dim of the mesh
+              mesh  batch=2, model=4
+              why   groups of 4 devices hold the same, and compute the same: 2 of the 8 devices would do
+              mend  cut weights over model, or plan for a mesh without it
+            <BLANKLINE>
+            Lint: 1 finding; the batch is cut over batch
+        """
+        from layoutmap.lint import lint_plan
+
+        return lint_plan(self, batch_dim)
 
     @property
     def fingerprint(self) -> str:

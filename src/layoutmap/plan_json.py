@@ -28,7 +28,7 @@ from layoutmap.layout import UNSHARDED, Layout
 from layoutmap.mesh import Mesh
 from layoutmap.plan import Plan, Problem
 from layoutmap.rules import Match, Rule
-from layoutmap.variables import Assignment, Kind, VariableSpec
+from layoutmap.variables import Assignment, Kind, Use, VariableSpec
 
 __all__ = ["FORMAT", "VERSION", "fingerprint", "plan_from_json", "plan_to_json"]
 
@@ -53,6 +53,8 @@ def plan_to_json(plan: Plan) -> str:
         "problems": map(_problem, plan.problems),
     }
     head = [f'"format": {_line(FORMAT)}, "version": {VERSION}', f'"mesh": {_line(mesh)}']
+    if plan.free_activations:
+        head.append('"free_activations": true')
     parts = head + [f'"{name}": {_lines([_line(each) for each in items])}' for name, items in lists.items()]
     return "{" + ",\n ".join(parts) + "}\n"
 
@@ -81,6 +83,7 @@ def plan_from_json(text: str) -> Plan:
         _read_all(
             "activations", top.get("activations", []), lambda each: _read_match(each["path"], each, mesh)
         ),
+        bool(top.get("free_activations", False)),
     )
 
 
@@ -124,6 +127,10 @@ def _variable(assignment: Assignment) -> dict[str, Any]:
     for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model"):
         if getattr(variable, field) != getattr(usual, field):
             written[field] = getattr(variable, field)
+    if variable.use is not None:
+        written["use"] = variable.use.roles
+        if variable.use.head_size is not None:
+            written["head_size"] = variable.use.head_size
     written["layout"] = _specs(assignment.layout)
     if assignment.match is not None:
         told = _match(assignment.match)
@@ -202,6 +209,7 @@ def _read_variable(item: Any, mesh: Mesh) -> Assignment:
         None if item.get("axes") is None else tuple(tuple(map(int, of)) for of in item["axes"]),
         None if item.get("parent_shape") is None else tuple(map(int, item["parent_shape"])),
         item.get("model", ""),
+        Use(tuple(map(str, item["use"])), item.get("head_size")) if "use" in item else None,
     )
     match = _read_match(variable.path, item, mesh) if "rule" in item else None
     return Assignment(variable, _layout(item["layout"], mesh), match, item.get("drawn_whole", ""))

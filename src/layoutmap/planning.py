@@ -70,7 +70,7 @@ def make_plan(
     if complete and free_activations and not laid_out:
         problems += _problems_of_free_activations(assignments)
     problems += _problems_of_limits(limits, assignments)
-    return Plan(mesh, tuple(assignments), in_order(problems), laid_out)
+    return Plan(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
 
 
 class _Planning:

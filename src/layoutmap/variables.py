@@ -10,7 +10,7 @@ from layoutmap.fitting import Axes
 from layoutmap.layout import Layout
 from layoutmap.rules import Match
 
-__all__ = ["Assignment", "Kind", "VariableSpec", "itemsize"]
+__all__ = ["Assignment", "Kind", "Use", "VariableSpec", "itemsize"]
 
 
 class Kind(StrEnum):
@@ -25,6 +25,20 @@ class Kind(StrEnum):
     RNG = "rng"
     SLOT = "slot"
     METRIC = "metric"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a layer does with the axes of a weight when it is called.
+
+    Args:
+        roles: For each axis `"in.0"`, `"in.1"`, ...: it is summed over; `"out.0"`, ...: it is put out, and a bias has
+            the roles of the axes to which it is added; `"rows"`: the rows of a table of embeddings; `""`: another.
+        head_size: The size of one head of attention, where the layer has its heads side by side in one axis.
+    """
+
+    roles: tuple[str, ...]
+    head_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,7 @@ class VariableSpec:
         axes: What its axes are made of in the parent; `None`: they are the parent's, if the shapes are equal.
         parent_shape: The parent's shape, as the rules know it; `None`: that of the variable with that path.
         model: The name of the model, to tell apart the variables of several models that one scope builds.
+        use: What its layer does with its axes, where that is known.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").nbytes
@@ -58,6 +73,7 @@ class VariableSpec:
     axes: Axes | None = None
     parent_shape: tuple[int, ...] | None = None
     model: str = ""
+    use: Use | None = None
 
     @property
     def follows(self) -> bool:

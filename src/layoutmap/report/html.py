@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from layoutmap.lint import Findings
 from layoutmap.plan import Plan, group_problems
 from layoutmap.plan_diff import PlanDiff
 from layoutmap.report.rows import plan_rows
@@ -14,11 +15,12 @@ from layoutmap.report.text import (
     activation_cells,
     diff_cells,
     diff_line,
+    findings_line,
     plan_line,
     row_cells,
 )
 
-__all__ = ["diff_html", "plan_html", "table"]
+__all__ = ["diff_html", "findings_html", "plan_html", "table"]
 
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
 
@@ -48,3 +50,10 @@ def plan_html(plan: Plan) -> str:
 def diff_html(diff: PlanDiff) -> str:
     """What differs between two plans, as a table."""
     return table(f"Plan: {diff_line(diff)}", ("variable", "changed", "how"), diff_cells(diff))
+
+
+def findings_html(findings: Findings) -> str:
+    """What lint has found, as a table."""
+    grouped = group_problems(findings.problems)
+    rows = [(p.kind, p.what, p.why, p.mend) for p in grouped]
+    return table(f"Lint: {findings_line(findings)}", ("kind", "what", "why", "mend"), rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from layoutmap.lint import Findings
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan, group_problems
 from layoutmap.plan_diff import PlanDiff
@@ -18,6 +19,8 @@ __all__ = [
     "diff_cells",
     "diff_line",
     "diff_text",
+    "findings_line",
+    "findings_text",
     "memory_text",
     "plan_line",
     "plan_text",
@@ -121,6 +124,20 @@ def diff_text(diff: PlanDiff) -> str:
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
     return "\n".join([*lines, *([""] if lines else []), diff_line(diff)])
+
+
+def findings_line(findings: Findings) -> str:
+    """What lint has found, in one line."""
+    count = len(group_problems(findings.problems))
+    told = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
+    batch = findings.batch_dim
+    return f"{told}; {'the batch is cut over ' + batch if batch else 'which dim cuts the batch is not known'}"
+
+
+def findings_text(findings: Findings) -> str:
+    """What lint has found, each with its evidence and the mend."""
+    lines = [f"{problem.kind}: {problem}\n" for problem in group_problems(findings.problems)]
+    return "\n".join([*lines, f"Lint: {findings_line(findings)}"])
 
 
 def warning_text(plan: Plan) -> str:

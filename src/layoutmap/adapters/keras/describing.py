@@ -13,6 +13,7 @@ from layoutmap.adapters.keras.hooks import is_global_seed
 from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.ports import Port
+from layoutmap.adapters.keras.roles import uses
 from layoutmap.limits import Limit
 from layoutmap.variables import Kind, VariableSpec
 
@@ -99,7 +100,7 @@ def _roots(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
     seen: set[int] = set()
-    derived = derivations(layers)
+    derived, used = derivations(layers), uses(layers)
     for name, root in _roots(layers):
         prefix = "" if isinstance(root, keras.Model) else f"{name}."
         for found in find_variables(root):
@@ -113,6 +114,8 @@ def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
             if of is not None:
                 parent = path[: path.rfind(".") + 1] + of.parent
                 rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
+            elif id(found.variable) in used:
+                rest["use"] = used[id(found.variable)]
             yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=name, **rest)
 
 

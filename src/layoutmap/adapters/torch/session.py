@@ -42,6 +42,7 @@ from layoutmap.adapters.torch.replacing import (
     replace_in_module,
     replace_in_optimizer,
 )
+from layoutmap.adapters.torch.roles import head_sizes, use_of
 from layoutmap.draws import Draw
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
@@ -187,6 +188,7 @@ class TorchSession:
     def _describe(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> Iterator[_Entry]:
         seen: set[int] = set()
         for name, root in zip(model_names(roots), roots, strict=True):
+            sizes = head_sizes(root)
             for found in find_tensors(root):
                 tensor = found.tensor
                 # In a scope, what is laid out already was born in an inner scope, or before.
@@ -198,7 +200,13 @@ class TorchSession:
                 yield _Entry(
                     found,
                     VariableSpec(
-                        found.path, shape, _dtype_of(tensor), kind, tuple(found.aliases), model=name
+                        found.path,
+                        shape,
+                        _dtype_of(tensor),
+                        kind,
+                        tuple(found.aliases),
+                        model=name,
+                        use=use_of(found, sizes),
                     ),
                 )
 

@@ -1,0 +1,80 @@
+"""What the axes of a layer's weights do when it is called, for Keras's own layers.
+
+A plan is linted by it: an axis that is summed over is another thing to cut than one that is put out.
+
+    Dense            kernel (in, out), bias (out)
+    EinsumDense      what its equation says: `abc,cde->abde` has a kernel (in, out, out)
+    Conv             kernel (.., in, out), bias (out)
+    Embedding        embeddings (rows, out); the reverse of a reversible one (in, rows)
+
+What a layer of one's own does with its weights is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+
+from layoutmap.adapters.keras.paths import sublayers
+from layoutmap.variables import Use
+
+__all__ = ["uses"]
+
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+
+_HEAD_SIZES = ("head_dim", "key_value_dim")
+"""What attention layers that keep heads in one axis call the size of a head."""
+
+
+def uses(layers: Iterable[Any]) -> dict[int, Use]:
+    """What the axes of weights are for, as far as it is known, by the id of the variable."""
+    layers = list(layers)
+    head_sizes = {
+        id(child): size
+        for layer in layers
+        if (size := _head_size(layer))
+        for child in sublayers(layer)
+        if isinstance(child, keras.layers.Dense)  # an EinsumDense has an axis of heads
+    }
+    found: dict[int, Use] = {}
+    for layer in layers:
+        for attribute, roles in _roles(layer):
+            variable = getattr(layer, attribute, None)
+            if isinstance(variable, keras.Variable) and len(variable.shape) == len(roles):
+                found.setdefault(id(variable), Use(roles, head_sizes.get(id(layer))))
+    return found
+
+
+def _head_size(layer: Any) -> int | None:
+    sizes = (getattr(layer, name, None) for name in _HEAD_SIZES)
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def _roles(layer: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The attributes that hold a layer's weights, and the roles of each one's axes."""
+    if isinstance(layer, keras.layers.Dense):
+        yield "_kernel", ("in.0", "out.0")
+        yield "bias", ("out.0",)
+    elif isinstance(layer, keras.layers.EinsumDense):
+        yield from _of_equation(layer.equation, layer.bias_axes or "")
+    elif isinstance(layer, _CONVOLUTIONS):
+        yield "_kernel", (*("",) * layer.rank, "in.0", "out.0")
+        yield "bias", ("out.0",)
+    elif isinstance(layer, keras.layers.Embedding):
+        yield "_embeddings", ("rows", "out.0")
+        yield "reverse_embeddings", ("in.0", "rows")
+
+
+def _of_equation(equation: str, bias_axes: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
+    inputs, _, kernel = operands.partition(",")
+    summed = [letter for letter in kernel if letter in inputs and letter not in result]
+    put_out = [letter for letter in result if letter in kernel and letter not in inputs]
+    names = {letter: f"in.{i}" for i, letter in enumerate(summed)}
+    names |= {letter: f"out.{i}" for i, letter in enumerate(put_out)}
+    yield "_kernel", tuple(names.get(letter, "") for letter in kernel)
+    # A bias has an axis for each letter of the result from its first one on; those that it lacks are of size one.
+    first = min((result.index(letter) for letter in bias_axes if letter in result), default=len(result))
+    yield "bias", tuple(names.get(letter, "") if letter in bias_axes else "" for letter in result[first:])

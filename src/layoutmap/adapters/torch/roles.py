@@ -1,0 +1,50 @@
+"""What the axes of a module's weights do when it is called, for torch's own modules and the Conv1D of transformers.
+
+A plan is linted by it: an axis that is summed over is another thing to cut than one that is put out. What a module of
+one's own does with its weights is not known.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from layoutmap.adapters.torch.paths import Found
+from layoutmap.variables import Use
+
+__all__ = ["head_sizes", "use_of"]
+
+_HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
+"""What attention modules of transformers call the size of a head."""
+
+
+def head_sizes(root: torch.nn.Module) -> dict[int, int]:
+    """The size of a head for each module directly inside an attention module that says it, by the module's id."""
+    found: dict[int, int] = {}
+    for module in root.modules():
+        size = next((n for name in _HEAD_SIZES if isinstance(n := getattr(module, name, None), int)), None)
+        if size is not None:
+            found.update((id(child), size) for child in module.children())
+    return found
+
+
+def use_of(found: Found, sizes: dict[int, int]) -> Use | None:
+    """What a parameter's axes are for in the first module that holds it; `None` if that is not known."""
+    place = found.places[0]
+    roles = _roles(place.module, place.name)
+    return Use(roles, sizes.get(id(place.module))) if roles else None
+
+
+def _roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
+    kind = type(module)
+    if isinstance(module, torch.nn.Linear):
+        return ("out.0", "in.0") if name == "weight" else ("out.0",)
+    if isinstance(module, torch.nn.Embedding):
+        return ("rows", "out.0")
+    if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
+        filters = ("out.0", "in.0", *("",) * len(module.kernel_size))
+        return filters if name == "weight" else ("out.0",)
+    if kind.__name__ == "Conv1D" and kind.__module__.startswith(
+        "transformers."
+    ):  # a Linear the other way round
+        return ("in.0", "out.0") if name == "weight" else ("out.0",)
+    return ()

@@ -1,0 +1,135 @@
+"""What Keras's layers do with their weights, and lint of real models: keras-hub's own map for Llama among them."""
+
+import hub_models
+import keras
+import numpy as np
+import pytest
+
+import layoutmap as lm
+from layoutmap.adapters.keras.paths import find_variables
+from layoutmap.adapters.keras.roles import uses
+
+PROCESSES = ("jax",)
+ROWS = 3
+pytestmark = pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")
+
+
+def random(shape):
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+LAYERS = {
+    "Dense": (lambda: keras.layers.Dense(5), (ROWS, 4)),
+    "EinsumDense to heads": (
+        lambda: keras.layers.EinsumDense("abc,cde->abde", (None, 2, 3), bias_axes="de"),
+        (ROWS, 2, 4),
+    ),
+    "EinsumDense from heads": (
+        lambda: keras.layers.EinsumDense("abcd,cde->abe", (None, 5), bias_axes="e"),
+        (ROWS, 2, 3, 2),
+    ),
+    "EinsumDense, heads first": (
+        lambda: keras.layers.EinsumDense("btd,ndh->btnh", (None, 2, 3), bias_axes="h"),
+        (ROWS, 2, 4),
+    ),
+    "EinsumDense with an ellipsis": (
+        lambda: keras.layers.EinsumDense("...x,xy->...y", (5,), bias_axes="y"),
+        (ROWS, 2, 4),
+    ),
+    "Conv1D": (lambda: keras.layers.Conv1D(5, 2), (ROWS, 4, 3)),
+    "Conv2D": (lambda: keras.layers.Conv2D(5, 2), (ROWS, 4, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_axes_do_what_their_roles_say(name):
+    """Slices along an axis that is put out fill slices of the output; those along one that is summed over add up."""
+    make, shape = LAYERS[name]
+    layer, inputs = make(), random(shape)
+    layer(inputs)
+    used = uses([layer])
+    kernel, bias = layer.kernel, layer.bias
+    kernel_roles, bias_roles = (used[id(v)].roles for v in (layer._kernel, bias))
+    value, nothing = random(kernel.shape), np.zeros(bias.shape, "float32")
+
+    def output(weights, added=nothing):
+        kernel.assign(weights)
+        bias.assign(added)
+        return np.array(layer(inputs))
+
+    def only(array, axis, i):
+        kept = np.zeros_like(array)
+        index = (slice(None),) * axis + (i,)
+        kept[index] = array[index]
+        return kept
+
+    whole = output(value)
+    axes_of_output = {}
+    for axis, role in enumerate(kernel_roles):
+        slices = [output(only(value, axis, i)) for i in range(kernel.shape[axis])]
+        np.testing.assert_allclose(whole, sum(slices), rtol=1e-5, atol=1e-5)
+        filled = [np.nonzero(each) for each in slices]
+        apart = [d for d in range(1, whole.ndim) if all(set(f[d]) == {i} for i, f in enumerate(filled))]
+        assert bool(apart) == role.startswith("out"), (axis, role)
+        if apart:
+            (axes_of_output[role],) = apart
+    added = random(bias.shape)
+    for axis, role in enumerate(bias_roles):
+        for i in range(bias.shape[axis] if role else 0):
+            filled = np.nonzero(output(np.zeros_like(value), only(added, axis, i)))
+            assert {i} == set(filled[axes_of_output[role]])
+    assert "" not in bias_roles
+
+
+def test_tables_have_rows():
+    """Of a plain embedding, and both tables of a reversible one."""
+    plain, both = keras.layers.Embedding(8, 4), keras.layers.ReversibleEmbedding(8, 4, tie_weights=False)
+    plain.build(), both.build((2,))
+    used = uses([plain, both])
+
+    assert ("rows", "out.0") == used[id(plain._embeddings)].roles == used[id(both._embeddings)].roles
+    assert ("in.0", "rows") == used[id(both.reverse_embeddings)].roles
+
+
+def keras_hubs_own(model, changes=()):
+    """The map that keras-hub ships with a backbone, asked about each variable by Keras's own paths."""
+    devices = keras.distribution.DeviceMesh((2, 4), ("data", "model"), keras.distribution.list_devices())
+    backbone = type(model.backbone)
+    shipped = backbone.get_layout_map(devices, model_parallel_dim_name="model", data_parallel_dim_name="data")
+    layout_map = lm.LayoutMap(lm.Mesh(None, "data=2,model=4"))
+    for found in find_variables(model):
+        layout = next((specs for key, specs in changes if key in found.path), None)
+        told = shipped[found.variable.path]
+        if layout or told is not None:
+            layout_map[found.path] = layout or tuple(told.axes)
+    return layout_map
+
+
+def test_the_two_faults_of_keras_hubs_map_for_llama_are_found():
+    """Heads over the dim of the batch, and a table that no rule matches; with both mended nothing is left."""
+
+    def make():
+        return hub_models.make("llama3")
+
+    model = make()
+    shipped = lm.plan(make, keras_hubs_own(model)).lint()
+    mended = keras_hubs_own(
+        model,
+        [(f"{part}_dense", ("data", "model", None)) for part in ("query", "key", "value")]
+        + [("reverse_embeddings", ("data", "model"))],
+    )
+
+    assert "data" == shipped.batch_dim
+    assert [
+        ("swapped", "llama3_backbone.transformer_layer_0.self_attention_layer.query_dense.kernel"),
+        ("swapped", "llama3_backbone.transformer_layer_1.self_attention_layer.query_dense.kernel"),
+        ("whole table", "llama3_backbone.token_embedding.reverse_embeddings"),
+    ] == [(p.kind, p.subject) for p in shipped]
+    assert "its axes seem to be swapped: (data, model, unsharded)" == shipped.problems[0].mend
+    assert () == lm.plan(make, mended).lint().problems
+
+
+@pytest.mark.parametrize("name", hub_models.FAMILIES)
+def test_the_rules_of_each_family_are_passed(name):
+    """Nothing is found where the plan has no problems."""
+    assert () == lm.plan(lambda: hub_models.make(name), hub_models.rules(name)).lint().problems

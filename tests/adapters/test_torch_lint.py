@@ -1,0 +1,101 @@
+"""What torch's modules do with their weights, and lint of models of transformers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import transformers
+from test_torch_transformers import make_map
+from transformers_models import FULL, WITH_A_PLAN, WITHOUT
+
+import layoutmap as lm
+from layoutmap.adapters.torch.paths import find_tensors
+from layoutmap.adapters.torch.roles import head_sizes, use_of
+
+LAYERS = {
+    "Linear": (lambda: torch.nn.Linear(4, 5), (3, 4)),
+    "Conv1d": (lambda: torch.nn.Conv1d(3, 5, 2), (3, 3, 4)),
+    "Conv2d": (lambda: torch.nn.Conv2d(3, 5, 2), (3, 3, 4, 4)),
+    "transformers' Conv1D": (lambda: transformers.pytorch_utils.Conv1D(5, 4), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_axes_do_what_their_roles_say(name):
+    """Slices along an axis that is put out fill slices of the output; those along one that is summed over add up."""
+    make, shape = LAYERS[name]
+    layer, inputs = make(), torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight, bias = find_tensors(layer)
+    value = weight.tensor.clone()
+
+    def output(weights):
+        weight.tensor.copy_(weights)
+        bias.tensor.zero_()
+        return layer(inputs)
+
+    whole = output(value)
+    roles = use_of(weight, {}).roles
+    for axis, role in enumerate(roles):
+        kept = [torch.zeros_like(value) for _ in range(value.shape[axis])]
+        for i, each in enumerate(kept):
+            each.select(axis, i).copy_(value.select(axis, i))
+        slices = [output(each) for each in kept]
+        torch.testing.assert_close(whole, sum(slices), rtol=1e-5, atol=1e-6)
+        filled = [torch.nonzero(each, as_tuple=True) for each in slices]
+        apart = any(
+            all({i} == set(f[d].tolist()) for i, f in enumerate(filled)) for d in range(1, whole.ndim)
+        )
+        assert apart == role.startswith("out"), (axis, role)
+    assert ("out.0",) == use_of(bias, {}).roles
+
+
+def test_the_size_of_a_head_is_told_for_what_attention_modules_hold():
+    """By the names that transformers has for it; an MLP has none."""
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(WITH_A_PLAN["llama"][1]())
+    sizes = head_sizes(model)
+    found = {f.path: use_of(f, sizes) for f in find_tensors(model)}
+
+    assert model.config.head_dim == found["layers.0.self_attn.q_proj.weight"].head_size
+    assert found["layers.0.mlp.up_proj.weight"].head_size is None
+    assert found["layers.0.input_layernorm.weight"] is None
+
+
+TABLE = {
+    ("whole table", "bert.embeddings.word_embeddings")
+}  # which the plan that is written for BERT leaves whole
+KEYS = {("heads", "self_attn.k_proj"), ("heads", "self_attn.v_proj")}
+
+
+@pytest.mark.parametrize(
+    ("name", "on_4", "on_16"),
+    [
+        (
+            "llama",
+            set(),
+            KEYS,
+        ),  # 8 heads of keys of 128 each: 16 devices divide their 1,024 columns, and not the heads
+        (
+            "whisper",
+            set(),
+            KEYS | {("heads", "self_attn.q_proj"), ("heads", "self_attn.out_proj")},
+        ),  # 20 heads
+        ("vit", set(), set()),  # 16 heads
+        ("bert", TABLE, TABLE),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_published_models_are_passed_unless_devices_cut_through_their_heads(name, on_4, on_16):
+    """Under the plans that transformers ships, or that are written for those without one."""
+    kind, _, _ = {**WITH_A_PLAN, **WITHOUT}[name]
+
+    def found(model):
+        layout_map = make_map(name, lm.Mesh(None, f"batch=64,model={model}"), FULL[name])
+        plan = lm.plan(lambda: getattr(transformers, kind)(FULL[name]()), layout_map, library="torch")
+        return {(p.kind, re.sub(r".*\.\d+\.", "", p.subject).removesuffix(".weight")) for p in plan.lint()}
+
+    assert on_4 == found(4)
+    assert on_16 == found(16)
