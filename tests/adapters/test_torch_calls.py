@@ -1,0 +1,201 @@
+"""What goes into a laid out torch model and comes out of it is plain, and gradients are those of one device."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch_models import MODELS, RULES, Perceptron, Transformer, batch, token_loss
+from torch_pairs import Layers, X, Y, assert_close, make_map, pair, seeded
+
+import layoutmap as lm
+from layoutmap.testing.engine_contract import all_specs
+
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+
+
+class TestCalls:
+    """What goes in and what comes out."""
+
+    def test_plain_tensors_give_plain_tensors(self):
+        """A loop that knows nothing of layouts works: outputs and losses are whole plain tensors."""
+        plain, model = pair()
+        outputs = [each(X) for each in (plain, model)]
+
+        assert torch.Tensor is type(outputs[1])
+        assert_close(*outputs)
+        for output in outputs:
+            ((output - Y) ** 2).sum().backward()
+        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            if parameter.requires_grad:
+                assert_close(expected.grad, parameter.grad, 1e-4)
+                assert lm.dtensor.fetch_layout(parameter) == lm.dtensor.fetch_layout(parameter.grad)
+
+    def test_gradients_reach_plain_inputs(self):
+        """An input that wants a gradient gets it."""
+        plain, model = pair()
+        inputs = [X.clone().requires_grad_() for _ in range(2)]
+        for each, x in zip((plain, model), inputs, strict=True):
+            each(x).square().sum().backward()
+
+        assert_close(inputs[0].grad, inputs[1].grad)
+
+    def test_dtensors_give_dtensors(self):
+        """A tensor in a layout goes in as it is, and what comes out is in a layout, too."""
+        plain, model = pair()
+        layout = lm.Layout(["batch", None], lm.create_mesh("batch=2,model=4"))
+        output = model(lm.dtensor.relayout(X, layout))
+
+        assert isinstance(output, DTensor)
+        assert_close(plain(X), output)
+
+    @pytest.mark.parametrize("rows", [1, 3, 8])
+    def test_a_batch_that_does_not_divide(self, rows):
+        """The outputs are those of one device, whether the batch can be cut or not."""
+        plain, model = pair()
+        for each in (plain, model):
+            each.eval()
+
+        assert_close(plain(X[:rows]), model(X[:rows]))
+
+    @pytest.mark.parametrize("rows", [1, 3])
+    @pytest.mark.parametrize("activations", [{}, {r"blocks\.\d+\.(out|down)$": ("batch", None, None)}])
+    def test_training_with_a_batch_that_does_not_divide(self, rows, activations):
+        """Nor is the last batch of an epoch any other: its gradients are those of one device, for any weight."""
+        layout_map = make_map(RULES["transformer"])
+        for pattern, specs in activations.items():
+            layout_map.activations[pattern] = specs
+        tokens, targets = map(torch.from_numpy, batch("transformer", rows))
+        plain = seeded(Transformer)
+        model = layout_map.build(lambda: seeded(Transformer), batch_dim="batch", library="torch")
+        for each in (plain, model):
+            torch.manual_seed(5)
+            token_loss(each(tokens), targets).backward()
+
+        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            assert_close(expected.grad, parameter.grad)
+
+    def test_nested_outputs(self):
+        """Tuples, mappings and dataclasses keep their form."""
+
+        @dataclasses.dataclass
+        class Output:
+            logits: torch.Tensor
+            more: tuple
+
+        class Model(nn.Linear):
+            def forward(self, x, *, names):
+                y = super().forward(x)
+                return Output(y, (dict.fromkeys(names, y * 2), "text", None))
+
+        model = make_map({"weight": ("model", None)}).build(lambda: Model(64, 64), library="torch")
+        output = model(X, names=["a", "b"])
+
+        assert torch.Tensor is type(output.logits)
+        assert ["a", "b"] == list(output.more[0])
+        assert torch.equal(output.logits * 2, output.more[0]["b"])
+        assert ("text", None) == output.more[1:]
+
+    def test_a_layer_is_called_by_itself(self):
+        """Any layer of a laid out model can be called as the model can."""
+        plain, model = pair()
+
+        assert_close(plain.body[0](X), model.body[0](X))
+
+    def test_nothing_stays_open_after_an_exception(self):
+        """A forward that raises leaves plain code plain, and the model usable."""
+        plain, model = pair()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 3))
+
+        assert torch.Tensor is type(torch.ones(3) + 1)
+        assert_close(plain(X), model(X))
+
+    def test_without_gradients(self):
+        """Inference modes work."""
+        plain, model = pair()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert_close(plain(X), model(X))
+                assert not model(X).requires_grad
+
+
+SPECS = all_specs(lm.Mesh(None, "batch=2,model=4"), 2)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    first=st.sampled_from(SPECS),
+    second=st.sampled_from(SPECS),
+    activation=st.none() | st.sampled_from(SPECS),
+    batch_dim=st.sampled_from(["batch", "model", None]),
+)
+def test_gradients_in_any_layout(first, second, activation, batch_dim):
+    """Whatever the layouts of weights, of what a layer puts out and of the batch, gradients are those of one device."""
+    layout_map = make_map({r"body\.0\.weight": first, r"body\.3\.weight": second})
+    if activation is not None:
+        layout_map.activations[r"body\.2"] = activation
+    plain = seeded(Layers)
+    model = layout_map.build(lambda: seeded(Layers), batch_dim=batch_dim, library="torch")
+    for each in (plain, model):
+        F.mse_loss(each(X), Y).backward()
+
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        assert_close(expected.grad, parameter.grad)
+        assert lm.dtensor.fetch_layout(parameter) == lm.dtensor.fetch_layout(parameter.grad)
+
+
+class TestActivations:
+    """Layouts for what layers put out."""
+
+    def test_a_layer_puts_out_what_its_rule_says(self):
+        """The output of a layer is in the layout of its rule, and the numbers stay."""
+        layout_map = make_map()
+        layout_map.activations[r"body\.0"] = ("batch", None)
+        layout_map.activations[r"heads\.main"] = (None, "model")
+        plain, model = (
+            seeded(Perceptron),
+            layout_map.build(lambda: seeded(Perceptron), batch_dim="batch", library="torch"),
+        )
+        seen = {}
+        model.body[0].register_forward_hook(lambda _, args, y: seen.update(body=lm.dtensor.fetch_layout(y)))
+        model.heads["main"].register_forward_hook(
+            lambda _, args, y: seen.update(main=lm.dtensor.fetch_layout(y))
+        )
+        outputs = [each(X) for each in (plain, model)]
+
+        assert_close(*outputs)
+        assert ("batch", "unsharded") == seen["body"].sharding_specs
+        assert ("unsharded", "model") == seen["main"].sharding_specs
+
+    def test_the_gradient_of_what_a_layer_puts_out_lies_so_too(self):
+        """Summed up where the rule says whole, even where the output itself lies right by chance."""
+        layout_map = make_map({r"body\.3\.weight": ("model", None)})
+        layout_map.activations[r"body\.0"] = ("batch", None)
+        model = layout_map.build(lambda: seeded(Perceptron), batch_dim="batch", library="torch")
+        seen = []
+
+        class Spy(nn.Linear):
+            def forward(self, x):
+                y = super().forward(x)
+                y.register_hook(lambda gradient: seen.append(lm.dtensor.fetch_layout(gradient)))
+                return y
+
+        model.body[0].__class__ = Spy
+        F.mse_loss(model(X), Y).backward()
+
+        assert [("batch", "unsharded")] == [layout and layout.sharding_specs for layout in seen]
+
+    def test_they_train_as_on_one_device(self):
+        """Gradients pass through them."""
+        layout_map = make_map()
+        layout_map.activations[r"body\..*"] = ("batch", None)
+        report = lm.check_parity(
+            MODELS["perceptron"], layout_map, batch("perceptron"), batch_dim="batch", library="torch"
+        )
+
+        assert report.agrees

@@ -1,0 +1,102 @@
+"""State dicts of laid out torch models and their optimizers, in any layout."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch_models import Perceptron
+from torch_pairs import (
+    Layers,
+    X,
+    Y,
+    assert_close,
+    assert_models_close,
+    assert_trains_as_plain,
+    pair,
+    step,
+    whole,
+)
+
+import layoutmap as lm
+
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+
+
+adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+
+
+class TestStateDicts:
+    """Saving and loading."""
+
+    def test_plain_values_are_loaded(self):
+        """A plain model's state dict goes into a laid out one, which keeps its layouts."""
+        plain, model = pair()
+        layouts = {path: lm.dtensor.fetch_layout(t) for path, t in model.state_dict().items()}
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(2)
+        said = model.load_state_dict(plain.state_dict())
+
+        assert ([], []) == (said.missing_keys, said.unexpected_keys)
+        assert_models_close(plain, model, 0)
+        assert layouts == {path: lm.dtensor.fetch_layout(t) for path, t in model.state_dict().items()}
+        assert_close(plain(X), model(X))
+
+    def test_values_in_other_layouts_are_loaded(self):
+        """A state dict of one map goes into a model of another on the same mesh."""
+        plain, model = pair()
+        _, other = pair(rules={r".*(0|3|main)\.weight": (None, "model")})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(other.state_dict())
+
+        assert_models_close(plain, model, 0)
+
+    def test_a_laid_out_model_goes_into_a_plain_one(self):
+        """Whole values of a state dict are what a plain model takes."""
+        plain, model = pair()
+        fresh = Perceptron()
+        fresh.load_state_dict({path: whole(t) for path, t in model.state_dict().items()})
+
+        assert_models_close(plain, fresh, 0)
+
+    def test_an_optimizers_state(self):
+        """An optimizer's state dict goes into another optimizer, and training goes on the same."""
+        model, optimizer = assert_trains_as_plain(adamw, steps=1)
+        other = copy.deepcopy(model)
+        second = adamw(other.parameters())
+        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, its in ((model, optimizer), (other, second)):
+            step(each, its)
+
+        assert_models_close(model, other, 0)
+
+    def test_the_state_of_a_plain_models_optimizer(self):
+        """A plain model's optimizer state goes on with the laid out model: its slots get the weights' layouts."""
+        plain, model = pair(Layers)
+        optimizers = [adamw(each.parameters()) for each in (plain, model)]
+        step(plain, optimizers[0])
+        model.load_state_dict(plain.state_dict())
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for each, its in zip((plain, model), optimizers, strict=True):
+            step(each, its)
+
+        assert_models_close(plain, model)
+        slot = optimizers[1].state[model.body[0].weight]["exp_avg"]
+        assert lm.dtensor.fetch_layout(model.body[0].weight) == lm.dtensor.fetch_layout(slot)
+
+    def test_a_conversion(self):
+        """`model.to(dtype)` converts what is laid out, in its layout."""
+        plain, model = pair()
+        F.mse_loss(model(X), Y).backward()
+        model.zero_grad()
+        F.mse_loss(plain(X), Y).backward()  # the statistics of its batch norm
+        plain.to(torch.bfloat16)
+        model.to(torch.bfloat16)
+
+        assert_models_close(plain, model, 0)
+        assert ("model", "batch") == lm.dtensor.fetch_layout(model.body[0].weight).sharding_specs
+        assert_close(plain(X.bfloat16()), model(X.bfloat16()), 2e-2)

@@ -1,0 +1,150 @@
+"""What programs put around torch models, and models of transformers."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch_pairs import X, Y, assert_close, make_map, pair
+
+import layoutmap as lm
+from layoutmap.adapters.torch import train_with
+
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+
+
+class Checkpointed(nn.Module):
+    """A model that computes its activations again in the backward pass."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.body = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.body:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class CheckpointedMethod(nn.Module):
+    """A model that computes a method of its own again, with a mask and plain tensors in it."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+
+    def inner(self, x):
+        return self.down(F.dropout(F.gelu(self.up(x)) * torch.ones(128), 0.2) + torch.arange(128.0) / 128)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class TestTools:
+    """What programs put around a model."""
+
+    @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedMethod])
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    @pytest.mark.parametrize("rows", [8, 3])
+    def test_activation_checkpointing(self, kind, use_reentrant, rows):
+        """Activations that are computed again are the same, dropout included."""
+        rules = {
+            r"(body\.\d\.0|up)\.weight": ("model", "batch"),
+            r"(body\.\d\.3|down)\.weight": ("batch", "model"),
+        }
+        plain, model = pair(partial(kind, use_reentrant), rules)
+        x = X[:rows].clone().requires_grad_()  # reentrant checkpoints want an input with a gradient
+        for each in (plain, model):
+            torch.manual_seed(5)
+            F.mse_loss(each(x), Y[:rows]).backward()
+
+        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            assert_close(expected.grad, parameter.grad)
+
+    def test_autocast(self):
+        """Under autocast the loss is that of one device under autocast, to the precision of bfloat16."""
+        plain, model = pair()
+        losses = []
+        for each in (plain, model):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = each(X)
+            losses.append(F.mse_loss(output.float(), Y))
+            losses[-1].backward()
+            assert torch.bfloat16 == output.dtype
+
+        assert_close(*losses, 2e-2)
+        assert_close(plain.body[0].weight.grad, model.body[0].weight.grad, 2e-2)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_compiled(self):
+        """`torch.compile` takes a laid out model, and changes no number."""
+        plain, model = pair()
+        compiled = torch.compile(model, backend="aot_eager")
+        outputs = plain(X), compiled(X)
+
+        assert_close(*outputs)
+        F.mse_loss(outputs[1], Y).backward()
+        F.mse_loss(outputs[0], Y).backward()
+        assert_close(plain.body[0].weight.grad, model.body[0].weight.grad)
+
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+TP = {
+    r".*(q|k|v)_proj\.weight": ("model", None),
+    r".*(gate|up)_proj\.weight": ("model", None),
+    r".*(o|down)_proj\.weight": (None, "model"),
+    r".*embed_tokens\.weight": (None, "model"),
+    r"lm_head\.weight": ("model", None),
+}
+
+
+def llama():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return train_with(model, optimizer=partial(torch.optim.AdamW, lr=1e-3))
+
+
+def tokens():
+    random = np.random.default_rng(0)
+    ids = random.integers(1, 256, (4, 16))
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
+
+
+class TestModelsOfTransformers:
+    """Models that nobody wrote for this library."""
+
+    def test_they_train_as_on_one_device(self):
+        """`check_parity` holds: the loss that the model computes itself, gradients, and a step of AdamW."""
+        report = lm.check_parity(
+            llama, make_map(TP), tokens(), steps=1, batch_dim="batch", library="torch", tolerance=2e-5
+        )
+
+        assert report.agrees
+
+    def test_they_generate(self):
+        """Greedy generation with a cache gives the tokens of the plain model."""
+        plain, model = pair(llama, TP)
+        ids = torch.from_numpy(tokens()["input_ids"][:2, :4])
+        expected, actual = (
+            each.eval().generate(ids, max_new_tokens=4, do_sample=False, use_cache=True)
+            for each in (plain, model)
+        )
+
+        assert torch.equal(expected, actual)
