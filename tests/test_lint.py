@@ -129,6 +129,33 @@ def test_each_slip_is_found_where_it_is(name):
     assert told.mend
 
 
+QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}
+
+
+@pytest.mark.parametrize(
+    ("slip", "found_at"),
+    [
+        ({r".*(query|key|value)\.kernel": ("model", None, None)}, QUERY | KEY | VALUE),
+        ({r".*query\.kernel": ("model", None, None)}, QUERY),
+        (
+            {r".*value\.kernel": ("model", None, None)},
+            QUERY | VALUE,
+        ),  # of the query: that the three are not alike
+        ({r".*output\.kernel": (None, None, "model")}, {"attention.output"}),
+        ({r".*up\.kernel": ("model", None)}, {"up"}),
+        ({r".*down\.kernel": (None, "model")}, {"down"}),
+        ({r".*up\.kernel": ("model", None), r".*down\.kernel": (None, "model")}, {"up", "down"}),
+    ],
+)
+def test_an_axis_for_the_other_is_found(slip, found_at):
+    """A cut that divides, in a layout that can be made: the plan alone has nothing to say of it."""
+    plan = plan_of(but(slip) | {r".*bias": (None,)}, [v for v in decoder() if "bias" not in v.path])
+    kernels = {p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint()}
+
+    assert () == plan.errors
+    assert found_at == kernels
+
+
 def test_a_slip_that_is_mended_as_told_is_gone():
     """Queries, keys and values whose axes are swapped: in the layouts that the mend names lint finds nothing."""
     plan = plan_of(but({r".*(query|key|value)\.kernel": ("model", "data", None)}))

@@ -53,10 +53,37 @@ def _swapped(linted: Linted) -> Iterator[Problem]:
         for first, then in _in_a_row(linted, block):
             for out, into in zip(first.axes("out"), then.axes("in"), strict=True):
                 ours, theirs = first.dims(out), then.dims(into)
-                if not ours or not theirs or ours == theirs:
-                    continue
-                yield _not_passed_on(first, out, then, into)
-                break
+                if ours and theirs and ours != theirs:
+                    yield _not_passed_on(first, out, then, into)
+                    break
+            else:
+                yield from _cut_the_other_way(linted, first, then)
+
+
+def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
+    """Of two kernels in a row that are cut over one dim: those that are cut along the axis on their far side."""
+    dims = {d for w in (first, then) for axis in (*w.axes("in"), *w.axes("out")) for d in [w.dims(axis)] if d}
+    if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == (linted.batch_dim,):
+        return
+    for w, near, far, does in (
+        (first, "out", "in", "sums over an axis"),
+        (then, "in", "out", "puts an axis out"),
+    ):
+        cut = [axis for axis in w.axes(far) if w.dims(axis)]
+        if not cut or any(w.dims(axis) for axis in w.axes(near)):
+            continue
+        other = then if w is first else first
+        moved = _moved(w, cut[0], w.axes(near)[0])
+        yield Problem(
+            "swapped",
+            "warning",
+            w.path,
+            f"{w.path}: {does} that is cut over {_names(over)}, on the side away from {other.name}",
+            (("shape", str(w.shape)), ("layout", w.told), (other.name, f"{other.shape}  {other.told}")),
+            f"what passes between the two is put together from all devices of {_names(over)}, where it could stay cut",
+            "cut the axis that passes between them"
+            + ("" if moved.uneven_axes(w.shape) else f"; its axes seem to be swapped: {moved}"),
+        )
 
 
 def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
