@@ -98,6 +98,24 @@ def test_explain(capsys):
     assert "near misses: up.kernel" in err
 
 
+def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
+    """Of weights and gradients, a device of this mesh holds 76 floats each: 608 bytes."""
+    arguments = ("plan", "cli_models:make", "--rules", "rules.yaml", "--device-memory")
+    code, out, _ = run(capsys, *arguments, "0.608KB")
+    assert (0, "fits: 608 B of 608 B on each device, and 0 B are left for activations") == (
+        code,
+        out.splitlines()[-1],
+    )
+    code, out, _ = run(capsys, *arguments, "0.5 KiB")
+    assert (1, "does not fit: 608 B of 512 B on each device, before activations") == (
+        code,
+        out.splitlines()[-1],
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "80"])
+    assert """'80' is no size; write it as in "80GiB" or "80GB\"""" in capsys.readouterr().err
+
+
 def test_lint_fails_when_it_finds_something(folder, capsys):
     """In a model or in a plan's file; what it tells is what the library tells, and `plan` says that there is some."""
     (folder / "odd.yaml").write_text(RULES.replace("model: 4}", "model: 4, spare: 3}"))

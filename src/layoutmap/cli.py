@@ -25,6 +25,7 @@ from layoutmap.errors import LayoutMapError, PlanError
 from layoutmap.layout_map import LayoutMap
 from layoutmap.mesh import Mesh
 from layoutmap.plan import Plan
+from layoutmap.report.rows import size
 from layoutmap.scope import plan as make_plan
 
 __all__ = ["main"]
@@ -34,6 +35,7 @@ WELL, PROBLEMS, CANNOT = 0, 1, 2
 _EXAMPLES = """examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
   layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
+  layoutmap plan my_models:make_llama --rules rules.yaml --optimizer adamw --device-memory 80GiB
   layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
@@ -84,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("model", metavar="MODULE:FUNCTION")
     plan.add_argument("--json", metavar="FILE", type=Path, help="also write the plan to a file, for diff")
+    plan.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        type=_nbytes,
+        help='what a device has, as in "80GiB": the plan is a problem if weights, gradients, slots and state take more',
+    )
     _add_model_options(plan)
     explain = command(
         "explain", _explain, "Say why one variable is where it is, and what to type to change it."
@@ -147,7 +155,10 @@ def _plan(options: Any) -> int:
     if options.json is not None:
         _write(options.json, made.to_json())
         print(f"written: {options.json}", file=sys.stderr)
-    return PROBLEMS if made.errors or (options.strict and made.warnings) else WELL
+    fits = options.device_memory is None or made.memory.total <= options.device_memory
+    if options.device_memory is not None:
+        print(f"\n{_fit(made.memory.total, options.device_memory)}")
+    return PROBLEMS if made.errors or (options.strict and made.warnings) or not fits else WELL
 
 
 def _explain(options: Any) -> int:
@@ -195,6 +206,21 @@ def _devices(options: Any) -> int:
 
 
 # -- what they need
+
+
+def _nbytes(text: str) -> int:
+    """The bytes of a size that people write; argparse tells what it raises."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f'{text!r} is no size; write it as in "80GiB" or "80GB"')
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
+
+
+def _fit(needed: int, there: int) -> str:
+    if needed > there:
+        return f"does not fit: {size(needed)} of {size(there)} on each device, before activations"
+    return f"fits: {size(needed)} of {size(there)} on each device, and {size(there - needed)} are left for activations"
 
 
 def _plan_of(name: str, options: Any) -> Plan:
