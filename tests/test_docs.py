@@ -1,11 +1,15 @@
-"""Every Python block of the documentation runs.
+"""Every Python block and every console block of the documentation runs.
 
 A file is one program: its blocks run in order in one namespace, in a process of its own with eight simulated devices.
 A block that cannot run says why in its opening line: ```python no-run: needs two machines
+
+In a ```console block a line that begins with `$ ` is a command, and those below it are what it prints, errors
+not counted: "..." stands for anything, and how many spaces there are does not matter.
 """
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import subprocess
@@ -35,13 +39,22 @@ class Block:
         return self.info.split(maxsplit=1)[:1] in (["python"], ["py"], ["python3"])
 
     @property
+    def is_console(self) -> bool:
+        return self.info.split(maxsplit=1)[:1] == ["console"]
+
+    @property
+    def program(self) -> list[str]:
+        """The lines to run; a console block becomes one line that is as long as it needs to be."""
+        return [f"run_console({self.code!r})"] if self.is_console else self.code.splitlines()
+
+    @property
     def reason_not_to_run(self) -> str | None:
         _, found, reason = self.info.partition("no-run:")
         return reason.strip() if found else None
 
 
 def read_blocks(text: str) -> list[Block]:
-    """The Python blocks of a page, in order."""
+    """The blocks of a page that can run, in order."""
     blocks = [
         Block(
             line=text.count("\n", 0, m.start()) + 2,
@@ -50,7 +63,7 @@ def read_blocks(text: str) -> list[Block]:
         )
         for m in FENCE.finditer(text)
     ]
-    return [b for b in blocks if b.is_python]
+    return [b for b in blocks if b.is_python or b.is_console]
 
 
 def program_of(page: Path) -> str:
@@ -58,20 +71,40 @@ def program_of(page: Path) -> str:
     lines: list[str] = []
     for block in read_blocks(page.read_text(encoding="utf-8")):
         if block.reason_not_to_run is None:
-            lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+            lines += [""] * (block.line - 1 - len(lines)) + block.program
     return "\n".join(lines) + "\n"
+
+
+def run_console(block: str) -> None:
+    """Run the commands of a console block, in this folder, and compare what they print."""
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, wanted = re.split(r"(?<!\\)\n", part, maxsplit=1)
+        run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        told = f"$ {command}\n{run.stdout}{run.stderr}"
+        options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        assert doctest.OutputChecker().check_output(wanted, run.stdout, options), told
+        assert 0 == run.returncode, told
 
 
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a page's program in an empty folder."""
-    script = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
+    script = (
+        "import sys; from test_docs import run_console; "
+        "exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__', 'run_console': run_console})"
+    )
+    tools = Path(sys.executable).parent
     return subprocess.run(
         [sys.executable, "-c", script, str(page)],
         input=program_of(page),
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, "KERAS_BACKEND": "jax"},
+        env={
+            **os.environ,
+            "KERAS_BACKEND": "jax",
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(house.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        },
     )
 
 
@@ -89,7 +122,7 @@ def test_a_block_that_does_not_run_says_why(page: Path):
     odd = [
         f"line {b.line - 1}: {b.info}"
         for b in read_blocks(page.read_text(encoding="utf-8"))
-        if b.info != "python" and not b.reason_not_to_run
+        if b.info not in ("python", "console") and not b.reason_not_to_run
     ]
 
     assert [] == odd
@@ -105,6 +138,19 @@ def test_blocks_share_a_page_and_a_failing_one_is_seen(tmp_path: Path):
 
     assert 1 == run.returncode
     assert f'File "{page}", line 13' in run.stderr
+
+
+def test_commands_run_between_the_blocks_and_print_what_is_shown(tmp_path: Path):
+    """In the page's folder, in order; other output than is shown, or another exit code, is a failure."""
+    page = tmp_path / "page.md"
+    start = "```python\nopen('file', 'w').write('one two\\nthree')\n```\n\n```console\n$ cat file\none   two\n...\n"
+    page.write_text(f"{start}$ ls nowhere || echo failed\nfailed\n```\n")
+    assert 0 == run_page(page, tmp_path).returncode
+
+    page.write_text(f"{start}$ echo four\nfive\n```\n")
+    assert "AssertionError: $ echo four\nfour" in run_page(page, tmp_path).stderr
+    page.write_text(f"{start}$ false\n```\n")
+    assert "AssertionError: $ false" in run_page(page, tmp_path).stderr
 
 
 def test_a_block_marked_no_run_is_left_out(tmp_path: Path):
