@@ -27,6 +27,7 @@ VALUES = (
     "rules",
     "yaml_form",
     "tp_plan",
+    "presets",
     "layout_map",
     "variables",
     "limits",
@@ -78,6 +79,7 @@ FRONT = (
     "scope",
     "dtensor",
     "parity",
+    "published",  # it imports the library of a model by name, when that is made
     "cli",
     "__main__",
     "",
