@@ -8,7 +8,7 @@
 The model is plain keras-hub (pip install keras-hub), with no word of meshes. The rules are those of the preset "llama";
 the same lay out the models of 8, 70 and 405 billion parameters:
 
-    layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp batch
+    layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ FRONT = (
     "parity",
     "published",  # it imports the library of a model by name, when that is made
     "cli",
+    "cli_models",
     "__main__",
     "",
 )  # "" is layoutmap/__init__.py

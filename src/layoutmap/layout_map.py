@@ -225,7 +225,7 @@ class LayoutMap(Rules):
                     f"preset {name!r}: the mesh has no dim {dim!r}",
                     facts={"mesh": str(mesh)},
                     why=f"{argument} says over which dim weights are cut",
-                    mend=f"say {argument}= one of {', '.join(map(repr, mesh.dim_names))}, or None",
+                    mend=f"{argument}: one of {', '.join(map(repr, mesh.dim_names))}, or none",
                 )
         return cls._of(fields, mesh)
 

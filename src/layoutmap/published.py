@@ -3,11 +3,12 @@
 What is known of each is in `published.yaml`: a class of a model library, what its weights' shapes are made of, and
 which preset of rules is for it. The library is imported when a model is made.
 
-    layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8
+    layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 from layoutmap.errors import LayoutMapError
-from layoutmap.rules import nearest
 
 __all__ = ["PublishedModel", "model", "models"]
 
@@ -29,7 +29,7 @@ class PublishedModel:
     Args:
         name: What it is called, as in `"llama3_405b"`.
         kind: Its class, as in `"keras_hub.models:Llama3Backbone"`.
-        preset: The rules for it: `LayoutMap.preset(published.preset, mesh)`.
+        preset: The rules for it: `LayoutMap.preset(model.preset, mesh)`.
         num_parameters: How many numbers its weights have.
         config: The arguments of its class.
     """
@@ -41,7 +41,7 @@ class PublishedModel:
     config: Mapping[str, Any] = field(hash=False)
 
     @property
-    def library(self) -> str:
+    def package(self) -> str:
         """The package that its class is of: `"keras_hub"`."""
         return self.kind.partition(".")[0]
 
@@ -61,7 +61,7 @@ class PublishedModel:
             raise LayoutMapError(
                 f"{self.name}: {error.name} cannot be imported",
                 why=f"the model is {self.kind}",
-                mend=f"pip install {self.library.replace('_', '-')}",
+                mend=f"pip install {self.package.replace('_', '-')}",
             ) from error
         return kind(**{**self.config, **options})
 
@@ -103,7 +103,7 @@ def model(name: str) -> PublishedModel:
     """
     known = models()
     if name not in known:
-        near = nearest(name, known, 1)
+        near = difflib.get_close_matches(name, known, 1)
         raise LayoutMapError(
             f"{name!r} is no published model that is known here",
             facts={"known": ", ".join(known)},

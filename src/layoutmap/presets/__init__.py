@@ -12,13 +12,13 @@ What is not cut over a dim is whole along it. Small weights, such as norms, are 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
 from layoutmap.errors import RuleError
-from layoutmap.rules import nearest
 from layoutmap.yaml_form import RulesFields, from_yaml
 
 __all__ = ["about", "names", "read"]
@@ -76,7 +76,7 @@ def read(name: str, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
 def _text(name: str) -> str:
     there = names()
     if name not in there:
-        near = nearest(name, there, 1)
+        near = difflib.get_close_matches(name, there, 1)
         raise RuleError(
             f"there is no preset {name!r}",
             facts={"presets": ", ".join(there)},
