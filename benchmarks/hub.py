@@ -1,7 +1,7 @@
-"""Models of keras-hub under the rules files of examples/rules, beside Keras's own ModelParallel.
+"""Models of keras-hub under the presets of their families, beside Keras's own ModelParallel.
 
     python benchmarks/hub.py                                    all families, 3 rounds: half an hour
-    python benchmarks/hub.py --model llama3 gpt2 --rounds 1
+    python benchmarks/hub.py --model llama gpt2 --rounds 1
 
 The tiny models of the tests, of one block, on 8 simulated devices in a 2x4 mesh. Each measurement is a fresh process,
 taken in turns: seconds from the first line of the model to the last array of weights and slots being ready, and
@@ -24,7 +24,7 @@ from create import measure, preload
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "adapters")]  # the models of the tests
 METHODS = ("layoutmap", "ModelParallel")
-FAMILIES = ("llama3", "gemma", "mixtral", "qwen", "vit", "whisper", "bert", "gpt2")
+FAMILIES = ("llama", "gemma", "mixtral", "qwen", "vit", "whisper", "bert", "gpt2", "t5")
 STEPS = 30
 
 
@@ -36,7 +36,7 @@ def make(name: str):
 
 
 def model_parallel(name: str):
-    """Keras's own distribution, with the layouts of the rules file."""
+    """Keras's own distribution, with the layouts of the preset."""
     import hub_models
     import keras
 

@@ -1,11 +1,14 @@
-"""Train a tiny Llama 3 of keras-hub, laid out by a rules file; and see what a slip in that file looks like.
+"""Train a tiny Llama 3 of keras-hub, laid out by the preset for it; and see what a slip in a rule looks like.
 
     python examples/train_hub_llama.py                                  on 8 simulated devices
     python examples/train_hub_llama.py --mesh batch=8,model=1           on another mesh
+    python examples/train_hub_llama.py --fsdp                           weights are cut over both dims of the mesh
     python examples/train_hub_llama.py --mesh batch=64,model=4 --plan-only
 
-The model is plain keras-hub (pip install keras-hub), with no word of meshes. The rules are those of
-examples/rules/llama3.yaml; the same file lays out the models of 8 and 70 billion parameters.
+The model is plain keras-hub (pip install keras-hub), with no word of meshes. The rules are those of the preset "llama";
+the same lay out the models of 8, 70 and 405 billion parameters:
+
+    layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import numpy as np
 
 import layoutmap as lm
 
-RULES = (pathlib.Path(__file__).parent / "rules" / "llama3.yaml").read_text(encoding="utf-8")
 VOCABULARY, LENGTH, ROWS = 128, 32, 16
 
 
@@ -49,6 +51,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mesh", default="batch=2,model=4", help="its dims; on 8 devices in all")
+    parser.add_argument("--fsdp", action="store_true", help="cut weights over the batch's dim, too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
         "--plan-only", action="store_true", help="stop after the plan; the mesh may be any size"
@@ -56,11 +59,11 @@ def main() -> None:
     args = parser.parse_args()
     mesh = lm.Mesh(None, args.mesh)
 
-    slip = lm.LayoutMap.from_yaml(RULES.replace("feedforward_(gate", "feedforward_(gat"), mesh)
-    print("== a slip in the rules: what the plan says\n")
+    layout_map = lm.LayoutMap.preset("llama", mesh, fsdp_dim="batch" if args.fsdp else None)
+    slip = lm.LayoutMap.from_yaml(layout_map.to_yaml().replace("feedforward_(gate", "feedforward_(gat"), mesh)
+    print("== a slip in a rule: what the plan says\n")
     print(*lm.plan(make_llama, slip).problems, sep="\n\n")
 
-    layout_map = lm.LayoutMap.from_yaml(RULES, mesh)
     print(f"\n== the rules as they are\n\n{lm.plan(make_llama, layout_map, strict=True)}\n")
     if args.plan_only:
         return

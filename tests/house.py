@@ -27,6 +27,7 @@ VALUES = (
     "rules",
     "yaml_form",
     "tp_plan",
+    "presets",
     "layout_map",
     "variables",
     "limits",
@@ -88,7 +89,9 @@ FRONT = (
     "scope",
     "dtensor",
     "parity",
+    "published",  # it imports the library of a model by name, when that is made
     "cli",
+    "cli_models",
     "__main__",
     "",
 )  # "" is layoutmap/__init__.py

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 import layoutmap as lm
+from layoutmap import presets, published
 from layoutmap.cli import main
 
 PROCESSES = ("jax",)
@@ -147,6 +148,36 @@ def test_diff_fails_when_something_moves(capsys):
     assert "up.kernel    shape  (8, 16) -> (8, 32)" in out
 
 
+def test_a_published_model_needs_no_function_and_no_file(capsys):
+    """Its preset lays it out, on any mesh, in any type; rules of one's own come first."""
+    bert = ("plan", "keras_hub:bert_large", "--strict", "--mesh", "data=64,tp=8")
+    code, out, err = run(capsys, *bert, "--model-dim", "tp", "--fsdp-dim", "data", "--dtype", "bfloat16")
+    model = published.model("bert_large")
+    layout_map = lm.LayoutMap.preset("bert", lm.Mesh(None, "data=64,tp=8"), model_dim="tp", fsdp_dim="data")
+    plan = lm.plan(lambda: model.make(dtype="bfloat16"), layout_map)
+
+    assert (0, f"{plan}\n\n{plan.memory}\n") == (code, out)
+    assert "layoutmap: planning keras_hub:bert_large by preset 'bert'\n" == err
+    assert 1 == run(capsys, *bert, "--rules", "rules.yaml", "--mesh", "batch=2,model=4")[0]
+
+
+def test_a_preset_is_for_models_of_ones_own_too(capsys):
+    """Here it has no rule for anything, which `--strict` tells."""
+    model = ("plan", "cli_models:make", "--mesh", "batch=2,model=4", "--preset")
+
+    assert (0, 1) == (run(capsys, *model, "llama")[0], run(capsys, *model, "llama", "--strict")[0])
+
+
+def test_presets_are_listed(capsys):
+    """Each with what it is for, and the published models that have it."""
+    code, out, _ = run(capsys, "presets")
+    lines = [line.split() for line in out.splitlines()]
+
+    assert 0 == code
+    assert set(presets.names()) == {words[0] for words in lines if not words[0].startswith("keras_hub:")}
+    assert ["keras_hub:llama3_405b", "405,853,388,800"] in lines
+
+
 CANNOT = {
     ("plan", "cli_models"): "'cli_models' names no function that makes a model",
     ("plan", "no_such_module:make"): "no_such_module cannot be imported",
@@ -159,6 +190,20 @@ CANNOT = {
     ("plan", "cli_models:make", "--mesh", "x=2", "--optimizer", "adamm"): "--optimizer adamm",
     ("plan", "cli_models:make", "--mesh", "x=2", "--json", "no/folder/p.json"): "cannot be written",
     ("diff", "cli_models.json", "cli_models:make"): "cli_models.json cannot be read",
+    ("plan", "keras_hub:llama3_405", "--mesh", "x=2"): "did you mean 'llama3_405b'?",
+    ("plan", "keras_hub:llama3_8b"): "preset 'llama': there is no mesh",
+    ("plan", "keras_hub:llama3_8b", "--mesh", "x=2"): "model_dim: one of 'x', or none",
+    ("plan", "keras_hub:llama3_8b", "--mesh", "model=2", "--dtype", "bfloat15"): "--dtype bfloat15",
+    ("plan", "cli_models:make", "--mesh", "x=2", "--dtype", "bfloat16"): "is for published models",
+    ("plan", "cli_models:make", "--mesh", "x=2", "--fsdp-dim", "x"): "--fsdp-dim x is for presets",
+    (
+        "plan",
+        "keras_hub:t5_xxl",
+        "--rules",
+        "rules.yaml",
+        "--preset",
+        "t5",
+    ): "--preset t5 is instead of --rules",
 }
 
 

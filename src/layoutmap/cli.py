@@ -1,7 +1,7 @@
-"""The command line: `layoutmap plan | explain | lint | diff | devices`.
+"""The command line: `layoutmap plan | explain | lint | diff | devices | presets`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
-present folder. Nothing of it is allocated, and no device is needed.
+present folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
 
 Exit codes: 0 all is well; 1 the plan has problems, lint finds something, or two plans differ; 2 the command cannot be
 carried out.
@@ -19,6 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layoutmap.cli_models import (
+    add_preset_options,
+    known_model,
+    listing,
+    make_of,
+    preset_of,
+    refuse_unknown,
+)
 from layoutmap.devices import devices
 from layoutmap.engines import ENGINES
 from layoutmap.errors import LayoutMapError, PlanError
@@ -37,10 +45,12 @@ _EXAMPLES = """examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
   layoutmap plan my_models:make_llama --rules rules.yaml --optimizer adamw --device-memory 80GiB
   layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json
+  layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch --dtype bfloat16 --optimizer adamw
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
   layoutmap devices --engine jax
+  layoutmap presets
 """
 
 
@@ -72,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | explain | lint | diff | devices")
+    commands = parser.add_subparsers(required=True, metavar="plan | explain | lint | diff | devices | presets")
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -115,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     there.add_argument(
         "--engine", choices=tuple(ENGINES), help="whose devices; without it, those of all installed"
     )
+    command("presets", _presets, "List presets of rules, and published models that need no function.")
     return parser
 
 
@@ -122,6 +133,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules", metavar="FILE", type=Path, help="the rules file, as LayoutMap.to_yaml writes it"
     )
+    add_preset_options(parser)
     parser.add_argument(
         "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; without it, the file\'s'
     )
@@ -205,6 +217,11 @@ def _devices(options: Any) -> int:
     return WELL
 
 
+def _presets(_: Any) -> int:
+    print(listing())
+    return WELL
+
+
 # -- what they need
 
 
@@ -234,14 +251,18 @@ def _plan_of_model(name: str, options: Any) -> Plan:
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
     mesh = Mesh(None, options.mesh) if options.mesh else None
-    layout_map = LayoutMap.from_yaml(_text_of(options.rules), mesh) if options.rules else LayoutMap(mesh)
-    make_model = _imported(name)
-    print(f"layoutmap: planning {name}", file=sys.stderr)
+    known = known_model(name)
+    layout_map = preset_of(options, mesh, known)
+    if layout_map is None:
+        layout_map = LayoutMap.from_yaml(_text_of(options.rules), mesh) if options.rules else LayoutMap(mesh)
+    make_model = make_of(known, options.dtype) if known else _imported(name)
+    by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
+    print(f"layoutmap: planning {name}{by}", file=sys.stderr)
     return make_plan(
         _with_optimizer(make_model, options.optimizer) if options.optimizer else make_model,
         layout_map,
         inputs=_inputs(options.inputs),
-        library=options.library,
+        library=options.library or ("keras" if known else None),
     )
 
 
@@ -286,6 +307,7 @@ def _imported(name: str) -> Callable[[], Any]:
         sys.path.remove(os.getcwd())
     made = getattr(module, function_name, None)
     if not callable(made):
+        refuse_unknown(module_name, function_name)
         near = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))]
         raise LayoutMapError(
             f"{module_name} has no function {function_name!r}",

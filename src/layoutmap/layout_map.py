@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from layoutmap.scope import Scope
+    from layoutmap.yaml_form import RulesFields
 
 __all__ = ["Activations", "LayoutMap"]
 
@@ -182,6 +183,54 @@ class LayoutMap(Rules):
         fields = yaml_form.from_yaml(text)
         if mesh is None and fields.dims is not None:
             mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
+        return cls._of(fields, mesh)
+
+    @classmethod
+    def preset(
+        cls, name: str, mesh: Mesh, *, model_dim: str | None = "model", fsdp_dim: str | None = None
+    ) -> LayoutMap:
+        """Make a map for a family of models that this library knows.
+
+        It is a map as any other: rules can be added and taken out, and `to_yaml` writes it to a file.
+
+        Args:
+            name: The family, as in `"llama"`; `layoutmap.presets.names()` are all.
+            mesh: The mesh.
+            model_dim: The mesh dim that layers are cut over: what goes into a device is whole, and it computes with its
+                heads, experts or features. `None`: they are not.
+            fsdp_dim: A mesh dim that weights are cut over along another axis, too, and gathered where they are used. It
+                must be the one that batches are cut over, as `scope(batch_dim=..)` says: `activations` then keep what
+                blocks put out cut along the batch. `None`: there is none, and there are no such rules.
+
+        Raises:
+            RuleError: There is no such preset, or the mesh has no such dim.
+
+        Example:
+            >>> layout_map = LayoutMap.preset("llama", Mesh(None, "data=2,tp=4"), model_dim="tp")
+            >>> layout_map["backbone.transformer_layer_0.feedforward_gate_dense.kernel"].sharding_specs
+            ('unsharded', 'tp')
+            >>> layout_map = LayoutMap.preset("llama", Mesh(None, "data=2,tp=4"), model_dim="tp", fsdp_dim="data")
+            >>> layout_map["backbone.transformer_layer_0.feedforward_gate_dense.kernel"].sharding_specs
+            ('data', 'tp')
+            >>> layout_map.activations["backbone.transformer_layer_0"].sharding_specs
+            ('data', 'unsharded', 'unsharded')
+        """
+        from layoutmap import presets
+
+        mesh = as_mesh(mesh)
+        fields = presets.read(name, model_dim, fsdp_dim)
+        for argument, dim in (("model_dim", model_dim), ("fsdp_dim", fsdp_dim)):
+            if dim is not None and dim not in mesh:
+                raise RuleError(
+                    f"preset {name!r}: the mesh has no dim {dim!r}",
+                    facts={"mesh": str(mesh)},
+                    why=f"{argument} says over which dim weights are cut",
+                    mend=f"{argument}: one of {', '.join(map(repr, mesh.dim_names))}, or none",
+                )
+        return cls._of(fields, mesh)
+
+    @classmethod
+    def _of(cls, fields: RulesFields, mesh: Mesh | None) -> LayoutMap:
         made = cls(mesh, activations=fields.activations, uneven=fields.uneven)
         for pattern, specs in fields.rules.items():
             made.add(pattern, specs, uneven=fields.uneven_rules.get(pattern))

@@ -1,8 +1,7 @@
-"""Models of keras-hub, tiny ones to train and published ones to plan, each with the rules file of its family."""
+"""Tiny models of keras-hub, each with the preset of its family."""
 
 from __future__ import annotations
 
-import house
 import keras
 import keras_hub
 import numpy as np
@@ -29,7 +28,7 @@ ENCODER = {
     "dropout": 0.0,
 }
 TINY = {
-    "llama3": DECODER,
+    "llama": DECODER,
     "gemma": DECODER | {"head_dim": 8, "use_post_ffw_norm": True, "use_post_attention_norm": True},
     "mixtral": DECODER | {"num_experts": 4},
     "qwen": DECODER | {"tie_word_embeddings": False},
@@ -45,11 +44,12 @@ TINY = {
     | {"num_mels": 8, "max_encoder_sequence_length": 16, "max_decoder_sequence_length": LENGTH},
     "bert": ENCODER | {"max_sequence_length": LENGTH},
     "gpt2": ENCODER | {"max_sequence_length": LENGTH},
+    "t5": ENCODER | {"key_value_dim": 8, "tie_embedding_weights": False},
 }
-"""The configuration of each family's backbone; whatever a rules file speaks of is there."""
+"""The configuration of each family's backbone; whatever a preset speaks of is there."""
 
 
-def llama3(config):
+def llama(config):
     return hub.Llama3CausalLM(hub.Llama3Backbone(**config))
 
 
@@ -111,99 +111,11 @@ def gpt2(config):
     return hub.GPT2CausalLM(hub.GPT2Backbone(**config))
 
 
-FAMILIES = {f.__name__: f for f in (llama3, gemma, mixtral, qwen, vit, whisper, bert, gpt2)}
-
-PUBLISHED = {
-    "llama3_8b_en": {
-        "vocabulary_size": 128_256,
-        "num_layers": 32,
-        "num_query_heads": 32,
-        "num_key_value_heads": 8,
-        "hidden_dim": 4096,
-        "intermediate_dim": 14_336,
-    },
-    "gemma_2b_en": {
-        "vocabulary_size": 256_000,
-        "num_layers": 18,
-        "num_query_heads": 8,
-        "num_key_value_heads": 1,
-        "hidden_dim": 2048,
-        "intermediate_dim": 32_768,
-        "head_dim": 256,
-    },
-    "gemma_7b_en": {
-        "vocabulary_size": 256_000,
-        "num_layers": 28,
-        "num_query_heads": 16,
-        "num_key_value_heads": 16,
-        "hidden_dim": 3072,
-        "intermediate_dim": 49_152,
-        "head_dim": 256,
-    },
-    "gemma2_9b_en": {
-        "vocabulary_size": 256_000,
-        "num_layers": 42,
-        "num_query_heads": 16,
-        "num_key_value_heads": 8,
-        "hidden_dim": 3584,
-        "intermediate_dim": 28_672,
-        "head_dim": 256,
-        "use_post_ffw_norm": True,
-        "use_post_attention_norm": True,
-    },
-    "mixtral_8_7b_en": {
-        "vocabulary_size": 32_000,
-        "num_layers": 32,
-        "num_query_heads": 32,
-        "num_key_value_heads": 8,
-        "hidden_dim": 4096,
-        "intermediate_dim": 14_336,
-        "num_experts": 8,
-    },
-    "qwen2.5_math_7b_en": {
-        "vocabulary_size": 152_064,
-        "num_layers": 28,
-        "num_query_heads": 28,
-        "num_key_value_heads": 4,
-        "hidden_dim": 3584,
-        "intermediate_dim": 18_944,
-        "tie_word_embeddings": False,
-    },
-    "vit_large_patch16_224_imagenet": {
-        "image_shape": (224, 224, 3),
-        "patch_size": 16,
-        "num_layers": 24,
-        "num_heads": 16,
-        "hidden_dim": 1024,
-        "mlp_dim": 4096,
-    },
-    "whisper_large_multi": {
-        "vocabulary_size": 51_865,
-        "num_layers": 32,
-        "num_heads": 20,
-        "hidden_dim": 1280,
-        "intermediate_dim": 5120,
-    },
-    "bert_large_en_uncased": {
-        "vocabulary_size": 30_522,
-        "num_layers": 24,
-        "num_heads": 16,
-        "hidden_dim": 1024,
-        "intermediate_dim": 4096,
-    },
-    "gpt2_large_en": {
-        "vocabulary_size": 50_257,
-        "num_layers": 36,
-        "num_heads": 20,
-        "hidden_dim": 1280,
-        "intermediate_dim": 5120,
-    },
-}
+def t5(config):
+    return hub.T5Seq2SeqLM(hub.T5Backbone(**config))
 
 
-def family_of(preset):
-    """The family of a published model."""
-    return next(name for name in FAMILIES if preset.startswith(name))
+FAMILIES = {f.__name__: f for f in (llama, gemma, mixtral, qwen, vit, whisper, bert, gpt2, t5)}
 
 
 def make(name, config=None):
@@ -214,10 +126,9 @@ def make(name, config=None):
     return model
 
 
-def rules(name, mesh=None):
-    """The rules file of a family."""
-    text = (house.ROOT / "examples" / "rules" / f"{name}.yaml").read_text(encoding="utf-8")
-    return lm.LayoutMap.from_yaml(text, mesh)
+def rules(name, mesh="batch=2,model=4", **dims):
+    """The preset of a family."""
+    return lm.LayoutMap.preset(name, lm.create_mesh(mesh), **dims)
 
 
 def batch(name, rows=ROWS):
@@ -233,15 +144,16 @@ def batch(name, rows=ROWS):
         sound = random.normal(size=(rows, 16, 8)).astype("float32")
         inputs = {"encoder_features": sound, "decoder_token_ids": tokens, "decoder_padding_mask": mask}
         return inputs, np.roll(tokens, -1, 1)
+    if name == "t5":
+        sides = {
+            f"{side}_{n}": v
+            for side in ("encoder", "decoder")
+            for n, v in zip(("token_ids", "padding_mask"), (tokens, mask), strict=True)
+        }
+        return sides, np.roll(tokens, -1, 1)
     inputs = {"token_ids": tokens, "padding_mask": mask}
     if name == "bert":
         return inputs | {
             "segment_ids": np.repeat([[0, 1]], LENGTH // 2, 1).repeat(rows, 0).astype("int32")
         }, classes
     return inputs, np.roll(tokens, -1, 1)
-
-
-def num_published(preset):
-    """How many parameters keras-hub says that a published backbone has."""
-    kinds = [getattr(hub, name) for name in dir(hub) if name.endswith("Backbone")]
-    return next(kind.presets[preset]["metadata"]["params"] for kind in kinds if preset in kind.presets)

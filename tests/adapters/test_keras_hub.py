@@ -1,4 +1,4 @@
-"""Models of keras-hub under the rules files of `examples/rules`: made, trained, saved and restored."""
+"""Models of keras-hub under the presets of their families: made, trained, saved and restored."""
 
 import runpy
 import sys
@@ -23,6 +23,8 @@ pytestmark = [
     # Models of keras-hub compile themselves when they are loaded, with a new optimizer.
     pytest.mark.filterwarnings("ignore:`compile.*` was not called as part of model loading:UserWarning"),
     pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning"),
+    # T5 of keras-hub 0.32 passes masks to its attention, which takes none.
+    pytest.mark.filterwarnings("ignore:Layer '.*_attention' .* was passed an input with a mask:UserWarning"),
 ]
 NAMES = list(hub_models.FAMILIES) if ON_JAX else ["qwen"]  # the others are quick on JAX only
 
@@ -95,9 +97,15 @@ if ON_JAX:
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.usefixtures("quick_steps")
     def test_three_steps_give_the_numbers_of_one_device(name):
-        """First weights bit for bit; outputs, gradients, losses, weights and slots of three steps within 1e-5."""
+        """First weights bit for bit; outputs, gradients, losses, weights and slots of three steps within 1e-5.
+
+        Weights are cut over both dims, which has the cuts over one among them; benchmarks/hub.py tries those alone.
+        """
         report = lm.check_parity(
-            lambda: small(name), hub_models.rules(name), hub_models.batch(name), batch_dim="batch"
+            lambda: small(name),
+            hub_models.rules(name, fsdp_dim="batch"),
+            hub_models.batch(name),
+            batch_dim="batch",
         )
         plain = [loss for loss, _ in report.losses]
 
@@ -109,7 +117,7 @@ if ON_JAX:
     def test_one_head_of_keys_on_eight_devices_gives_the_numbers_of_one():
         """Gemma 2B has one head of keys and values, which no mesh divides: it is left whole, and the plan says so."""
         config = hub_models.TINY["gemma"] | {"num_layers": 1, "num_key_value_heads": 1}
-        layout_map = hub_models.rules("gemma", lm.create_mesh("model=8"))
+        layout_map = hub_models.rules("gemma", "model=8")
         plan = lm.plan(lambda: hub_models.make("gemma", config), layout_map, strict=True)
 
         assert ["uneven", "uneven"] == [p.kind for p in plan.problems]
