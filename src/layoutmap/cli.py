@@ -33,7 +33,7 @@ WELL, PROBLEMS, CANNOT = 0, 1, 2
 _EXAMPLES = """examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
   layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
-  layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json
+  layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json --html plan.html
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
   layoutmap devices --engine jax
@@ -80,8 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = command(
         "plan", _plan, "Print the plan of a model: every variable, its layout and bytes, all problems."
     )
-    plan.add_argument("model", metavar="MODULE:FUNCTION")
+    plan.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="a plan's JSON file, or a model")
     plan.add_argument("--json", metavar="FILE", type=Path, help="also write the plan to a file, for diff")
+    plan.add_argument("--html", metavar="FILE", type=Path, help="also write it as a page for a browser")
     _add_model_options(plan)
     explain = command(
         "explain", _explain, "Say why one variable is where it is, and what to type to change it."
@@ -129,11 +130,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: Any) -> int:
-    made = _plan_of_model(options.model, options)
+    made = _plan_of(options.model, options)
     print(f"{made}\n\n{made.memory}")
-    if options.json is not None:
-        _write(options.json, made.to_json())
-        print(f"written: {options.json}", file=sys.stderr)
+    for path, form in ((options.json, made.to_json), (options.html, made.to_html)):
+        if path is not None:
+            _write(path, form())
+            print(f"written: {path}", file=sys.stderr)
     return PROBLEMS if made.errors or (options.strict and made.warnings) else WELL
 
 

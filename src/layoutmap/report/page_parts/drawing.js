@@ -1,0 +1,107 @@
+// Canvases in the page's colours: sharp on any screen, drawn anew when the width or the colours change.
+
+const redraws = [];
+
+const colours = new Map(); // to ask the style sheet each time would take longer than to draw
+
+/** The colour that a property of the style sheet has now. */
+function colour(name) {
+  if (colours.has(name)) return colours.get(name);
+  const probe = byId("colour-probe") ?? document.body.appendChild(make("span", { id: "colour-probe", hidden: true }));
+  probe.style.color = `var(--${name})`;
+  colours.set(name, getComputedStyle(probe).color);
+  return colours.get(name);
+}
+
+/** A canvas in a holder, which `draw(context, width)` fills; `height(width)` says how high it is. */
+function drawnCanvas(attributes, height, draw) {
+  const canvas = make("canvas", { tabindex: "0", ...attributes });
+  const holder = make("div", { class: "drawn" }, canvas);
+  let pending = false;
+  const redraw = () => {
+    pending = false;
+    const width = holder.clientWidth;
+    if (!width) return;
+    const high = Math.max(1, Math.round(height(width)));
+    const ratio = Math.min(window.devicePixelRatio || 1, 16000 / high);
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(high * ratio);
+    canvas.style.height = `${high}px`;
+    const context = canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    context.font = getComputedStyle(canvas).font;
+    draw(context, width, high);
+  };
+  const ask = () => {
+    if (pending) return;
+    pending = true;
+    requestAnimationFrame(redraw);
+  };
+  redraws.push(ask);
+  let last = 0;
+  new ResizeObserver(() => {
+    if (holder.clientWidth !== last) {
+      last = holder.clientWidth;
+      ask();
+    }
+  }).observe(holder);
+  return { holder, canvas, ask };
+}
+
+function redrawAll() {
+  colours.clear();
+  for (const ask of redraws) ask();
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
+
+/** Where on a canvas a pointer is. */
+function pointOn(canvas, event) {
+  const box = canvas.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}
+
+// From dark to light, so that the order shows without its hues.
+const RAMP = [[38, 70, 116], [45, 114, 150], [64, 155, 158], [126, 192, 151], [205, 219, 150], [246, 233, 174]];
+
+/** A colour for number `i` of `n` that are in order. */
+function rampColour(i, n) {
+  const at = n > 1 ? (i / (n - 1)) * (RAMP.length - 1) : 1;
+  const low = Math.min(Math.floor(at), RAMP.length - 2);
+  return RAMP[low].map((from, c) => Math.round(from + (RAMP[low + 1][c] - from) * (at - low)));
+}
+
+const rgb = (parts, alpha = 1) => `rgb(${parts.join(" ")} / ${alpha})`;
+const inkOn = ([r, g, b]) => (r * 0.3 + g * 0.59 + b * 0.11 > 140 ? "#14202b" : "#ffffff");
+
+/** Stripes over a rectangle: the mark of what does not fit, beside its colour. */
+function hatch(context, x, y, width, height, ink) {
+  context.save();
+  context.beginPath();
+  context.rect(x, y, width, height);
+  context.clip();
+  context.strokeStyle = ink;
+  context.lineWidth = 1;
+  context.beginPath();
+  for (let at = -height; at < width; at += 6) {
+    context.moveTo(x + at, y + height);
+    context.lineTo(x + at + height, y);
+  }
+  context.stroke();
+  context.restore();
+}
+
+/** Text that is cut to fit a width; nothing where none of it fits. */
+function fittedText(context, text, x, y, width) {
+  if (context.measureText(text).width > width) {
+    let low = 0;
+    for (let high = text.length; low < high; ) {
+      const middle = Math.ceil((low + high) / 2);
+      if (context.measureText(`${text.slice(0, middle)}…`).width > width) high = middle - 1;
+      else low = middle;
+    }
+    if (low < 3) return;
+    text = `${text.slice(0, low)}…`;
+  }
+  context.fillText(text, x, y);
+}
