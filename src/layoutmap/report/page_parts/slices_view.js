@@ -24,6 +24,8 @@ function slicesView(holder) {
   let axes = []; // the one drawn down, the one drawn across; null where there is none
   let fixed = []; // the piece shown of each axis that is not drawn
 
+  const pieces = new Map(); // axis -> the input for its piece
+
   const rank = () => drawn?.shape.length ?? 0;
   const count = (axis) => (axis === null ? 1 : drawn.layout.counts[axis]);
   const view = drawnCanvas(
@@ -128,6 +130,7 @@ function slicesView(holder) {
 
   function controlsOf(v) {
     controls.replaceChildren();
+    pieces.clear();
     if (!v?.fits || v.shape.length < 3) return;
     for (const [which, label] of [[0, "Down "], [1, "Across "]]) {
       const select = make("select", { id: `slices-axis-${which}` }, v.shape.map((n, axis) => make("option", { value: `${axis}` }, `axis ${axis} (${countText(n)})`)));
@@ -146,6 +149,7 @@ function slicesView(holder) {
     v.shape.forEach((_, axis) => {
       if (axes.includes(axis) || count(axis) === 1) return;
       const input = make("input", { type: "number", min: "0", max: `${count(axis) - 1}`, value: `${fixed[axis]}` });
+      pieces.set(axis, input);
       input.addEventListener("change", () => {
         fixed[axis] = Math.min(count(axis) - 1, Math.max(0, Math.trunc(Number(input.value))));
         if (chosen.offset) choose(chosen.offset.map((at, i) => (i === axis ? fixed[axis] : at)));
@@ -167,10 +171,11 @@ function slicesView(holder) {
       drawn = v;
       axes = v ? usualAxes(v) : [];
       fixed = v ? v.shape.map(() => 0) : [];
+      controlsOf(v);
+      tellLegend(v);
     }
     if (chosen.offset) fixed = [...chosen.offset];
-    controlsOf(v);
-    tellLegend(v);
+    for (const [axis, input] of pieces) input.value = `${fixed[axis]}`;
     view.holder.hidden = !v?.fits;
     canvas.setAttribute("aria-label", v?.fits ? `The slices of ${v.path}. Arrow keys go from slice to slice, Escape chooses none.` : "No slices");
     readout.textContent = tell();

@@ -144,13 +144,18 @@ function tableView(holder, changed) {
     const is = entry.all.includes(chosen.variable);
     const line = make("tr", { id: `row-${i}`, "aria-rowindex": `${i + 2}`, "aria-selected": `${is}`, class: i === active ? "active" : "" },
       COLUMNS.map((column) => make("td", { role: "gridcell", class: column.number ? "number" : "" }, column.cell(entry))));
-    line.addEventListener("click", () => choose(i));
+    line.dataset.entry = `${i}`;
     return line;
   }
 
-  function render() {
+  let rendered = ""; // which rows are in the document
+
+  /** Puts the rows that show into the document; while the reader scrolls, only where those are others. */
+  function render(scrolled = false) {
     const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_HEIGHT) - SPARE_ROWS);
     const last = Math.min(entries.length, first + Math.ceil((scroller.clientHeight || 560) / ROW_HEIGHT) + 2 * SPARE_ROWS);
+    if (scrolled && rendered === `${first} ${last}`) return;
+    rendered = `${first} ${last}`;
     const space = (count) => {
       const filler = make("tr", { "aria-hidden": "true", class: "filler" }, make("td", { colspan: `${COLUMNS.length}` }));
       filler.style.height = `${count * ROW_HEIGHT}px`;
@@ -176,6 +181,10 @@ function tableView(holder, changed) {
     else if (top > scroller.scrollTop + room) scroller.scrollTop = top - room;
   }
 
+  body.addEventListener("click", (event) => {
+    const line = event.target.closest("[data-entry]");
+    if (line) choose(Number(line.dataset.entry));
+  });
   table.addEventListener("keydown", (event) => {
     if (event.target !== table || !entries.length) return;
     const page = Math.floor(scroller.clientHeight / ROW_HEIGHT) - 2;
@@ -194,7 +203,7 @@ function tableView(holder, changed) {
     pending = true;
     requestAnimationFrame(() => {
       pending = false;
-      render();
+      render(true);
     });
   });
   search.addEventListener("input", () => {
