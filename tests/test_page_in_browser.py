@@ -14,6 +14,7 @@ from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
 
 import layoutmap as lm
 from layoutmap.planning import make_plan
@@ -266,8 +267,8 @@ def test_a_click_on_a_row_draws_the_variable(browser, show):
     assert "8 slices of 1.0 KiB, each held by 2 devices." in text(browser, "#slices-readout")
     assert "axis 1: 64 over model, then batch, 8 pieces of 8" in text(browser, "#slices-legend")
     assert r"rule 2 .*up\.kernel" in text(browser, "#details")
-    assert "variable=blocks.1.up.kernel" in browser.current_url
-    assert "search=blocks.1.up.kernel" in browser.current_url
+    in_address = "search=blocks.1.up.kernel", "variable=blocks.1.up.kernel"
+    WebDriverWait(browser, 10).until(lambda _: all(each in browser.current_url for each in in_address))
 
 
 def test_the_address_brings_all_of_it_back(browser, show):
@@ -448,7 +449,7 @@ def ground(browser):
     return [int(part) for part in re.findall(r"\d+", shown)[:3]]
 
 
-@pytest.mark.parametrize("width", [390, 700, 1100, 1440, 2200])
+@pytest.mark.parametrize("width", [390, 1100, 2200])
 def test_nothing_scrolls_sideways_but_the_tables(browser, show, width):
     """On a phone, on a wide screen, and between."""
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -480,6 +481,28 @@ def test_a_large_plan_is_searched_sorted_and_chosen(browser, show):
     device.send_keys("4001", Keys.TAB)
     wanted = plan["layer_77.key.kernel"].layout.shard_slices((4096, 32, 128), 4001)
     assert slices_text(wanted) == drawn_slices(browser)
+
+
+def test_plans_of_next_to_nothing(browser, show):
+    """No variable, no mesh dim, an axis without elements: all is drawn, and nothing complains."""
+    one = lm.Mesh(None, [])
+    show(make_plan([], lm.LayoutMap(one)))
+    assert "0 variables on one device" == text(browser, "h1")
+    show(make_plan([VariableSpec("k", (), "float32")], lm.LayoutMap(one)), device=0)
+    assert "all of it" == drawn_slices(browser)
+    show(
+        make_plan([VariableSpec("k", (0, 3), "float32")], lm.LayoutMap(MESH, {"k": ("batch", None)})),
+        device=9,
+    )
+    assert "[0:0, 0:3]" == drawn_slices(browser)
+
+
+def test_layers_whose_output_is_laid_out_are_told(browser, show):
+    """In a table of their own."""
+    layout_map = lm.LayoutMap(MESH, {"k": (None,)}, {r"blocks\.\d+$": ("batch", None)})
+    show(make_plan([VariableSpec("k", (4,), "float32")], layout_map, layers=["blocks.0", "blocks.1"]))
+
+    assert "blocks.{0..1} 2 (batch, unsharded) 1" in text(browser, "#activations")
 
 
 def test_paths_that_read_like_markup_are_text(browser, show):

@@ -25,6 +25,7 @@ _SCRIPTS = (
     "model.js",
     "squarify.js",
     "drawing.js",
+    "mesh_tiles.js",
     "mesh_view.js",
     "slices_view.js",
     "details_view.js",

@@ -26,9 +26,15 @@ tellTheme();
 // -- the address
 
 let settled = false;
+let waiting = 0;
 
+/** Soon, and once for many keys: browsers refuse an address that changes all the time. */
 function writeAddress() {
-  if (!settled) return;
+  clearTimeout(waiting);
+  if (settled) waiting = setTimeout(writeAddressNow, 120);
+}
+
+function writeAddressNow() {
   const told = new URLSearchParams();
   const set = (name, value) => value && told.set(name, value);
   if (chosen.variable) {

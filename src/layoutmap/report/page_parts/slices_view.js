@@ -89,6 +89,7 @@ function slicesView(holder) {
       return `${counted(total, "slice")} of ${sizeText(v.deviceBytes)}, each held by ${counted(each, "device")}. Choose a slice, or a device below.`;
     }
     const where = slicesText(slicesOf(v.layout.counts, v.shape, chosen.offset));
+    if (total === 1 && chosen.device === null) return `${mesh.size === 1 ? "The only device" : "Every device"} holds ${where}.`;
     if (chosen.device !== null) {
       const others = each > 1 ? ` So do ${counted(each - 1, "other")}: ${holdersText(v, chosen.offset)}.` : "";
       return `Device ${chosen.device} (${deviceWords(chosen.device) || "the only one"}) holds ${where}.${others}`;
