@@ -62,11 +62,12 @@ function pointOn(canvas, event) {
 }
 
 // From dark to light, so that the order shows without its hues.
-const RAMP = [[38, 70, 116], [45, 114, 150], [64, 155, 158], [126, 192, 151], [205, 219, 150], [246, 233, 174]];
+const RAMP = [[43, 74, 120], [47, 113, 150], [66, 153, 157], [126, 189, 150], [196, 211, 144], [233, 216, 150]];
 
-/** A colour for number `i` of `n` that are in order. */
+/** A colour for number `i` of `n` that are in order; a few lie closer together than many. */
 function rampColour(i, n) {
-  const at = n > 1 ? (i / (n - 1)) * (RAMP.length - 1) : 1;
+  const spread = Math.min(1, 0.25 + n / 8);
+  const at = ((1 - spread) * 0.4 + (n > 1 ? (i / (n - 1)) * spread : 0)) * (RAMP.length - 1);
   const low = Math.min(Math.floor(at), RAMP.length - 2);
   return RAMP[low].map((from, c) => Math.round(from + (RAMP[low + 1][c] - from) * (at - low)));
 }

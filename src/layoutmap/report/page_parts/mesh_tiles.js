@@ -20,12 +20,20 @@ class MeshTiles {
     const stride = (dim) => (dim === null ? 0 : product(sizes.slice(dim + 1)));
     Object.assign(this, { down, across, rows: size(down), numColumns: size(across), rowStride: stride(down), columnStride: stride(across) });
     this.others = sizes.map((_, dim) => dim).filter((dim) => dim !== down && dim !== across);
-    this.cell = 26;
-    this.#fold(width);
-    while (this.cell > 5 && (this.height > mostHeight || (this.folds > 1 && this.cell > 14))) {
-      this.cell--;
-      this.#fold(width);
-    }
+    this.numTiles = product(this.others.map(size));
+    // What stands above a tile, in a letter's usual width.
+    this.wordsWidth = 6.2 * this.others.reduce((letters, dim) => letters + names[dim].length + `${sizes[dim] - 1}`.length + 3, 0);
+    const fits = (cell) => {
+      this.#fold(width, cell);
+      return this.height <= mostHeight && (this.folds === 1 || cell <= 14);
+    };
+    let cell = 26;
+    while (cell > 5 && !fits(cell)) cell--;
+    // Where it is too high in any case, the cells are as large as these folds allow.
+    const folds = this.folds;
+    while (cell < 8 && Math.floor(width / (cell + 1)) >= this.columns) cell++;
+    this.#fold(width, cell);
+    if (this.folds !== folds) this.#fold(width, 5);
     this.tiles = [...Array(this.numTiles * this.folds).keys()].map((number) => {
       const coords = coordsOf(this.others.map(size), Math.floor(number / this.folds));
       const from = (number % this.folds) * this.columns;
@@ -33,7 +41,7 @@ class MeshTiles {
       const words = this.others.map((dim, i) => `${names[dim]}=${coords[i]}`);
       if (this.folds > 1) words.push(`${names[across]} ${from} to ${from + columns - 1}`);
       return {
-        x: (number % this.abreast) * (this.columns * this.cell + GAP),
+        x: (number % this.abreast) * (this.pitch + GAP),
         y: Math.floor(number / this.abreast) * this.high + this.label,
         first: this.others.reduce((device, dim, i) => device + coords[i] * stride(dim), from * this.columnStride),
         columns,
@@ -42,15 +50,16 @@ class MeshTiles {
     });
   }
 
-  /** How the tiles lie if a cell is as large as it is now. */
-  #fold(width) {
-    this.numTiles = product(this.others.map((dim) => this.sizes[dim]));
+  /** How the tiles lie if a cell is so large. */
+  #fold(width, cell) {
+    this.cell = cell;
     this.columns = evenPart(this.numColumns, Math.max(1, Math.floor(width / this.cell)));
     this.folds = Math.ceil(this.numColumns / this.columns);
     const count = this.numTiles * this.folds;
     this.label = count > 1 ? LABEL : 0;
     this.high = this.rows * this.cell + this.label + GAP;
-    const most = Math.max(1, Math.floor((width + GAP) / (this.columns * this.cell + GAP)));
+    this.pitch = Math.min(width, Math.max(this.columns * cell, count > 1 && this.folds === 1 ? this.wordsWidth : 0));
+    const most = Math.max(1, Math.floor((width + GAP) / (this.pitch + GAP)));
     this.abreast = Math.ceil(count / Math.ceil(count / most));
     this.height = Math.ceil(count / this.abreast) * this.high - GAP;
   }

@@ -34,12 +34,12 @@ function meshView(holder) {
       if (!fills.has(shard)) {
         const faint = lit !== null && shard !== lit;
         const parts = rampColour(shard, total);
-        fills.set(shard, total > 1 ? [rgb(parts, faint ? 0.22 : 1), faint ? colour("ink") : inkOn(parts)] : [colour("neutral"), colour("ink")]);
+        fills.set(shard, total > 1 ? [rgb(parts, faint ? 0.25 : 1), faint ? colour("ink") : inkOn(parts)] : [colour("neutral"), colour("ink")]);
       }
       return fills.get(shard);
     };
     context.fillStyle = colour("muted");
-    for (const { words, x, y, columns } of placed.tiles) if (words) fittedText(context, words, x, y - 4, columns * cell);
+    for (const { words, x, y, columns } of placed.tiles) if (words) fittedText(context, words, x, y - 4, Math.max(placed.pitch, columns * cell));
     context.textAlign = "center";
     context.textBaseline = "middle";
     for (const tile of placed.tiles) {

@@ -55,6 +55,16 @@ for (const v of variables) {
   v.searched = v.haystack.toLowerCase();
 }
 
+/** Variables in groups: those of repeated blocks, alike in all but the numbers of their paths, are together. */
+function blocksOf(all) {
+  const groups = new Map();
+  for (const v of all) {
+    const key = JSON.stringify([v.model, v.path.replace(/\d+/g, "#"), v.kind, v.bytes, v.layout.text, v.shape, v.how, v.uneven]);
+    (groups.get(key) ?? groups.set(key, []).get(key)).push(v);
+  }
+  return [...groups.values()];
+}
+
 /** What a variable may be filtered by, beside its kind and its rule. */
 const FLAGS = {
   "no rule": (v) => v.noRule,

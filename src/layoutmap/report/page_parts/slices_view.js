@@ -61,7 +61,7 @@ function slicesView(holder) {
         const number = shardNumber(drawn.layout.counts, offset);
         const faint = chosen.offset !== null && number !== lit;
         const parts = rampColour(number, total);
-        context.fillStyle = total > 1 ? rgb(parts, faint ? 0.22 : 1) : colour("neutral");
+        context.fillStyle = total > 1 ? rgb(parts, faint ? 0.25 : 1) : colour("neutral");
         context.fillRect(column * wide, row * high, wide - gapX, high - gapY);
         const text = total > 1 ? offsetText(offset) : "all of it";
         if (context.measureText(text).width < wide - 6 && high > 15) {

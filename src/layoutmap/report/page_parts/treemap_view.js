@@ -11,42 +11,47 @@ function waysOf(all) {
   return new Map(sorted.map((how) => [how, how === "replicated" ? "neutral" : how === "does not fit" ? "bad-fill" : `cut-${cut.indexOf(how) % NUM_CUT_COLOURS}`]));
 }
 
-/** Variables by the parts of their paths; a module that holds only one other is one with it. */
-function treeOf(all) {
+/** Variables by the parts of their paths, each tile some that are alike; a module that holds only one other is one with it. */
+function treeOf(groups) {
   const root = { name: "all", children: new Map(), parent: null };
-  for (const v of all) {
+  for (const group of groups) {
+    const model = group[0].model;
     let node = root;
-    for (const part of [...(severalModels && v.model ? [v.model] : []), ...v.path.split(".")]) {
+    // The dots in `blocks.{0..31}` part nothing.
+    const parts = mergedPath(group.map((v) => v.path)).split(/\.(?![^{}]*\})/);
+    for (const part of [...(severalModels && model ? [model] : []), ...parts]) {
       if (!node.children.has(part)) node.children.set(part, { name: part, children: new Map(), parent: node });
       node = node.children.get(part);
     }
     // A variable under whose path there are more has a tile beside theirs.
-    node.children.set(" ", { name: node.name, children: new Map(), parent: node, variable: v });
+    node.children.set(` ${node.children.size}`, { name: node.name, children: new Map(), parent: node, group });
   }
   return joined(root);
 }
 
 function joined(node) {
   let children = [...node.children.values()].map(joined);
-  while (children.length === 1 && !node.variable && node.parent) {
+  while (children.length === 1 && !node.group && node.parent) {
     const [only] = children;
-    if (only.variable) return { ...only, name: node.name, parent: node.parent };
+    if (only.group) return { ...only, name: only.name === node.name ? node.name : `${node.name}.${only.name}`, parent: node.parent };
     node = { ...only, name: `${node.name}.${only.name}`, parent: node.parent };
     children = only.children;
   }
-  const made = { name: node.name, variable: node.variable ?? null, children, parent: node.parent };
+  const made = { name: node.name, group: node.group ?? null, children, parent: node.parent };
   for (const child of children) child.parent = made;
   return made;
 }
 
 function treemapView(holder) {
-  const root = treeOf(variables);
+  const blocks = blocksOf(variables);
+  let together = blocks.length < variables.length;
+  let root = null;
   const ways = waysOf(variables);
-  let zoomed = root;
+  let zoomed = null;
   let whole = false;
   let tiles = [];
   let heads = [];
-  let hovered = null;
+  let hovered = null; // what the tile under the pointer is of
   let cursor = -1;
 
   const crumbs = make("nav", { class: "crumbs", "aria-label": "Modules" });
@@ -58,21 +63,33 @@ function treemapView(holder) {
       weigh(root);
       show();
     } }, text));
+  const joining = make("input", { type: "checkbox", checked: together, onchange: () => {
+    together = joining.checked;
+    grow();
+  } });
   const view = drawnCanvas(
     { id: "treemap-canvas", role: "application", "aria-describedby": "treemap-readout",
       "aria-label": "A treemap of bytes. Arrow keys go from tile to tile, Enter chooses the variable, Z zooms into its module, Escape zooms out. The table below has the same variables." },
     (width) => Math.min(460, Math.max(280, width * 0.5)), draw);
   const { canvas } = view;
 
+  const bytesOf = (group) => group.reduce((sum, v) => sum + (whole ? v.bytes : v.deviceBytes ?? 0), 0);
+
+  /** The tree anew: each variable for itself, or repeated blocks together. */
+  function grow() {
+    root = treeOf(together ? blocks : variables.map((v) => [v]));
+    weigh(root);
+    zoom(root);
+  }
+
   function weigh(node) {
-    const v = node.variable;
-    node.weight = v ? (whole ? v.bytes : v.deviceBytes ?? 0) : node.children.reduce((sum, child) => sum + weigh(child), 0);
+    node.weight = node.group ? bytesOf(node.group) : node.children.reduce((sum, child) => sum + weigh(child), 0);
     return node.weight;
   }
 
   function place(node, x, y, width, height, depth) {
-    if (node.variable) {
-      tiles.push({ v: node.variable, name: node.name, x, y, width, height });
+    if (node.group) {
+      tiles.push({ group: node.group, v: node.group[0], name: node.name, x, y, width, height });
       return;
     }
     const headed = depth > 0 && width >= 54 && height >= 34;
@@ -83,7 +100,7 @@ function treemapView(holder) {
 
   function draw(context, width, height) {
     [tiles, heads] = [[], []];
-    if (zoomed.variable) place(zoomed, 0, 0, width, height, 1);
+    if (zoomed.group) place(zoomed, 0, 0, width, height, 1);
     else if (zoomed.weight) place(zoomed, 0, 0, width, height, 0);
     const fills = new Map([...ways].map(([how, name]) => [how, colour(name)]));
     const inks = new Map([...fills].map(([how, fill]) => [how, inkOn(fill.match(/\d+/g).map(Number))]));
@@ -94,7 +111,7 @@ function treemapView(holder) {
     }
     context.fillStyle = colour("ink");
     for (const head of heads) if (head.height) fittedText(context, head.node.name, head.x + 4, head.y + 12, head.width - 8);
-    for (const { v, name, x, y, width: w, height: h } of tiles) {
+    for (const { group, v, name, x, y, width: w, height: h } of tiles) {
       const [gapX, gapY] = [w > 3 ? 1 : 0, h > 3 ? 1 : 0];
       context.fillStyle = fills.get(v.how);
       context.fillRect(x, y, w - gapX, h - gapY);
@@ -106,7 +123,7 @@ function treemapView(holder) {
         }
         context.fillStyle = inks.get(v.how);
         fittedText(context, name, x + 5, y + 14, w - 10);
-        if (h > 34 && w > 60) fittedText(context, sizeText(whole ? v.bytes : v.deviceBytes ?? 0), x + 5, y + 29, w - 10);
+        if (h > 34 && w > 60) fittedText(context, sizeText(bytesOf(group)), x + 5, y + 29, w - 10);
       }
     }
     const ring = (tile, ink, thick) => {
@@ -118,16 +135,26 @@ function treemapView(holder) {
       context.strokeStyle = ink;
       context.strokeRect(tile.x, tile.y, tile.width - 1, tile.height - 1);
     };
-    ring(tiles.find(({ v }) => v === hovered), colour("ink"), 1);
+    ring(tiles.find(({ group }) => group === hovered), colour("ink"), 1);
     if (document.activeElement === canvas) ring(tiles[cursor], colour("accent"), 2);
-    ring(tiles.find(({ v }) => v === chosen.variable), colour("mark"), 3);
+    ring(tileOf(chosen.variable), colour("mark"), 3);
   }
 
-  function tell(v) {
-    readout.replaceChildren(...(v
-      ? [make("code", {}, v.name), ` ${shapeText(v.shape)}, ${v.how}, ${v.fits ? `${sizeText(v.deviceBytes)} on each device of ` : ""}${sizeText(v.bytes)}`]
-      : ["Choose a tile to see its slices, or the name of a module to zoom in."]));
+  const tileOf = (v) => tiles.find(({ group }) => group.includes(v));
+
+  function tell(group) {
+    if (!group?.[0]) {
+      readout.replaceChildren("Choose a tile to see its slices, or the name of a module to zoom in.");
+      return;
+    }
+    const [v] = group;
+    const sum = (of) => sizeText(group.reduce((bytes, each) => bytes + of(each), 0));
+    readout.replaceChildren(
+      make("code", {}, group.length > 1 ? mergedPath(group.map((each) => each.name)) : v.name),
+      ` ${group.length > 1 ? `${countText(group.length)} of ` : ""}${shapeText(v.shape)}, ${v.how}, ${v.fits ? `${sum((each) => each.deviceBytes)} on each device of ` : ""}${sum((each) => each.bytes)}`);
   }
+
+  const choose = ({ group, v }) => chooseVariable(group.includes(chosen.variable) ? chosen.variable : v, "treemap");
 
   function show() {
     const line = [];
@@ -157,21 +184,21 @@ function treemapView(holder) {
     const tile = tileAt(point);
     const head = tile ? null : headAt(point);
     canvas.style.cursor = head ? "zoom-in" : "pointer";
-    if (tile?.v === hovered && tile) return;
-    hovered = tile?.v ?? null;
+    if (tile && tile.group === hovered) return;
+    hovered = tile?.group ?? null;
     if (head) readout.textContent = `${head.node.name}: ${sizeText(head.node.weight)}. Click to zoom in.`;
-    else tell(hovered ?? chosen.variable);
+    else tell(hovered ?? [chosen.variable]);
     view.ask();
   });
   canvas.addEventListener("pointerleave", () => {
     hovered = null;
-    tell(chosen.variable);
+    tell([chosen.variable]);
     view.ask();
   });
   canvas.addEventListener("click", (event) => {
     const point = pointOn(canvas, event);
     const tile = tileAt(point);
-    if (tile) chooseVariable(tile.v, "treemap");
+    if (tile) choose(tile);
     else if (headAt(point)) zoom(headAt(point).node);
   });
   canvas.addEventListener("focus", view.ask);
@@ -179,10 +206,10 @@ function treemapView(holder) {
   canvas.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (step && tiles.length) {
-      cursor = cursor < 0 ? Math.max(0, tiles.findIndex(({ v }) => v === chosen.variable)) : (cursor + step + tiles.length) % tiles.length;
-      tell(tiles[cursor].v);
+      cursor = cursor < 0 ? Math.max(0, tiles.indexOf(tileOf(chosen.variable))) : (cursor + step + tiles.length) % tiles.length;
+      tell(tiles[cursor].group);
       view.ask();
-    } else if (event.key === "Enter" && tiles[cursor]) chooseVariable(tiles[cursor].v, "treemap");
+    } else if (event.key === "Enter" && tiles[cursor]) choose(tiles[cursor]);
     else if (event.key.toLowerCase() === "z" && tiles[cursor]) {
       const of = heads.find((head) => inside(head, tiles[cursor].x + 1, tiles[cursor].y + 1, head.all));
       if (of) zoom(of.node);
@@ -191,17 +218,16 @@ function treemapView(holder) {
     event.preventDefault();
   });
 
-  weigh(root);
   const legend = make("ul", { class: "legend" }, [...ways].map(([how, name]) => {
     const swatch = make("span", { class: `swatch${how === "does not fit" ? " striped" : ""}` });
     swatch.style.backgroundColor = `var(--${name})`;
     return make("li", {}, swatch, how);
   }));
   if (variables.some((v) => v.uneven && v.fits)) legend.append(make("li", {}, make("span", { class: "swatch striped" }), "striped: uneven, so not cut as its rule says"));
-  holder.append(make("div", { class: "controls" }, make("span", { class: "chips", role: "group", "aria-label": "What a tile is as large as" }, modes)), crumbs, view.holder, readout, legend);
-  show();
+  holder.append(make("div", { class: "controls" }, make("span", { class: "chips", role: "group", "aria-label": "What a tile is as large as" }, modes), make("label", { class: "check" }, joining, " Repeated blocks in one tile")), crumbs, view.holder, readout, legend);
+  grow();
   onChosen(() => {
-    tell(chosen.variable);
+    tell([chosen.variable]);
     view.ask();
   });
 }

@@ -25,6 +25,24 @@ function devicesText(devices) {
   return `devices ${devices.slice(0, 3).join(", ")} .. ${devices[n - 1]} (${countText(n)} of them)`;
 }
 
+const ranges = (numbers) => {
+  const sorted = [...new Set(numbers)].sort((a, b) => a - b);
+  if (sorted.length === 1) return `${sorted[0]}`;
+  const runs = [];
+  for (const n of sorted) {
+    if (runs.length && runs.at(-1)[1] === n - 1) runs.at(-1)[1] = n;
+    else runs.push([n, n]);
+  }
+  return `{${runs.map(([from, to]) => (from === to ? from : `${from}..${to}`)).join(",")}}`;
+};
+
+/** Paths that differ only in numbers, as one: `blocks.{0..31}.kernel`. */
+function mergedPath(paths) {
+  const columns = paths.map((path) => path.match(/\d+/g) ?? []);
+  let column = 0;
+  return paths[0].replace(/\d+/g, () => ranges(columns.map((numbers) => Number(numbers[column]))) + (column++, ""));
+}
+
 /** What is made of tags, attributes and text; text is never read as markup. */
 function make(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
