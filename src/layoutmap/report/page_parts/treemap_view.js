@@ -210,8 +210,9 @@ function treemapView(holder) {
       tell(tiles[cursor].group);
       view.ask();
     } else if (event.key === "Enter" && tiles[cursor]) choose(tiles[cursor]);
-    else if (event.key.toLowerCase() === "z" && tiles[cursor]) {
-      const of = heads.find((head) => inside(head, tiles[cursor].x + 1, tiles[cursor].y + 1, head.all));
+    else if (event.key.toLowerCase() === "z") {
+      const tile = tiles[cursor] ?? tileOf(chosen.variable);
+      const of = tile && heads.find((head) => inside(head, tile.x + tile.width / 2, tile.y + tile.height / 2, head.all));
       if (of) zoom(of.node);
     } else if (event.key === "Escape" || event.key === "Backspace") zoom(zoomed.parent);
     else return;
