@@ -17,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 import layoutmap as lm
+from layoutmap.path_groups import merge_paths
 from layoutmap.planning import make_plan
 from layoutmap.testing import strategies
 from layoutmap.variables import Kind, VariableSpec
@@ -72,6 +73,13 @@ def show(browser, tmp_path_factory):
         browser.get(f"{path.as_uri()}#{urlencode(fragment)}")
 
     return show
+
+
+@pytest.fixture(scope="module")
+def compute(browser, show):
+    """Run a script among those of a page, whichever page is open."""
+    show(PLAN)
+    return browser.execute_script
 
 
 def transformer():
@@ -331,18 +339,20 @@ def test_a_device_tells_its_slice_and_a_slice_its_devices(browser, show, path):
 
 @given(st.data())
 @settings(max_examples=150)
-def test_the_arithmetic_of_the_page_is_that_of_layout(browser, data):
+def test_the_arithmetic_of_the_page_is_that_of_layout(compute, data):
     """For every device of any mesh and layout: which shard, from where to where, and who else holds it."""
     mesh = data.draw(strategies.meshes())
     layout = data.draw(strategies.layouts(mesh))
     shape = data.draw(strategies.shapes(layout, min_side=0))
     cut = [[mesh.dim_names.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]
     offsets = layout.offset_to_shard()
-    told = browser.execute_script(
+    told = compute(
         """const [sizes, cut, shape, size] = arguments;
         return [...Array(size).keys()].map((device) => {
           const offset = layoutmap.shardOffset(sizes, cut, device);
-          return [offset, layoutmap.shardSlices(sizes, cut, shape, device), layoutmap.devicesOf(sizes, cut, offset)];
+          const slices = layoutmap.shardSlices(sizes, cut, shape, device);
+          const weights = layoutmap.shardWeights(sizes, cut);
+          return [offset, slices, layoutmap.devicesOf(sizes, cut, offset), weights];
         });""",
         mesh.shape,
         cut,
@@ -357,7 +367,77 @@ def test_the_arithmetic_of_the_page_is_that_of_layout(browser, data):
             [i for i, other in enumerate(offsets) if other == offset],
         ]
         for device, offset in enumerate(offsets)
-    ] == told
+    ] == [each[:3] for each in told]
+    # What the mesh is coloured by: the number of a device's shard is a sum over its coordinates.
+    assert [layout.offset_tuple_to_global_index(offset) for offset in offsets] == [
+        sum(at * weight for at, weight in zip(mesh.coords(device), told[device][3], strict=True))
+        for device in range(mesh.size)
+    ]
+
+
+@given(strategies.meshes(max_size=64), st.integers(60, 1500), st.data())
+@settings(max_examples=60)
+def test_every_device_has_a_cell_of_its_own(compute, mesh, width, data):
+    """Whichever dims go down and across, in any width: its cell is in the drawing, and what is there is that device."""
+    dims = [*range(len(mesh.shape)), None]
+    across = data.draw(st.sampled_from(dims))
+    down = data.draw(st.sampled_from([dim for dim in dims if dim is None or dim != across]))
+    told = compute(
+        """const [names, sizes, down, across, width, size] = arguments;
+        const tiles = new layoutmap.MeshTiles({ names, sizes }, down, across, width, 300);
+        return [...Array(size).keys()].map((device) => {
+          const [x, y] = tiles.placeOf(device);
+          const inside = x >= 0 && y >= 0 && x + tiles.cell <= width && y + tiles.cell <= tiles.height + 1;
+          return [inside, tiles.deviceAt(x + tiles.cell / 2, y + tiles.cell / 2)];
+        });""",
+        mesh.dim_names,
+        mesh.shape,
+        down,
+        across,
+        width,
+        mesh.size,
+    )
+
+    assert [[True, device] for device in range(mesh.size)] == told
+
+
+@given(st.lists(st.integers(0, 10**12), max_size=30), st.integers(1, 900), st.integers(1, 900))
+@settings(max_examples=60)
+def test_tiles_are_as_large_as_what_they_stand_for(compute, weights, width, height):
+    """Each has its share of the area, and all lie side by side in the rectangle."""
+    told = compute(
+        """const placed = [];
+        layoutmap.squarify(arguments[0].map((weight) => ({ weight })), 0, 0, arguments[1], arguments[2],
+          (item, ...box) => placed.push([item.weight, ...box]));
+        return placed;""",
+        weights,
+        width,
+        height,
+    )
+    total = sum(weights)
+
+    assert sorted(weight for weight in weights if weight) == sorted(weight for weight, *_ in told)
+    for weight, x, y, wide, high in told:
+        assert wide * high == pytest.approx(width * height * weight / total)
+        assert -1e-6 <= x <= x + wide <= width * (1 + 1e-6)
+        assert -1e-6 <= y <= y + high <= height * (1 + 1e-6)
+    boxes = [box for _, *box in told]
+    for i, (x, y, wide, high) in enumerate(boxes):
+        for x2, y2, wide2, high2 in boxes[:i]:
+            apart_x, apart_y = max(x, x2) - min(x + wide, x2 + wide2), max(y, y2) - min(y + high, y2 + high2)
+            assert max(apart_x, apart_y) >= -1e-6
+
+
+@given(
+    strategies.paths(), st.lists(st.lists(st.integers(0, 40), min_size=6, max_size=6), min_size=1, max_size=6)
+)
+@settings(max_examples=60)
+def test_paths_are_merged_as_in_the_terminal(compute, path, numbers):
+    """Those of repeated blocks, in which only numbers differ."""
+    words = re.split(r"\d+", path)
+    paths = ["".join(word + str(n) for word, n in zip(words, each, strict=False)) for each in numbers]
+
+    assert merge_paths(paths) == compute("return layoutmap.mergedPath(arguments[0])", paths)
 
 
 @given(st.data())

@@ -73,7 +73,13 @@ function rampColour(i, n) {
 }
 
 const rgb = (parts, alpha = 1) => `rgb(${parts.join(" ")} / ${alpha})`;
-const inkOn = ([r, g, b]) => (r * 0.3 + g * 0.59 + b * 0.11 > 140 ? "#14202b" : "#ffffff");
+
+/** White or nearly black, whichever stands out more from a colour: by WCAG's relative luminance. */
+function inkOn(parts) {
+  const [r, g, b] = parts.map((part) => (part <= 10 ? part / 3295 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+  const luminance = 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  return 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.06 ? "#ffffff" : "#101a24";
+}
 
 /** Stripes over a rectangle: the mark of what does not fit, beside its colour. */
 function hatch(context, x, y, width, height, ink) {

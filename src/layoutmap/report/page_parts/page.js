@@ -93,5 +93,5 @@ addEventListener("hashchange", () => {
 });
 
 // For the tests of the arithmetic; nothing on the page reads it.
-window.layoutmap = { shardSlices, shardOffset, devicesOf, shardCounts, slicesOf, squarify };
+window.layoutmap = { shardSlices, shardOffset, shardWeights, devicesOf, squarify, mergedPath, MeshTiles };
 requestAnimationFrame(() => setTimeout(() => performance.mark("drawn")));
