@@ -350,7 +350,7 @@ def test_the_arithmetic_of_the_page_is_that_of_layout(compute, data):
         """const [sizes, cut, shape, size] = arguments;
         return [...Array(size).keys()].map((device) => {
           const offset = layoutmap.shardOffset(sizes, cut, device);
-          const slices = layoutmap.shardSlices(sizes, cut, shape, device);
+          const slices = layoutmap.slicesOf(layoutmap.shardCounts(sizes, cut), shape, offset);
           const weights = layoutmap.shardWeights(sizes, cut);
           return [offset, slices, layoutmap.devicesOf(sizes, cut, offset), weights];
         });""",

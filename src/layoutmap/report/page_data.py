@@ -11,8 +11,9 @@ from typing import Any
 
 from layoutmap.layout import Layout
 from layoutmap.plan import Plan, Problem, in_order, merge_problems
+from layoutmap.plan_memory import Memory
 from layoutmap.report.rows import cut_rows, plan_rows
-from layoutmap.report.text import activation_cells, plan_line
+from layoutmap.report.text import activation_cells
 from layoutmap.rules import Match, Rule
 from layoutmap.variables import Assignment, Kind
 
@@ -46,25 +47,24 @@ class _PageData:
                 self.by_path.setdefault(path, []).append(i)
 
     def all(self, findings: Sequence[Problem]) -> dict[str, Any]:
-        plan = self.plan
+        plan, memory = self.plan, self.plan.memory
         rows = plan_rows(plan)
         row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
         variables = [self._variable(a, row_of[id(a)]) for a in plan]
         return {
-            "line": plan_line(plan),
             "mesh": {
                 "name": plan.mesh.name,
                 "dims": [[dim.name, dim.size] for dim in plan.mesh.mesh_dims],
                 "devices": plan.mesh.devices,
             },
             "bytes": [plan.nbytes, plan.device_nbytes],
-            "memory": _memory(plan),
+            "memory": _bytes_by_use(plan, memory),
             "variables": variables,
             "rows": [[row.path, row.rule, row.follows] for row in rows],
             "problems": [self._problem(*group) for group in _groups(plan, findings)],
             "cuts": [
                 [row.path, row.axis, row.dim, row.saved_nbytes, [self.number[id(a)] for a in row.assignments]]
-                for row in cut_rows(plan.memory)
+                for row in cut_rows(memory)
             ],
             "activations": activation_cells(plan),
             "forms": list(self.forms),
@@ -129,8 +129,7 @@ def _groups(plan: Plan, findings: Sequence[Problem]) -> list[tuple[Problem, tupl
     return merge_problems(in_order(list(dict.fromkeys([*plan.problems, *findings]))))
 
 
-def _memory(plan: Plan) -> dict[str, Mapping[str, int]]:
-    memory = plan.memory
+def _bytes_by_use(plan: Plan, memory: Memory) -> dict[str, Mapping[str, int]]:
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     weights, slots = (
         sum(a.variable.nbytes for a in plan if a.variable.kind is kind) for kind in (Kind.WEIGHT, Kind.SLOT)

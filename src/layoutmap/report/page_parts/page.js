@@ -93,5 +93,5 @@ addEventListener("hashchange", () => {
 });
 
 // For the tests of the arithmetic; nothing on the page reads it.
-window.layoutmap = { shardSlices, shardOffset, shardWeights, devicesOf, squarify, mergedPath, MeshTiles };
+window.layoutmap = { shardCounts, shardOffset, slicesOf, shardWeights, devicesOf, squarify, mergedPath, MeshTiles };
 requestAnimationFrame(() => setTimeout(() => performance.mark("drawn")));

@@ -31,11 +31,6 @@ function slicesOf(counts, shape, offset) {
   return shape.map((n, axis) => [(n / counts[axis]) * offset[axis], (n / counts[axis]) * (offset[axis] + 1)]);
 }
 
-/** From where to where along each axis the shard of one device reaches. */
-function shardSlices(sizes, layout, shape, device) {
-  return slicesOf(shardCounts(sizes, layout), shape, shardOffset(sizes, layout, device));
-}
-
 /** The number of a shard when all are counted row-major. */
 const shardNumber = (counts, offset) => offset.reduce((number, at, axis) => number * counts[axis] + at, 0);
 

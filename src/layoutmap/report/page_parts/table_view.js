@@ -44,7 +44,6 @@ const asked = { search: "", kind: "", rule: "", flags: new Set(), sort: "", down
 function tableView(holder, changed) {
   let entries = [];
   let active = 0;
-  let wanted = null; // the pattern of a search, while it can be read
 
   const search = make("input", { type: "search", id: "search", placeholder: "path, alias or pattern; /regex/", spellcheck: "false", autocomplete: "off", "aria-describedby": "hits" });
   const hits = make("p", { class: "note", id: "hits", "aria-live": "polite" });
@@ -89,15 +88,13 @@ function tableView(holder, changed) {
     if (asked.rule === "none") tests.push((v) => !v.rule && !v.notAsked);
     else if (asked.rule === "follows") tests.push((v) => v.notAsked);
     else if (asked.rule) tests.push((v) => `${v.rule?.number}` === asked.rule);
-    search.setCustomValidity("");
     try {
-      wanted = searchTest(asked.search);
+      tests.push(searchTest(asked.search));
       search.removeAttribute("aria-invalid");
     } catch (error) {
       search.setAttribute("aria-invalid", "true");
       return { error: error.message };
     }
-    if (asked.search.trim()) tests.push(wanted);
     return { found: variables.filter((v) => tests.every((test) => test(v))) };
   }
 
