@@ -70,7 +70,7 @@ function meshView(holder) {
   function tell(device) {
     const name = mesh.devices?.[device];
     readout.textContent = device === null
-      ? `${counted(mesh.size, "device")}; ${down === null ? "one row" : `${mesh.names[down]} goes down, ${mesh.names[across]} across`}.`
+      ? `${counted(mesh.size, "device")}${down === null ? "" : `; ${mesh.names[down]} goes down, ${mesh.names[across]} across`}. The colours are those of the slices.`
       : `Device ${device}: ${deviceWords(device) || "the only one"}${name ? `, ${name}` : ""}`;
   }
 
