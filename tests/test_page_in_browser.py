@@ -478,6 +478,20 @@ def test_what_does_not_fit_says_so(browser, show):
     assert "7 is not a multiple of 4" in text(browser, "#details")
 
 
+def test_variables_without_a_rule_are_told_in_one(browser, show):
+    """As in the terminal: how many, what to type for each, and a way to each."""
+    show(PLAN)
+    found = [p for p in PLAN.problems if p.kind == "no rule"]
+    told = [node.text for node in browser.find_elements(By.CSS_SELECTOR, "#problems .warning")]
+
+    assert [f"warning no rule matches these {len(found)}, so every device holds them whole;"] == [
+        each.partition(" a rule")[0] for each in told if "no rule matches" in each
+    ]
+    assert r'add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)' in told[0]
+    find(browser, "#problems .listed .link").click()
+    assert "blocks.0.up.bias" == chosen(browser)
+
+
 def test_the_keyboard_is_enough(browser, show):
     """The table, the slices and the mesh each take the focus, and arrows and Enter choose."""
     show(PLAN)

@@ -118,9 +118,8 @@ class _PageData:
 
     def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, Any]:
         of = dict.fromkeys(i for p in members for i in self.by_path.get(p.subject, ()))
-        written = {
-            name: getattr(merged, name) for name in ("severity", "kind", "what", "facts", "why", "mend")
-        }
+        names = ("severity", "kind", "subject", "what", "facts", "why", "mend")
+        written = {name: getattr(merged, name) for name in names}
         return {**written, "count": len(members), "variables": list(of)}
 
 

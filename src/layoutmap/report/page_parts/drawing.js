@@ -50,6 +50,7 @@ function drawnCanvas(attributes, height, draw) {
 
 function redrawAll() {
   colours.clear();
+  fills.clear();
   for (const ask of redraws) ask();
 }
 
@@ -72,13 +73,27 @@ function rampColour(i, n) {
   return RAMP[low].map((from, c) => Math.round(from + (RAMP[low + 1][c] - from) * (at - low)));
 }
 
-const rgb = (parts, alpha = 1) => `rgb(${parts.join(" ")} / ${alpha})`;
 
 /** White or nearly black, whichever stands out more from a colour: by WCAG's relative luminance. */
 function inkOn(parts) {
   const [r, g, b] = parts.map((part) => (part <= 10 ? part / 3295 : ((part / 255 + 0.055) / 1.055) ** 2.4));
   const luminance = 0.2126 * r + 0.7152 * g + 0.0722 * b;
   return 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.06 ? "#ffffff" : "#101a24";
+}
+
+const MOST_FILLS = 256; // more can nobody tell apart
+const fills = new Map();
+
+/** What slice `i` of `n` is filled with, and the colour of letters on it; `faint` beside one that is chosen. */
+function sliceFill(i, n, faint) {
+  if (n === 1) return { fill: colour("neutral"), ink: colour("ink") };
+  const [at, of] = n > MOST_FILLS ? [Math.round((i / (n - 1)) * (MOST_FILLS - 1)), MOST_FILLS] : [i, n];
+  const key = (of * MOST_FILLS + at) * 2 + faint;
+  if (!fills.has(key)) {
+    const parts = rampColour(at, of);
+    fills.set(key, { fill: `rgb(${parts.join(" ")} / ${faint ? 0.25 : 1})`, ink: faint ? colour("ink") : inkOn(parts) });
+  }
+  return fills.get(key);
 }
 
 /** Stripes over a rectangle: the mark of what does not fit, beside its colour. */

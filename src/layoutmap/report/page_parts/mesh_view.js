@@ -29,15 +29,6 @@ function meshView(holder) {
     const { cell } = placed;
     const side = cell - (cell > 6 ? 2 : 1);
     const numbered = cell >= 22 && mesh.size <= 1000;
-    const fills = new Map();
-    const fillOf = (shard) => {
-      if (!fills.has(shard)) {
-        const faint = lit !== null && shard !== lit;
-        const parts = rampColour(shard, total);
-        fills.set(shard, total > 1 ? [rgb(parts, faint ? 0.25 : 1), faint ? colour("ink") : inkOn(parts)] : [colour("neutral"), colour("ink")]);
-      }
-      return fills.get(shard);
-    };
     context.fillStyle = colour("muted");
     for (const { words, x, y, columns } of placed.tiles) if (words) fittedText(context, words, x, y - 4, Math.max(placed.pitch, columns * cell));
     context.textAlign = "center";
@@ -46,7 +37,8 @@ function meshView(holder) {
       const base = coordsOf(mesh.sizes, tile.first).reduce((sum, at, dim) => sum + at * weights[dim], 0);
       for (let row = 0; row < placed.rows; row++) {
         for (let column = 0; column < tile.columns; column++) {
-          const [fill, ink] = fillOf(base + row * byRow + column * byColumn);
+          const shard = base + row * byRow + column * byColumn;
+          const { fill, ink } = sliceFill(shard, total, lit !== null && shard !== lit);
           const [x, y] = [tile.x + column * cell, tile.y + row * cell];
           context.fillStyle = fill;
           context.fillRect(x, y, side, side);

@@ -15,7 +15,11 @@ byId("totals").append(...[
 
 const theme = byId("theme");
 const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-const tellTheme = () => (theme.textContent = isDark() ? "Light colours" : "Dark colours");
+function tellTheme() {
+  theme.textContent = isDark() ? "Light" : "Dark";
+  theme.setAttribute("aria-label", `${theme.textContent} colours`);
+}
+
 theme.addEventListener("click", () => {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   tellTheme();

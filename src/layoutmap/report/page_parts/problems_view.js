@@ -14,12 +14,28 @@ function problemNode(problem, linked) {
     ...ways);
 }
 
+/** Variables without a rule, told in one, as there are many and all are told alike. */
+function noRuleNode(found) {
+  const count = found.reduce((sum, { count }) => sum + count, 0);
+  return make("article", { class: "problem warning" },
+    make("p", { class: "what" }, make("span", { class: "severity" }, "warning"),
+      ` no rule matches these ${countText(count)}, so every device holds them whole; a rule for each says that this is meant`),
+    make("dl", { class: "facts listed" }, found.flatMap(({ subject, mend, variables: [first] }) => [
+      make("dt", {}, first ? make("button", { type: "button", class: "link", onclick: () => chooseVariable(first, "problem") }, pathNode(subject)) : pathNode(subject)),
+      make("dd", {}, make("code", {}, mend)),
+    ])));
+}
+
 const SHOWN_PROBLEMS = 5;
 
 function problemsView(holder, panel) {
   if (!problems.length) return;
   panel.hidden = false;
-  const nodes = problems.map((problem) => problemNode(problem, true));
+  const noRule = problems.filter(({ kind, severity }) => kind === "no rule" && severity === "warning");
+  const nodes = problems.flatMap((problem) => {
+    if (noRule.length < 2 || !noRule.includes(problem)) return [problemNode(problem, true)];
+    return problem === noRule[0] ? [noRuleNode(noRule)] : [];
+  });
   holder.append(...nodes.slice(0, SHOWN_PROBLEMS));
   const rest = nodes.slice(SHOWN_PROBLEMS);
   if (rest.length) holder.append(make("details", {}, make("summary", {}, `${counted(rest.length, "more problem")}`), rest));

@@ -55,17 +55,19 @@ function slicesView(holder) {
     const [gapX, gapY] = [wide > 4 ? 2 : 0, high > 4 ? 2 : 0];
     context.textAlign = "center";
     context.textBaseline = "middle";
-    for (let row = 0; row < rows; row++) {
-      for (let column = 0; column < columns; column++) {
+    // Of slices that are thinner than the screen can show one is drawn for several.
+    const [stepRow, stepColumn] = [high, wide].map((side) => Math.max(1, Math.floor(1 / side)));
+    for (let row = 0; row < rows; row += stepRow) {
+      for (let column = 0; column < columns; column += stepColumn) {
         const offset = offsetOf(row, column);
         const number = shardNumber(drawn.layout.counts, offset);
-        const faint = chosen.offset !== null && number !== lit;
-        const parts = rampColour(number, total);
-        context.fillStyle = total > 1 ? rgb(parts, faint ? 0.25 : 1) : colour("neutral");
-        context.fillRect(column * wide, row * high, wide - gapX, high - gapY);
+        const { fill, ink } = sliceFill(number, total, chosen.offset !== null && number !== lit);
+        context.fillStyle = fill;
+        context.fillRect(column * wide, row * high, wide * stepColumn - gapX, high * stepRow - gapY);
+        if (high < 15 || wide < 15) continue;
         const text = total > 1 ? offsetText(offset) : "all of it";
-        if (context.measureText(text).width < wide - 6 && high > 15) {
-          context.fillStyle = total > 1 && !faint ? inkOn(parts) : colour("ink");
+        if (context.measureText(text).width < wide - 6) {
+          context.fillStyle = ink;
           context.fillText(text, (column + 0.5) * wide - gapX / 2, (row + 0.5) * high);
         }
       }
