@@ -71,6 +71,11 @@ def show(browser, tmp_path_factory):
             written["plan"] = plan
         browser.get("about:blank")
         browser.get(f"{path.as_uri()}#{urlencode(fragment)}")
+        browser.execute_async_script(
+            """const [done] = arguments;
+            const ask = () => performance.getEntriesByName("drawn").length ? done() : setTimeout(ask, 5);
+            ask();"""
+        )
 
     return show
 
@@ -186,6 +191,18 @@ def test_the_page_loads_nothing_and_tells_the_plan(browser, show):
     assert f"{len(PLAN)} variables on stage=2, batch=2, model=4" == text(browser, "h1")
     assert f"{len(PLAN.errors)} error, {len(PLAN.warnings)} warnings" in text(browser, "#totals")
     assert "each of the 16 devices holds the same" in text(browser, "#memory")
+
+
+def test_the_policy_holds(browser, show):
+    """Even a script of the page itself can load nothing: the browser refuses, and says that the policy does."""
+    show(PLAN)
+    told = browser.execute_async_script(
+        "const [done] = arguments; fetch('data:,text').then(() => done('loaded'), () => done('refused'));"
+    )
+    complaints = " ".join(entry["message"] for entry in browser.get_log("browser"))
+
+    assert "refused" == told
+    assert "Content Security Policy" in complaints
 
 
 def test_search(browser, show):

@@ -18,9 +18,11 @@ function drawnCanvas(attributes, height, draw) {
   const canvas = make("canvas", { tabindex: "0", ...attributes });
   const holder = make("div", { class: "drawn" }, canvas);
   let pending = false;
+  let last = 0; // the width that it was drawn in
   const redraw = () => {
     pending = false;
     const width = holder.clientWidth;
+    last = width;
     if (!width) return;
     const high = Math.max(1, Math.round(height(width)));
     const ratio = Math.min(window.devicePixelRatio || 1, 16000 / high);
@@ -38,12 +40,8 @@ function drawnCanvas(attributes, height, draw) {
     requestAnimationFrame(redraw);
   };
   redraws.push(ask);
-  let last = 0;
   new ResizeObserver(() => {
-    if (holder.clientWidth !== last) {
-      last = holder.clientWidth;
-      ask();
-    }
+    if (holder.clientWidth !== last) ask();
   }).observe(holder);
   return { holder, canvas, ask };
 }

@@ -98,4 +98,5 @@ addEventListener("hashchange", () => {
 
 // For the tests of the arithmetic; nothing on the page reads it.
 window.layoutmap = { shardCounts, shardOffset, slicesOf, shardWeights, devicesOf, squarify, mergedPath, MeshTiles };
+// When the first picture is there: the views have asked for theirs before this.
 requestAnimationFrame(() => setTimeout(() => performance.mark("drawn")));
