@@ -65,6 +65,20 @@ def test_a_plan_is_printed_and_written(folder, capsys):
     assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept]
 
 
+def test_a_plan_is_written_as_a_page(folder, capsys):
+    """The page of a model's plan and that of the plan's file are one."""
+    run(
+        capsys,
+        *("plan", "cli_models:make", "--rules", "rules.yaml"),
+        *("--json", "plan.json", "--html", "model.html"),
+    )
+    code, out, err = run(capsys, "plan", "plan.json", "--html", "file.html")
+    kept = lm.Plan.from_json((folder / "plan.json").read_text())
+
+    assert (0, f"{kept}\n\n{kept.memory}\n", "written: file.html\n") == (code, out, err)
+    assert kept.to_html() == (folder / "file.html").read_text() == (folder / "model.html").read_text()
+
+
 def test_problems_are_in_the_exit_code(capsys):
     """Warnings with `--strict`, errors always."""
     model = ("plan", "cli_models:make", "--rules")

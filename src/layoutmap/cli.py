@@ -44,7 +44,7 @@ _EXAMPLES = """examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
   layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
   layoutmap plan my_models:make_llama --rules rules.yaml --optimizer adamw --device-memory 80GiB
-  layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json
+  layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json --html plan.html
   layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch --dtype bfloat16 --optimizer adamw
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | explain | lint | diff | devices | presets")
+    commands = parser.add_subparsers(
+        required=True, metavar="plan | explain | lint | diff | devices | presets"
+    )
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -94,14 +96,16 @@ def _parser() -> argparse.ArgumentParser:
     plan = command(
         "plan", _plan, "Print the plan of a model: every variable, its layout and bytes, all problems."
     )
-    plan.add_argument("model", metavar="MODULE:FUNCTION")
+    plan.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="a plan's JSON file, or a model")
     plan.add_argument("--json", metavar="FILE", type=Path, help="also write the plan to a file, for diff")
+    plan.add_argument("--html", metavar="FILE", type=Path, help="also write it as a page for a browser")
     plan.add_argument(
         "--device-memory",
         metavar="SIZE",
         type=_nbytes,
         help='what a device has, as in "80GiB": the plan is a problem if weights, gradients, slots and state take more',
     )
+    _add_batch_dim(plan)
     _add_model_options(plan)
     explain = command(
         "explain", _explain, "Say why one variable is where it is, and what to type to change it."
@@ -111,11 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(explain)
     lint = command("lint", _lint, "Say which layouts of a plan are probably not meant, with the evidence.")
     lint.add_argument("plan", metavar="FILE|MODULE:FUNCTION")
-    lint.add_argument(
-        "--batch-dim",
-        metavar="DIM",
-        help="the mesh dim that cuts the batch; without it, that of the activations' rules, or one of its usual names",
-    )
+    _add_batch_dim(lint)
     _add_model_options(lint)
     diff = command("diff", _diff, "Say what moves from one plan to another; each is a file or a model.")
     diff.add_argument("before", metavar="FILE|MODULE:FUNCTION")
@@ -127,6 +127,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     command("presets", _presets, "List presets of rules, and published models that need no function.")
     return parser
+
+
+def _add_batch_dim(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch-dim",
+        metavar="DIM",
+        help="the mesh dim that cuts the batch, for lint; without it, that of the activations' rules, or one of its "
+        "usual names",
+    )
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -159,14 +168,18 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: Any) -> int:
-    made = _plan_of_model(options.model, options)
+    made = _plan_of(options.model, options)
     print(f"{made}\n\n{made.memory}")
-    findings = made.lint()
+    findings = made.lint(options.batch_dim)
     if findings:
         print(f"\n{findings!r}: see layoutmap lint {options.model} ...")
-    if options.json is not None:
-        _write(options.json, made.to_json())
-        print(f"written: {options.json}", file=sys.stderr)
+    for path, form in (
+        (options.json, made.to_json),
+        (options.html, lambda: made.to_html(options.batch_dim)),
+    ):
+        if path is not None:
+            _write(path, form())
+            print(f"written: {path}", file=sys.stderr)
     fits = options.device_memory is None or made.memory.total <= options.device_memory
     if options.device_memory is not None:
         print(f"\n{_fit(made.memory.total, options.device_memory)}")

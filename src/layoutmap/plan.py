@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from layoutmap.plan_diff import PlanDiff
     from layoutmap.plan_memory import Memory
 
-__all__ = ["Plan", "Problem", "Severity", "group_problems", "in_order"]
+__all__ = ["Plan", "Problem", "Severity", "group_problems", "in_order", "merge_problems"]
 
 Severity = Literal["error", "warning", "note"]
 
@@ -277,6 +277,27 @@ class Plan:
 
         return plan_from_json(text)
 
+    def to_html(self, batch_dim: str | None = None) -> str:
+        """The plan as one page for a browser, which loads nothing: the mesh, memory, every variable and its slices.
+
+        What `lint` finds stands beside the problems.
+
+        Args:
+            batch_dim: See `lint`.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.planning import make_plan
+            >>> from layoutmap.variables import VariableSpec
+            >>> layout_map = LayoutMap(Mesh(None, "model=4"), {"d1": (None, "model")})
+            >>> page = make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).to_html()
+            >>> page.startswith("<!doctype html>"), "d1.kernel" in page
+            (True, True)
+        """
+        from layoutmap.report.page import plan_page
+
+        return plan_page(self, self.lint(batch_dim).problems)
+
     def __str__(self) -> str:
         from layoutmap.report.text import plan_text
 
@@ -295,16 +316,22 @@ class Plan:
 
 def group_problems(problems: Sequence[Problem]) -> list[Problem]:
     """The problems with those of repeated blocks made one: `blocks.{0..31}.kernel: ...`."""
+    return [merged for merged, _ in merge_problems(problems)]
+
+
+def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
+    """The problems with those of repeated blocks made one, each with those that it was made of."""
     groups: dict[object, list[Problem]] = {}
     for p in problems:
         # The pattern in a mend names one block; all else must be equal for two problems to be one.
         groups.setdefault((p.kind, p.severity, path_shape(p.subject), p.facts, p.why), []).append(p)
-    merged: list[Problem] = []
+    merged: list[tuple[Problem, tuple[Problem, ...]]] = []
     for first, *rest in groups.values():
         subjects = [first.subject, *(p.subject for p in rest)]
         new = merge_paths(subjects) if rest else first.subject
         mend = first.mend.replace(path_pattern(subjects[:1]), path_pattern(subjects))
-        merged.append(replace(first, subject=new, what=first.what.replace(first.subject, new, 1), mend=mend))
+        what = first.what.replace(first.subject, new, 1)
+        merged.append((replace(first, subject=new, what=what, mend=mend), (first, *rest)))
     return merged
 
 

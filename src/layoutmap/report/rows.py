@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan
+from layoutmap.plan_memory import Cut, Memory
 from layoutmap.variables import Assignment, Kind, VariableSpec
 
-__all__ = ["Row", "plan_rows", "size"]
+__all__ = ["CutRow", "Row", "cut_rows", "plan_rows", "size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,44 @@ def plan_rows(plan: Plan) -> list[Row]:
         path = f"optimizer.*.{kind}" if follows else merge_paths([a.variable.path for a in group])
         rows.append(Row(f"{model}: {path}" if several and model else path, tuple(group), bool(follows)))
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class CutRow:
+    """Replicated variables of repeated blocks that could be cut alike.
+
+    Args:
+        path: Their paths in one.
+        axis: The axis that could be cut.
+        dim: The mesh dim over which it divides.
+        saved_nbytes: Bytes that each device would save if all of them were.
+        assignments: The variables.
+    """
+
+    path: str
+    axis: int
+    dim: str
+    saved_nbytes: int
+    assignments: tuple[Assignment, ...]
+
+
+def cut_rows(memory: Memory) -> list[CutRow]:
+    """What is replicated and could be cut, those that would save most first."""
+    groups: dict[object, list[Cut]] = {}
+    for cut in memory.could_be_cut:
+        v = cut.assignment.variable
+        groups.setdefault((v.model, path_shape(v.path), v.shape, v.dtype), []).append(cut)
+    rows = [
+        CutRow(
+            merge_paths([cut.assignment.variable.path for cut in group]),
+            group[0].axis,
+            group[0].dim,
+            sum(cut.saved_nbytes for cut in group),
+            tuple(cut.assignment for cut in group),
+        )
+        for group in groups.values()
+    ]
+    return sorted(rows, key=lambda row: -row.saved_nbytes)
 
 
 def _slot_kind(variable: VariableSpec) -> str:

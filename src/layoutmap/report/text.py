@@ -8,8 +8,8 @@ from layoutmap.lint import Findings
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan, group_problems
 from layoutmap.plan_diff import PlanDiff
-from layoutmap.plan_memory import Cut, Memory
-from layoutmap.report.rows import Row, plan_rows, size
+from layoutmap.plan_memory import Memory
+from layoutmap.report.rows import Row, cut_rows, plan_rows, size
 from layoutmap.rules import Match
 
 __all__ = [
@@ -83,18 +83,7 @@ def memory_text(memory: Memory) -> str:
     parts = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     told = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items() if nbytes)
     lines = [f"per device: {told or 'nothing'}; {size(memory.total)} in all"]
-    groups: dict[object, list[Cut]] = {}
-    for cut in memory.could_be_cut:
-        v = cut.assignment.variable
-        groups.setdefault((v.model, path_shape(v.path), v.shape, v.dtype), []).append(cut)
-    rows = [
-        (
-            merge_paths([cut.assignment.variable.path for cut in group]),
-            size(sum(cut.saved_nbytes for cut in group)),
-            f"axis {group[0].axis} over {group[0].dim}",
-        )
-        for group in sorted(groups.values(), key=lambda group: -sum(cut.saved_nbytes for cut in group))
-    ]
+    rows = [(row.path, size(row.saved_nbytes), f"axis {row.axis} over {row.dim}") for row in cut_rows(memory)]
     if rows:
         lines += ["", *_table(("whole on every device", "bytes", "could save it"), rows[:_MOST_CUTS])]
     return "\n".join(

@@ -1,0 +1,116 @@
+"""How large the page of a plan is, and how soon a browser answers on it.
+
+    python benchmarks/page.py                  Llama 3.1 of 405 billion parameters with AdamW, on 4,096 devices
+
+The plan is that of benchmarks/hub_plan.py with the optimizer's slots; the page is opened in Debian's chromium, without
+a graphics card. A time is from the first moment of the navigation, or of the click, to the next picture on the screen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import hub_plan
+
+# Runs in the page, beside its scripts: waits for the first picture, searches, sorts and chooses, each with a picture.
+WATCH = """
+const picture = () => new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(performance.now()))));
+window.watched = new Promise((done) => addEventListener("load", async () => {
+  const told = { drawn: await picture() };
+  const timed = async (name, act) => {
+    const start = performance.now();
+    act();
+    told[name] = await picture() - start;
+  };
+  const search = document.getElementById("search");
+  await timed("search", () => {
+    search.value = "query_dense";
+    search.dispatchEvent(new Event("input"));
+  });
+  told.interactive = performance.now();
+  await timed("every variable in a row", () => document.getElementById("collapsed").click());
+  search.value = "";
+  search.dispatchEvent(new Event("input"));
+  await picture();
+  await timed("sort", () => document.querySelector("#grid th button").click());
+  await timed("click", () => document.querySelectorAll("#grid [data-entry]")[7].click());
+  done(told);
+}));
+"""
+OPTIONS = """
+    --headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1440,1000
+"""
+
+
+def write(path: Path) -> None:
+    """The plan, its page, and what the page's bytes and seconds are beside those of the table for a notebook."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras_hub
+
+    import layoutmap as lm
+
+    def make():
+        model = keras_hub.models.Llama3Backbone(**hub_plan.COMMON, **hub_plan.SIZES["405B"])
+        model.compile(optimizer="adamw")
+        return model
+
+    rules = hub_plan.RULES.read_text(encoding="utf-8")
+    plan = lm.plan(make, lm.LayoutMap.from_yaml(rules, lm.Mesh(None, hub_plan.MESH)), library="keras")
+    print(repr(plan))
+    for name, form in (
+        ("page", plan.to_html),
+        ("table of a notebook", plan._repr_html_),
+        ("JSON", plan.to_json),
+    ):
+        start = time.perf_counter()
+        text = form()
+        print(f"{name:<24} {len(text.encode()):>10,} bytes  {time.perf_counter() - start:.2f} s")
+        if name == "page":
+            path.write_text(text, encoding="utf-8")
+
+
+def read(path: Path, times: int = 7) -> None:
+    """The page in the browser: the first time, and the median of the others."""
+    from selenium import webdriver
+
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if not all(programs):
+        print("no browser: install Debian's packages chromium and chromium-driver")
+        return
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    with tempfile.TemporaryDirectory() as folder:
+        for option in (*OPTIONS.split(), f"--user-data-dir={folder}"):
+            options.add_argument(option)
+        driver = webdriver.Chrome(
+            options, webdriver.ChromeService(programs[1], log_output=subprocess.DEVNULL)
+        )
+        try:
+            driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH})
+            told = []
+            for _ in range(times):
+                driver.get("about:blank")
+                driver.get(path.as_uri())
+                told.append(driver.execute_script("return watched"))
+        finally:
+            driver.quit()
+    first, *others = told
+    print(f"{'ms in the browser':<24} {'first':>8} {'median':>8}  of {len(others)} more")
+    for name in ("drawn", "search", "interactive", "every variable in a row", "sort", "click"):
+        print(f"{name:<24} {first[name]:>8.0f} {statistics.median(each[name] for each in others):>8.0f}")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(folder, "plan.html")
+        if not page.exists():
+            write(page)
+        read(page)

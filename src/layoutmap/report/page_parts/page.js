@@ -1,0 +1,102 @@
+// The page: its views put together, its colours, and its address, which says what is chosen and asked.
+
+byId("title").textContent = `${counted(variables.length, "variable")} on ${mesh.names.map((name, dim) => `${name}=${mesh.sizes[dim]}`).join(", ") || "one device"}`;
+
+const numErrors = problems.filter((p) => p.severity === "error").reduce((sum, p) => sum + p.count, 0);
+const numWarnings = problems.filter((p) => p.severity === "warning").reduce((sum, p) => sum + p.count, 0);
+const verdicts = [numErrors && counted(numErrors, "error"), numWarnings && counted(numWarnings, "warning")].filter(Boolean);
+byId("totals").append(...[
+  ["variables", countText(variables.length), ""],
+  ["devices", countText(mesh.size), ""],
+  ["bytes of all variables", sizeText(data.bytes[0]), ""],
+  ["of them on each device", sizeText(data.bytes[1]), ""],
+  ["problems", verdicts.join(", ") || "none", numErrors ? "bad" : numWarnings ? "doubt" : "well"],
+].map(([name, value, mood]) => make("div", { class: mood }, make("dt", {}, name), make("dd", {}, value))));
+
+const theme = byId("theme");
+const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+function tellTheme() {
+  theme.textContent = isDark() ? "Light" : "Dark";
+  theme.setAttribute("aria-label", `${theme.textContent} colours`);
+}
+
+theme.addEventListener("click", () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  tellTheme();
+  redrawAll();
+});
+tellTheme();
+
+// -- the address
+
+let settled = false;
+let waiting = 0;
+
+/** Soon, and once for many keys: browsers refuse an address that changes all the time. */
+function writeAddress() {
+  clearTimeout(waiting);
+  if (settled) waiting = setTimeout(writeAddressNow, 120);
+}
+
+function writeAddressNow() {
+  const told = new URLSearchParams();
+  const set = (name, value) => value && told.set(name, value);
+  if (chosen.variable) {
+    set("variable", chosen.variable.path);
+    if (severalModels) set("model", chosen.variable.model);
+  }
+  if (chosen.device !== null) told.set("device", `${chosen.device}`);
+  for (const name of ["search", "kind", "rule", "sort"]) set(name, asked[name]);
+  set("flags", [...asked.flags].join(","));
+  if (asked.down) told.set("down", "1");
+  if (!asked.collapsed) told.set("all", "1");
+  history.replaceState(null, "", `#${told}`);
+}
+
+function readAddress() {
+  const told = new URLSearchParams(location.hash.slice(1));
+  const path = told.get("variable");
+  const named = path === null ? null : variables.find((v) => (v.path === path || v.aliases.includes(path)) && (!told.has("model") || v.model === told.get("model")));
+  for (const name of ["search", "kind", "rule", "sort"]) asked[name] = told.get(name) ?? "";
+  asked.flags = new Set((told.get("flags") ?? "").split(",").filter((name) => name in FLAGS));
+  [asked.down, asked.collapsed] = [told.has("down"), !told.has("all")];
+  const device = /^\d+$/.test(told.get("device") ?? "") ? Number(told.get("device")) : mesh.size;
+  chosen.device = device < mesh.size ? device : null;
+  chosen.variable = named ?? null;
+}
+
+/** What is shown first where the address names nothing: the largest variable that is cut, or else the largest. */
+const usual = () => [...variables].sort((a, b) => b.fits - a.fits || a.layout.replicated - b.layout.replicated || b.bytes - a.bytes)[0] ?? null;
+
+// -- all of it
+
+problemsView(byId("problems"), byId("problems-panel"));
+memoryView(byId("memory"));
+readAddress();
+const refreshTable = tableView(byId("table"), writeAddress);
+treemapView(byId("treemap"));
+cutsView(byId("cuts"), byId("cuts-panel"));
+activationsView(byId("activations"), byId("activations-panel"));
+detailsView(byId("chosen-name"), byId("details"));
+slicesView(byId("slices"));
+meshView(byId("mesh"));
+onChosen((by) => {
+  writeAddress();
+  const narrow = !matchMedia("(min-width: 1100px)").matches;
+  if (narrow && ["table", "treemap", "problem"].includes(by)) {
+    byId("chosen").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+  }
+});
+refreshTable();
+chooseVariable(chosen.variable ?? usual());
+settled = true;
+addEventListener("hashchange", () => {
+  readAddress();
+  refreshTable();
+  chooseVariable(chosen.variable ?? usual());
+});
+
+// For the tests of the arithmetic; nothing on the page reads it.
+window.layoutmap = { shardCounts, shardOffset, slicesOf, shardWeights, devicesOf, squarify, mergedPath, MeshTiles };
+// When the first picture is there: the views have asked for theirs before this.
+requestAnimationFrame(() => setTimeout(() => performance.mark("drawn")));
