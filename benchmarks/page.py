@@ -53,17 +53,15 @@ OPTIONS = """
 def write(path: Path) -> None:
     """The plan, its page, and what the page's bytes and seconds are beside those of the table for a notebook."""
     os.environ["KERAS_BACKEND"] = "jax"
-    import keras_hub
-
     import layoutmap as lm
+    from layoutmap import published
 
     def make():
-        model = keras_hub.models.Llama3Backbone(**hub_plan.COMMON, **hub_plan.SIZES["405B"])
+        model = published.model("llama3_405b").make()
         model.compile(optimizer="adamw")
         return model
 
-    rules = hub_plan.RULES.read_text(encoding="utf-8")
-    plan = lm.plan(make, lm.LayoutMap.from_yaml(rules, lm.Mesh(None, hub_plan.MESH)), library="keras")
+    plan = lm.plan(make, lm.LayoutMap.preset("llama", lm.Mesh(None, hub_plan.MESH)), library="keras")
     print(repr(plan))
     for name, form in (
         ("page", plan.to_html),
