@@ -1,4 +1,4 @@
-"""The command line: `layoutmap plan | explain | diff | devices`.
+"""The command line: `layoutmap plan | explain | diff | devices | schema`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 present folder. Nothing of it is allocated, and no device is needed.
@@ -25,6 +25,7 @@ from layoutmap.layout_map import LayoutMap
 from layoutmap.mesh import Mesh
 from layoutmap.plan import Plan
 from layoutmap.scope import plan as make_plan
+from layoutmap.yaml_form import schema
 
 __all__ = ["main"]
 
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | explain | diff | devices")
+    commands = parser.add_subparsers(required=True, metavar="plan | explain | diff | devices | schema")
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     there.add_argument(
         "--engine", choices=tuple(ENGINES), help="whose devices; without it, those of all installed"
     )
+    command("schema", _schema, "Print the JSON Schema of rules files, for editors.")
     return parser
 
 
@@ -172,6 +174,11 @@ def _devices(options: Any) -> int:
         raise LayoutMapError(
             "no engine is installed", mend='pip install "layoutmap[jax]", [tensorflow] or [torch]'
         )
+    return WELL
+
+
+def _schema(options: Any) -> int:
+    print(schema(), end="")
     return WELL
 
 

@@ -16,6 +16,10 @@ A rule may say for itself what it does with an axis that does not divide: `{layo
 Comments are kept, and so are blank lines: those above an entry, and those at the end of its line. They go where it
 goes, and are no part of what the map says; see `layoutmap.yaml_comments`.
 
+`layoutmap schema > rules.schema.json` writes a JSON Schema of the form. Editors check a file by it that begins with
+
+    # yaml-language-server: $schema=rules.schema.json
+
 The order of the rules is their order in the file. A map is written in the oldest version that can say it, since earlier
 releases read that: 1 has no activations, and 1 and 2 no `uneven`. This module knows the form; `LayoutMap` checks what
 it means.
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.errors import RuleError
@@ -32,7 +37,7 @@ from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import UNSHARDED, ShardingSpec
 from layoutmap.yaml_comments import Comment, Place, read_comments, with_comments
 
-__all__ = ["VERSION", "RulesFields", "from_yaml", "to_yaml"]
+__all__ = ["VERSION", "RulesFields", "from_yaml", "schema", "to_yaml"]
 
 VERSION = 3
 """The newest version of the form; all from 1 on are read."""
@@ -159,18 +164,34 @@ def from_yaml(text: str) -> RulesFields:
         )
     top = _mapping(data, "it", _KEYS[version])
     mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
-    devices: list[str] | None = (mesh or {}).get("devices")
-    rules, uneven_rules = _split(_mapping(top.get("rules") or {}, "rules", None), version)
+    name: Any = (mesh or {}).get("name")
+    devices: Any = (mesh or {}).get("devices")
+    for what, value, kind, called in (("name", name, str, "text"), ("devices", devices, list, "list")):
+        if not isinstance(value, kind | None):
+            raise RuleError(
+                f"rules file: mesh {what} is no {called}", facts={"there": repr(value)}, mend=_MEND
+            )
+    rules, uneven_rules = _split(_mapping(_or_none(top, "rules"), "rules", None), version)
     return RulesFields(
-        dims=None if mesh is None else _mapping(mesh.get("dims") or {}, "mesh dims", None),
-        mesh_name=(mesh or {}).get("name") or "",
-        devices=None if devices is None else tuple(devices),
+        dims=None if mesh is None else _mapping(mesh.get("dims"), "mesh dims", None),
+        mesh_name=name or "",
+        devices=None if devices is None else tuple(cast("list[str]", devices)),
         rules=_rules(rules, "rules", "rule"),
-        activations=_rules(top.get("activations") or {}, "activations", "activation rule"),
+        activations=_rules(_or_none(top, "activations"), "activations", "activation rule"),
         uneven=as_uneven(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
         comments=read_comments(text),
     )
+
+
+def schema() -> str:
+    """The JSON Schema of a rules file, all versions: its form, and not whether its patterns and dims are right."""
+    return Path(__file__).with_name("rules.schema.json").read_text(encoding="utf-8")
+
+
+def _or_none(top: dict[str, Any], key: str) -> Any:
+    """A part of the file; one that has nothing in it, as where all its rules are comments, is empty."""
+    return {} if top.get(key) is None else top[key]
 
 
 def _split(rules: dict[str, Any], version: int) -> tuple[dict[str, Any], dict[str, Uneven]]:
