@@ -79,10 +79,13 @@ FRONT = (
     "scope",
     "dtensor",
     "parity",
+    "completion",
     "cli",
     "__main__",
     "",
 )  # "" is layoutmap/__init__.py
+# What a module of the front needs that is installed with an extra of its own.
+EXTRAS = {"completion": {"shtab"}}
 SHIPPED_TESTS = {"testing": {"pytest", "hypothesis"}}
 
 THIRD_PARTY = {"numpy", "google", "yaml", "ml_dtypes"}  # google: the package of protobuf

@@ -9,6 +9,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.cli import main
+from layoutmap.completion import OPTIMIZERS
 
 PROCESSES = ("jax",)
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
@@ -147,6 +148,14 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(folder, capsys, monkey
     assert "No space left on device" in err
     assert "old" == (folder / "plan.json").read_text()
     assert [] == list(folder.glob("*.part"))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.split())
+def test_optimizers_that_a_shell_completes(name):
+    """Each is one that `--optimizer` takes."""
+    import keras
+
+    assert name == type(keras.optimizers.get(name)).__name__.lower()
 
 
 def test_the_command_itself(folder):

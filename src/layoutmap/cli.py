@@ -1,4 +1,4 @@
-"""The command line: `layoutmap plan | explain | diff | devices | schema`.
+"""The command line: `layoutmap plan | explain | diff | devices | schema | completion`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 present folder. Nothing of it is allocated, and no device is needed.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layoutmap.completion import HOW_TO, SHELLS, completion_script
 from layoutmap.devices import devices
 from layoutmap.engines import ENGINES
 from layoutmap.errors import LayoutMapError, PlanError
@@ -69,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | explain | diff | devices | schema")
+    commands = parser.add_subparsers(
+        required=True, metavar="plan | explain | diff | devices | schema | completion"
+    )
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -99,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
         "--engine", choices=tuple(ENGINES), help="whose devices; without it, those of all installed"
     )
     command("schema", _schema, "Print the JSON Schema of rules files, for editors.")
+    completion = command("completion", _completion, "Print what makes a shell complete this command.")
+    completion.epilog = HOW_TO
+    completion.add_argument("shell", choices=SHELLS)
     return parser
 
 
@@ -174,6 +180,11 @@ def _devices(options: Any) -> int:
         raise LayoutMapError(
             "no engine is installed", mend='pip install "layoutmap[jax]", [tensorflow] or [torch]'
         )
+    return WELL
+
+
+def _completion(options: Any) -> int:
+    print(completion_script(_parser(), options.shell))
     return WELL
 
 
