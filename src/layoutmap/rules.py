@@ -19,7 +19,7 @@ from layoutmap.mesh import Mesh
 from layoutmap.rule_index import RuleIndex
 from layoutmap.yaml_comments import Comment, as_comment
 
-__all__ = ["Match", "MeshSlot", "Rule", "Rules", "nearest"]
+__all__ = ["Match", "MeshSlot", "Rule", "Rules", "how_to_change", "nearest"]
 
 _MISSING: Any = object()
 _CLOSE = 0.6
@@ -70,10 +70,11 @@ class Match:
 
     def __str__(self) -> str:
         if self.rule is None:
-            near = "".join(f"\n  near misses  {p}" for p in self.near_misses)
+            near = "".join(f"\n  near miss  {p}" for p in self.near_misses)
             return f"{self.path}: no rule matches, so {self.otherwise}{near}"
-        lost = "".join(f"\n  also matches  {rule}" for rule in self.others)
-        return f"{self.path}: {self.rule} -> {self.rule.layout}{lost}"
+        lost = "".join(f"\n  also matches  {rule}: would give {_given(rule)}" for rule in self.others)
+        change = f"  {'change it':<{12 if lost else 9}}  {how_to_change(self.rule, [self.path])}"
+        return f"{self.path}: {self.rule} -> {_given(self.rule)}{lost}\n{change}"
 
 
 @dataclass(slots=True)
@@ -138,7 +139,8 @@ class Rules(MutableMapping[str, Layout]):
             >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"), rules)
             >>> print(layout_map.match("d1.kernel"))
             d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
-              also matches  rule 2  d1.*
+              also matches  rule 2  d1.*: would give (model, unsharded)
+              change it     the first rule that matches wins: put one before rule 1, or change that
         """
         won, *lost = self.matching_rules(path) or [None]
         near = () if won else tuple(nearest(path, self._rules))
@@ -422,6 +424,13 @@ class Rules(MutableMapping[str, Layout]):
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
 
 
+def how_to_change(rule: Rule, paths: Sequence[str]) -> str:
+    """What to do about a rule that won, to have what has these paths elsewhere."""
+    if rule.pattern in paths:
+        return f"a rule that is the path itself wins over all others: change rule {rule.number}"
+    return f"the first rule that matches wins: put one before rule {rule.number}, or change that"
+
+
 def _given(rule: Rule) -> str:
     """What a rule gives, and what it does with an axis that does not divide unless that is an error."""
     return str(rule.layout) + (f'  uneven="{rule.uneven}"' if rule.uneven != "error" else "")
@@ -471,9 +480,13 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         ['d1.kernel']
     """
     wanted = _skeleton(text).split(".")
+    numbers = re.findall(r"\d+", text)
     by_skeleton: dict[str, str] = {}
     for candidate in candidates:
-        by_skeleton.setdefault(_skeleton(candidate), candidate)
+        skeleton = _skeleton(candidate)
+        # Of repeated blocks one is named: that of the same number, if it is there.
+        if skeleton not in by_skeleton or (numbers and re.findall(r"\d+", candidate) == numbers):
+            by_skeleton[skeleton] = candidate
     matcher = difflib.SequenceMatcher()
     scored: list[tuple[float, str]] = []
     for skeleton, candidate in by_skeleton.items():
