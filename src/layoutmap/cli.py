@@ -39,6 +39,8 @@ _EXAMPLES = """examples:
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
   layoutmap devices --engine jax
+  layoutmap schema > rules.schema.json
+  source <(layoutmap completion bash)
 """
 
 
@@ -93,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("model", metavar="MODULE:FUNCTION")
     explain.add_argument("path", metavar="PATH", help="the variable's path, as the plan shows it")
     _add_model_options(explain)
-    diff = command("diff", _diff, "Say what moves from one plan to another; each is a file or a model.")
-    diff.add_argument("before", metavar="FILE|MODULE:FUNCTION")
-    diff.add_argument("after", metavar="FILE|MODULE:FUNCTION")
+    diff = command("diff", _diff, "Say what moves from one plan to another; exit code 1 if anything does.")
+    for name in ("before", "after"):
+        diff.add_argument(name, metavar="FILE|MODULE:FUNCTION", help="what --json has written, or a model")
     _add_model_options(diff)
     there = command("devices", _devices, "List the devices of this machine.")
     there.add_argument(
