@@ -242,3 +242,36 @@ def test_another_rule_with_the_same_layout_is_no_change():
 
     assert not one.diff(two)
     assert one != two
+
+
+def test_models_are_told_apart():
+    """Where a scope has built several, each change names its model; where there is one, it needs no name."""
+    before, after = (
+        plan_of([VariableSpec("k", (8,), "float32", model=m) for m in models], {})
+        for models in (("teacher", "student"), ("teacher",))
+    )
+
+    assert ["student: k"] == [change.path for change in before.diff(after)]
+    assert ["k"] == [change.path for change in after.diff(plan_of([], {}))]
+
+
+def test_slots_that_change_as_their_weights_do_are_one_row():
+    """Of each kind of slot one, and its own row for a slot that changes otherwise."""
+
+    def trained(width, moments="float32"):
+        slots = [
+            VariableSpec(f"optimizer.{v.path}.{name}", v.shape, dtype, Kind.SLOT, parent=v.path)
+            for v in model(width=width)
+            for name, dtype in (("m", "float32"), ("v", moments))
+        ]
+        return plan_of([*model(width=width), *slots], {".*": (None, "model")})
+
+    assert text("""
+        blocks.{0..1}.up.kernel              shape  (8, 32) -> (8, 64)
+        optimizer.tokens.v                   dtype  float32 -> bfloat16
+        optimizer.*.m                        shape  as its weight
+        optimizer.*.v                        shape  as its weight
+        optimizer.blocks.{0..1}.up.kernel.v  dtype  float32 -> bfloat16
+
+        9 changes; per device 3.0 KiB -> 3.8 KiB
+        """) == str(trained(32).diff(trained(64, "bfloat16")))
