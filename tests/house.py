@@ -24,6 +24,7 @@ VALUES = (
     "layout",
     "fitting",
     "rule_index",
+    "yaml_comments",
     "rules",
     "yaml_form",
     "tp_plan",
@@ -90,11 +91,14 @@ FRONT = (
     "dtensor",
     "parity",
     "published",  # it imports the library of a model by name, when that is made
+    "completion",
     "cli",
     "cli_models",
     "__main__",
     "",
 )  # "" is layoutmap/__init__.py
+# What a module of the front needs that is installed with an extra of its own.
+EXTRAS = {"completion": {"shtab"}}
 SHIPPED_TESTS = {"testing": {"pytest", "hypothesis"}}
 
 THIRD_PARTY = {"numpy", "google", "yaml", "ml_dtypes"}  # google: the package of protobuf

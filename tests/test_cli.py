@@ -10,6 +10,8 @@ import pytest
 import layoutmap as lm
 from layoutmap import presets, published
 from layoutmap.cli import main
+from layoutmap.completion import OPTIMIZERS
+from layoutmap.yaml_form import schema
 
 PROCESSES = ("jax",)
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
@@ -106,7 +108,17 @@ def test_explain(capsys):
     """One variable, or those that come near."""
     code, out, _ = run(capsys, "explain", "cli_models:make", "up.kernel", "--rules", "rules.yaml")
     assert 0 == code
-    assert r"because     rule 1  up\.kernel" in out
+    assert (
+        r"""
+up.kernel
+  what        weight, float32[8, 16], 512 B
+  layout      (unsharded, model)
+  per device  8 x 4, 128 B
+  because     rule 1  up\.kernel
+  change it   the first rule that matches wins: put one before rule 1, or change that
+""".lstrip()
+        == out
+    )
 
     code, _, err = run(capsys, "explain", "cli_models:make", "up.kernal", "--rules", "rules.yaml")
     assert 2 == code
@@ -159,7 +171,93 @@ def test_diff_fails_when_something_moves(capsys):
     assert 0 == run(capsys, "diff", "plan.json", "cli_models:make", *rules)[0]
     code, out, _ = run(capsys, "diff", "plan.json", "cli_models:make_wider", *rules)
     assert 1 == code
-    assert "up.kernel    shape  (8, 16) -> (8, 32)" in out
+    assert (
+        """\
+up.kernel    shape  (8, 16) -> (8, 32)
+up.bias      shape  (16,) -> (32,)
+down.kernel  shape  (16, 8) -> (32, 8)
+
+3 changes; per device 304 B -> 576 B
+"""
+        == out
+    )
+
+
+HELP = {
+    ("--help",): """\
+usage: layoutmap [-h] plan | explain | diff | devices | schema | completion ...
+
+Say where every weight of a model lives, and see it before a byte is allocated.
+
+positional arguments:
+  plan | explain | diff | devices | schema | completion
+    plan                Print the plan of a model: every variable, its layout and bytes, all
+                        problems.
+    explain             Say why one variable is where it is, and what to type to change it.
+    diff                Say what moves from one plan to another; exit code 1 if anything does.
+    devices             List the devices of this machine.
+    schema              Print the JSON Schema of rules files, for editors.
+    completion          Print what makes a shell complete this command.
+
+options:
+  -h, --help            show this help message and exit
+""",
+    ("devices", "--help"): """\
+usage: layoutmap devices [-h] [--engine {jax,tensorflow,torch}]
+
+List the devices of this machine.
+
+options:
+  -h, --help            show this help message and exit
+  --engine {jax,tensorflow,torch}
+                        whose devices; without it, those of all installed
+""",
+    ("diff", "--help"): """\
+usage: layoutmap diff [-h] [--rules FILE] [--mesh DIMS] [--inputs SPEC [SPEC ...]]
+                      [--optimizer NAME] [--backend {jax,tensorflow,torch}]
+                      [--library {keras,torch}] [--strict]
+                      FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
+
+Say what moves from one plan to another; exit code 1 if anything does.
+
+positional arguments:
+  FILE|MODULE:FUNCTION  what --json has written, or a model
+  FILE|MODULE:FUNCTION  what --json has written, or a model
+
+options:
+  -h, --help            show this help message and exit
+  --rules FILE          the rules file, as LayoutMap.to_yaml writes it
+  --mesh DIMS           the mesh, as in "batch=2,model=4"; without it, the file's
+  --inputs SPEC [SPEC ...]
+                        what the model is called with, if it makes its weights then:
+                        "float32[8,128]", or "name=int32[8,16]"
+  --optimizer NAME      a Keras optimizer whose slots are planned, too: adamw
+  --backend {jax,tensorflow,torch}
+                        the backend that Keras runs on
+  --library {keras,torch}
+                        the model's library, if several are imported
+  --strict              let warnings count as problems
+""",
+}
+
+
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help(arguments, capsys, monkeypatch):
+    """What a command does, each option, and examples."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(arguments)
+    said, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+
+    assert HELP[arguments] == said
+    assert (
+        "  layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI" in examples
+    )
+
+
+def test_the_schema_is_printed(capsys):
+    """As it is, to be put into a file."""
+    assert (0, json.loads(schema())) == (main(["schema"]), json.loads(capsys.readouterr().out))
 
 
 def test_a_published_model_needs_no_function_and_no_file(capsys):
@@ -244,6 +342,14 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(folder, capsys, monkey
     assert "No space left on device" in err
     assert "old" == (folder / "plan.json").read_text()
     assert [] == list(folder.glob("*.part"))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.split())
+def test_optimizers_that_a_shell_completes(name):
+    """Each is one that `--optimizer` takes."""
+    import keras
+
+    assert name == type(keras.optimizers.get(name)).__name__.lower()
 
 
 def test_the_command_itself(folder):

@@ -46,6 +46,7 @@ def third_party(part: str) -> set[str]:
         house.THIRD_PARTY
         | {**house.EDGES, **house.SHARED}.get(part, set())
         | house.SHIPPED_TESTS.get(part, set())
+        | house.EXTRAS.get(part, set())
     )
 
 

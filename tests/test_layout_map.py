@@ -99,7 +99,11 @@ def test_a_key_that_does_not_match_itself_is_found_exactly():
 
     assert ROW == layout_map["a[0]"]
     assert ROW == layout_map["a0"]
-    assert "a[0]: rule 1  a[0] -> (model, unsharded)" == str(layout_map.match("a[0]"))
+    assert """\
+a[0]: rule 1  a[0] -> (model, unsharded)
+  change it  a rule that is the path itself wins over all others: change rule 1""" == str(
+        layout_map.match("a[0]")
+    )
 
 
 def test_a_rule_matches_from_the_start_and_not_to_the_end():
@@ -139,7 +143,10 @@ def test_a_match_explains_itself():
 
     assert """\
 d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
-  also matches  rule 2  d1.*""" == str(layout_map.match("d1.kernel"))
+  also matches  rule 2  d1.*: would give (model, unsharded)
+  change it     the first rule that matches wins: put one before rule 1, or change that""" == str(
+        layout_map.match("d1.kernel")
+    )
 
 
 def test_a_typo_is_answered_with_near_misses():
@@ -154,7 +161,7 @@ def test_a_typo_is_answered_with_near_misses():
     assert match.layout is None
     assert """\
 blocks.0.attn.query.kernel: no rule matches, so it is replicated
-  near misses  .*\\.query\\.kernal$""" == str(match)
+  near miss  .*\\.query\\.kernal$""" == str(match)
 
 
 def test_nearest_knows_nothing_like_it():

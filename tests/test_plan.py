@@ -374,9 +374,9 @@ def test_activation_rules_without_a_layer_are_found():
     ]
     assert text(r"""
         activation rule 3  blokcs.1: matches no layer
-          near misses  blocks
+          near misses  blocks.1
           why          re.match finds it at the start of none of the 3 paths
-          mend         did you mean r"blocks$"? else delete it
+          mend         did you mean r"blocks\.1$"? else delete it
         """) == str(only_problem(plan))
 
     layout_map.activations.pop("blokcs.1")

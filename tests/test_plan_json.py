@@ -1,11 +1,14 @@
 """A plan as JSON is the plan: it comes back equal, its text is stable, and what is no plan is refused by place."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import layoutmap as lm
+from layoutmap.plan import Problem
 from layoutmap.planning import make_plan
 from layoutmap.testing import strategies
 from layoutmap.variables import Kind, VariableSpec
@@ -47,10 +50,32 @@ def test_the_text():
     assert GOLDEN == make().to_json().partition(' "problems"')[0]
 
 
-@given(strategies.plans(layers=True))
-def test_a_plan_comes_back(drawn):
+@st.composite
+def any_plans(draw):
+    """Plans with all that a variable can be told of, also where no plan of ours would say it."""
+    plan = draw(strategies.plans(layers=True))[2]
+    texts = st.text(max_size=5)
+    return replace(
+        plan,
+        assignments=tuple(
+            replace(
+                a,
+                variable=replace(
+                    a.variable,
+                    aliases=tuple(draw(st.lists(texts, max_size=2))),
+                    model=draw(st.sampled_from(["", "teacher"])),
+                ),
+                drawn_whole=draw(texts),
+            )
+            for a in plan
+        ),
+        problems=(*plan.problems, Problem("k", "note", *(draw(texts) for _ in range(2)), why=draw(texts))),
+    )
+
+
+@given(any_plans())
+def test_a_plan_comes_back(plan):
     """Reading what was written gives the equal plan, which is written as it was."""
-    _, _, plan = drawn
     text = plan.to_json()
 
     assert plan == lm.Plan.from_json(text)

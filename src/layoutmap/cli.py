@@ -1,4 +1,4 @@
-"""The command line: `layoutmap plan | explain | lint | diff | devices | presets`.
+"""The command line: `layoutmap plan | explain | lint | diff | devices | presets | schema | completion`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 present folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
@@ -27,6 +27,7 @@ from layoutmap.cli_models import (
     preset_of,
     refuse_unknown,
 )
+from layoutmap.completion import HOW_TO, SHELLS, completion_script
 from layoutmap.devices import devices
 from layoutmap.engines import ENGINES
 from layoutmap.errors import LayoutMapError, PlanError
@@ -35,6 +36,7 @@ from layoutmap.mesh import Mesh
 from layoutmap.plan import Plan
 from layoutmap.report.rows import size
 from layoutmap.scope import plan as make_plan
+from layoutmap.yaml_form import schema
 
 __all__ = ["main"]
 
@@ -51,6 +53,8 @@ _EXAMPLES = """examples:
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
   layoutmap devices --engine jax
   layoutmap presets
+  layoutmap schema > rules.schema.json
+  source <(layoutmap completion bash)
 """
 
 
@@ -83,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="plan | explain | lint | diff | devices | presets"
+        required=True, metavar="plan | explain | lint | diff | devices | presets | schema | completion"
     )
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
@@ -117,15 +121,19 @@ def _parser() -> argparse.ArgumentParser:
     lint.add_argument("plan", metavar="FILE|MODULE:FUNCTION")
     _add_batch_dim(lint)
     _add_model_options(lint)
-    diff = command("diff", _diff, "Say what moves from one plan to another; each is a file or a model.")
-    diff.add_argument("before", metavar="FILE|MODULE:FUNCTION")
-    diff.add_argument("after", metavar="FILE|MODULE:FUNCTION")
+    diff = command("diff", _diff, "Say what moves from one plan to another; exit code 1 if anything does.")
+    for name in ("before", "after"):
+        diff.add_argument(name, metavar="FILE|MODULE:FUNCTION", help="what --json has written, or a model")
     _add_model_options(diff)
     there = command("devices", _devices, "List the devices of this machine.")
     there.add_argument(
         "--engine", choices=tuple(ENGINES), help="whose devices; without it, those of all installed"
     )
     command("presets", _presets, "List presets of rules, and published models that need no function.")
+    command("schema", _schema, "Print the JSON Schema of rules files, for editors.")
+    completion = command("completion", _completion, "Print what makes a shell complete this command.")
+    completion.epilog = HOW_TO
+    completion.add_argument("shell", choices=SHELLS)
     return parser
 
 
@@ -232,6 +240,16 @@ def _devices(options: Any) -> int:
 
 def _presets(_: Any) -> int:
     print(listing())
+    return WELL
+
+
+def _completion(options: Any) -> int:
+    print(completion_script(_parser(), options.shell))
+    return WELL
+
+
+def _schema(options: Any) -> int:
+    print(schema(), end="")
     return WELL
 
 

@@ -96,7 +96,7 @@ class Plan:
         for assignment in self.assignments:
             if path == assignment.variable.path or path in assignment.variable.aliases:
                 return assignment
-        near = nearest(path, [a.variable.path for a in self.assignments])
+        near = nearest(path, [p for a in self.assignments for p in (a.variable.path, *a.variable.aliases)])
         raise KeyError(
             f"the plan has no variable {path!r}" + (f"; near misses: {', '.join(near)}" if near else "")
         )

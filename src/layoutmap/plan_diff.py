@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan
 from layoutmap.rules import Match
-from layoutmap.variables import Assignment
+from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["Change", "PlanDiff", "diff_plans"]
 
@@ -18,17 +18,20 @@ class Change:
     """One thing that two plans tell differently.
 
     Args:
-        path: The variable or layer; `""` for the mesh.
+        path: The variable or layer; `""` for the mesh. Where the plans are of several models, a variable's
+            stands before it: `teacher: d1.kernel`.
         what: What of it differs: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"layout"`, `"mesh"`, or
             `"output"`: the layout of what a layer puts out.
         before: How the first plan has it; empty if it has it not.
         after: How the second has it; empty if it has it not.
+        weight: Of an optimizer's slot that changes as its weight does: the weight's path. Empty for all else.
     """
 
     path: str
     what: str
     before: str
     after: str
+    weight: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -73,17 +76,21 @@ class PlanDiff:
 
     @property
     def grouped(self) -> list[tuple[int, Change]]:
-        """The changes with those of repeated blocks made one, and how many each stands for."""
+        """The changes with those of repeated blocks made one, and of slots, and how many each stands for."""
         groups: dict[object, list[Change]] = {}
         for each in self.changes:
-            groups.setdefault((each.what, path_shape(each.path), each.before, each.after), []).append(each)
-        return [
-            (
-                len(group),
-                Change(merge_paths([c.path for c in group]), group[0].what, group[0].before, group[0].after),
-            )
-            for group in groups.values()
-        ]
+            slot = each.path.rpartition(f"{each.weight}.")[2] if each.weight else ""
+            key = (slot, each.what) if slot else (path_shape(each.path), each.what, each.before, each.after)
+            groups.setdefault(key, []).append(each)
+        return [(len(group), _as_one(group)) for group in groups.values()]
+
+
+def _as_one(group: list[Change]) -> Change:
+    first = group[0]
+    if first.weight:
+        slot = first.path.rpartition(f"{first.weight}.")[2]
+        return Change(f"optimizer.*.{slot}", first.what, "", "as its weight", "*")
+    return replace(first, path=merge_paths([change.path for change in group]))
 
 
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
@@ -91,7 +98,7 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     changes: list[Change] = []
     if before.mesh.mesh_dims != after.mesh.mesh_dims:
         changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))
-    changes += _of_variables(_by_path(before), _by_path(after))
+    changes += _with_weights([*_of_variables(_by_path(before), _by_path(after))])
     changes += _of_outputs(before.activations, after.activations)
     return PlanDiff(before, after, tuple(changes))
 
@@ -102,11 +109,13 @@ def _by_path(plan: Plan) -> dict[tuple[str, str], Assignment]:
 
 def _of_variables(
     before: dict[tuple[str, str], Assignment], after: dict[tuple[str, str], Assignment]
-) -> Iterator[Change]:
+) -> Iterator[tuple[VariableSpec, Change]]:
+    several = len({model for model, _ in (*before, *after)} - {""}) > 1
+    names = {(m, path): f"{m}: {path}" if several and m else path for m, path in (*before, *after)}
     for key, old in before.items():
         new = after.get(key)
         if new is None:
-            yield Change(key[1], "removed", _told(old), "")
+            yield old.variable, Change(names[key], "removed", _told(old), "")
             continue
         was, now = old.variable, new.variable
         for what, a, b in (
@@ -118,10 +127,18 @@ def _of_variables(
         ):
             if a != b:
                 texts = (str(old.layout), str(new.layout)) if what == "layout" else (str(a), str(b))
-                yield Change(key[1], what, *texts)
+                yield now, Change(names[key], what, *texts)
     for key, new in after.items():
         if key not in before:
-            yield Change(key[1], "added", "", _told(new))
+            yield new.variable, Change(names[key], "added", "", _told(new))
+
+
+def _with_weights(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
+    """The changes, those of slots that change as their weight does marked with it."""
+    told = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
+    for v, c in changes:
+        follows = v.kind is Kind.SLOT and (v.model, v.parent, c.what, c.before, c.after) in told
+        yield replace(c, weight=v.parent or "") if follows else c
 
 
 def _told(assignment: Assignment) -> str:

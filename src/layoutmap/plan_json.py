@@ -90,7 +90,9 @@ def plan_from_json(text: str) -> Plan:
 def fingerprint(plan: Plan) -> str:
     """A short text that is the same for plans that put the same variables in the same places.
 
-    Devices' names, the order of the variables, and which rule gave a layout have no part in it.
+    It changes with the sizes of the mesh's dims, with a variable's path, shape, dtype or layout, and with the layout of
+    a layer's output. Devices' names, the order of the variables, what kind they are, and which rule gave a layout have
+    no part in it: two plans on one mesh have the same one exactly if their `diff` has no change but of kinds.
     """
     variables = sorted(
         (a.variable.model, a.variable.path, a.variable.shape, a.variable.dtype, _specs(a.layout))
@@ -161,7 +163,8 @@ def _match(match: Match) -> dict[str, Any]:
 
 
 def _problem(problem: Problem) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(problem).items() if value}
+    written = dataclasses.asdict(problem)
+    return {name: value for name, value in written.items() if value or name in ("subject", "what")}
 
 
 # -- reading

@@ -17,8 +17,9 @@ from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import Layout, as_layout
 from layoutmap.mesh import Mesh
 from layoutmap.rule_index import RuleIndex
+from layoutmap.yaml_comments import Comment, as_comment
 
-__all__ = ["Match", "MeshSlot", "Rule", "Rules", "nearest"]
+__all__ = ["Match", "MeshSlot", "Rule", "Rules", "how_to_change", "nearest"]
 
 _MISSING: Any = object()
 _CLOSE = 0.6
@@ -69,10 +70,11 @@ class Match:
 
     def __str__(self) -> str:
         if self.rule is None:
-            near = "".join(f"\n  near misses  {p}" for p in self.near_misses)
+            near = "".join(f"\n  near miss  {p}" for p in self.near_misses)
             return f"{self.path}: no rule matches, so {self.otherwise}{near}"
-        lost = "".join(f"\n  also matches  {rule}" for rule in self.others)
-        return f"{self.path}: {self.rule} -> {self.rule.layout}{lost}"
+        lost = "".join(f"\n  also matches  {rule}: would give {_given(rule)}" for rule in self.others)
+        change = f"  {'change it':<{12 if lost else 9}}  {how_to_change(self.rule, [self.path])}"
+        return f"{self.path}: {self.rule} -> {_given(self.rule)}{lost}\n{change}"
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ class Rules(MutableMapping[str, Layout]):
         self._default_uneven: Uneven = as_uneven(uneven, self._written)
         self._rules: dict[str, Layout] = {}
         self._uneven: dict[str, Uneven] = {}  # of the rules that say it themselves
+        self._comments: dict[str, Comment] = {}  # of rules that have one; they say nothing to the program
         self._compiled: dict[str, re.Pattern[str]] = {}
         self._numbered: dict[str, Rule] = {}
         self._in_order: tuple[Rule, ...] = ()
@@ -136,7 +139,8 @@ class Rules(MutableMapping[str, Layout]):
             >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"), rules)
             >>> print(layout_map.match("d1.kernel"))
             d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
-              also matches  rule 2  d1.*
+              also matches  rule 2  d1.*: would give (model, unsharded)
+              change it     the first rule that matches wins: put one before rule 1, or change that
         """
         won, *lost = self.matching_rules(path) or [None]
         near = () if won else tuple(nearest(path, self._rules))
@@ -233,17 +237,25 @@ class Rules(MutableMapping[str, Layout]):
         self._compiled[pattern] = compiled
         self._index = None
 
-    def add(self, pattern: str, layout: Layout | Sequence[Any], *, uneven: Uneven | None = None) -> None:
-        """Add a rule, after those that are there, and say what it does with an axis that does not divide.
+    def add(
+        self,
+        pattern: str,
+        layout: Layout | Sequence[Any],
+        *,
+        uneven: Uneven | None = None,
+        comment: str = "",
+    ) -> None:
+        """Add a rule, after those that are there, and say more of it.
 
         Args:
             pattern: See `__setitem__`.
             layout: See `__setitem__`.
             uneven: `"error"`, `"replicate"` (the axis is left whole) or `"shrink"` (it is cut over as many of its mesh
                 dims as divide it); `None`: as the map says.
+            comment: What it is for, in one or more lines: `LayoutMap.to_yaml` writes them above the rule.
 
         Raises:
-            RuleError: See `__setitem__`.
+            RuleError: See `__setitem__`; or the comment has a sign that no rules file can hold.
 
         Example:
             >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"))
@@ -253,9 +265,20 @@ class Rules(MutableMapping[str, Layout]):
                1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
         """
         checked = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
+        try:
+            said = as_comment(comment)
+        except ValueError as error:
+            raise RuleError(
+                f"{self._rule} {pattern!r}: its comment cannot be written",
+                facts={"comment": repr(comment)},
+                why=str(error),
+                mend="leave that sign out",
+            ) from error
         self[pattern] = layout
         if checked is not None:
             self._uneven[pattern] = checked
+        if said != Comment():
+            self._comments[pattern] = said
 
     @property
     def uneven(self) -> Uneven:
@@ -266,6 +289,7 @@ class Rules(MutableMapping[str, Layout]):
         del self._rules[pattern]
         del self._compiled[pattern]
         self._uneven.pop(pattern, None)
+        self._comments.pop(pattern, None)
         self._index = None
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
@@ -284,12 +308,19 @@ class Rules(MutableMapping[str, Layout]):
             for rule in rules.rules:
                 if rule.uneven != self._default_uneven:
                     self._uneven[rule.pattern] = rule.uneven
+            self._comments.update(rules._comments)
 
     def _state(self) -> tuple[Any, ...]:
-        return self._slot.mesh, dict(self._rules), dict(self._compiled), dict(self._uneven)
+        return (
+            self._slot.mesh,
+            dict(self._rules),
+            dict(self._compiled),
+            dict(self._uneven),
+            dict(self._comments),
+        )
 
     def _restore(self, state: tuple[Any, ...]) -> None:
-        self._slot.mesh, self._rules, self._compiled, self._uneven = state
+        self._slot.mesh, self._rules, self._compiled, self._uneven, self._comments = state
         self._index = None
 
     def __contains__(self, pattern: object) -> bool:
@@ -356,6 +387,7 @@ class Rules(MutableMapping[str, Layout]):
         self._rules.clear()
         self._compiled.clear()
         self._uneven.clear()
+        self._comments.clear()
         self._index = None
 
     def __eq__(self, other: object) -> bool:
@@ -368,9 +400,10 @@ class Rules(MutableMapping[str, Layout]):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle takes along: its own mesh slot and dicts, and no index."""
-        mesh, rules, compiled, uneven = self._state()
+        mesh, rules, compiled, uneven, comments = self._state()
         own = {"_slot": MeshSlot(mesh), "_rules": rules, "_compiled": compiled, "_uneven": uneven}
-        return {**self.__dict__, **own, "_numbered": {}, "_in_order": (), "_index": None}
+        made_anew: dict[str, Any] = {"_numbered": {}, "_in_order": (), "_index": None}
+        return {**self.__dict__, **own, "_comments": comments, **made_anew}
 
     def _repr_html_(self) -> str:
         from layoutmap.report.html import table
@@ -389,6 +422,13 @@ class Rules(MutableMapping[str, Layout]):
 
     def _title(self) -> str:
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
+
+
+def how_to_change(rule: Rule, paths: Sequence[str]) -> str:
+    """What to do about a rule that won, to have what has these paths elsewhere."""
+    if rule.pattern in paths:
+        return f"a rule that is the path itself wins over all others: change rule {rule.number}"
+    return f"the first rule that matches wins: put one before rule {rule.number}, or change that"
 
 
 def _given(rule: Rule) -> str:
@@ -440,9 +480,13 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         ['d1.kernel']
     """
     wanted = _skeleton(text).split(".")
+    numbers = re.findall(r"\d+", text)
     by_skeleton: dict[str, str] = {}
     for candidate in candidates:
-        by_skeleton.setdefault(_skeleton(candidate), candidate)
+        skeleton = _skeleton(candidate)
+        # Of repeated blocks one is named: that of the same number, if it is there.
+        if skeleton not in by_skeleton or (numbers and re.findall(r"\d+", candidate) == numbers):
+            by_skeleton[skeleton] = candidate
     matcher = difflib.SequenceMatcher()
     scored: list[tuple[float, str]] = []
     for skeleton, candidate in by_skeleton.items():

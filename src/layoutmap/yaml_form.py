@@ -13,6 +13,13 @@
 
 A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
 
+Comments are kept, and so are blank lines: those above an entry, and those at the end of its line. They go where it
+goes, and are no part of what the map says; see `layoutmap.yaml_comments`.
+
+`layoutmap schema > rules.schema.json` writes a JSON Schema of the form. Editors check a file by it that begins with
+
+    # yaml-language-server: $schema=rules.schema.json
+
 The order of the rules is their order in the file. A map is written in the oldest version that can say it, since earlier
 releases read that: 1 has no activations, and 1 and 2 no `uneven`. This module knows the form; `LayoutMap` checks what
 it means.
@@ -20,15 +27,17 @@ it means.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.errors import RuleError
 from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import UNSHARDED, ShardingSpec
+from layoutmap.yaml_comments import Comment, Place, read_comments, with_comments
 
-__all__ = ["VERSION", "RulesFields", "from_yaml", "to_yaml"]
+__all__ = ["VERSION", "RulesFields", "from_yaml", "schema", "to_yaml"]
 
 VERSION = 3
 """The newest version of the form; all from 1 on are read."""
@@ -47,7 +56,8 @@ class RulesFields:
     """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
 
     The specs are those of variables in `rules`, and of what layers put out in `activations`.
-    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves.
+    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves. `comments` are
+    those of all entries, rules among them.
     """
 
     dims: Mapping[str, int] | None
@@ -57,6 +67,7 @@ class RulesFields:
     activations: Mapping[str, tuple[Any, ...]]
     uneven: Uneven = "error"
     uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
+    comments: Mapping[Place, Comment] = field(default_factory=dict[Place, Comment])
 
 
 def to_yaml(fields: RulesFields) -> str:
@@ -105,7 +116,8 @@ def to_yaml(fields: RulesFields) -> str:
         data["activations"] = {p: Flow(map(written, specs)) for p, specs in fields.activations.items()}
     if fields.uneven != "error":
         data["uneven"] = fields.uneven
-    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
+    text = str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
+    return with_comments(text, fields.comments) if fields.comments else text
 
 
 def from_yaml(text: str) -> RulesFields:
@@ -125,6 +137,8 @@ def from_yaml(text: str) -> RulesFields:
             seen: set[Any] = set()
             for key_node, _ in node.value:
                 key: Any = self.construct_object(key_node, deep=True)
+                if not isinstance(key, Hashable):
+                    continue  # refused below, with its place
                 if key in seen:
                     raise RuleError(
                         f"rules file: {key!r} is there twice",
@@ -137,10 +151,12 @@ def from_yaml(text: str) -> RulesFields:
 
     try:
         data: Any = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+    except RuleError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
         raise RuleError("rules file cannot be read", why=str(error), mend=_MEND) from error
     version: Any = _mapping(data, "it", None).get("version")
-    if version not in tuple(_KEYS):
+    if isinstance(version, bool) or version not in tuple(_KEYS):
         raise RuleError(
             f"rules file of version {version!r}",
             why=f"this layoutmap reads versions 1 to {VERSION}",
@@ -148,17 +164,34 @@ def from_yaml(text: str) -> RulesFields:
         )
     top = _mapping(data, "it", _KEYS[version])
     mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
-    devices: list[str] | None = (mesh or {}).get("devices")
-    rules, uneven_rules = _split(_mapping(top.get("rules") or {}, "rules", None), version)
+    name: Any = (mesh or {}).get("name")
+    devices: Any = (mesh or {}).get("devices")
+    for what, value, kind, called in (("name", name, str, "text"), ("devices", devices, list, "list")):
+        if not isinstance(value, kind | None):
+            raise RuleError(
+                f"rules file: mesh {what} is no {called}", facts={"there": repr(value)}, mend=_MEND
+            )
+    rules, uneven_rules = _split(_mapping(_or_none(top, "rules"), "rules", None), version)
     return RulesFields(
-        dims=None if mesh is None else _mapping(mesh.get("dims") or {}, "mesh dims", None),
-        mesh_name=(mesh or {}).get("name") or "",
-        devices=None if devices is None else tuple(devices),
+        dims=None if mesh is None else _mapping(mesh.get("dims"), "mesh dims", None),
+        mesh_name=name or "",
+        devices=None if devices is None else tuple(cast("list[str]", devices)),
         rules=_rules(rules, "rules", "rule"),
-        activations=_rules(top.get("activations") or {}, "activations", "activation rule"),
+        activations=_rules(_or_none(top, "activations"), "activations", "activation rule"),
         uneven=as_uneven(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
+        comments=read_comments(text),
     )
+
+
+def schema() -> str:
+    """The JSON Schema of a rules file, all versions: its form, and not whether its patterns and dims are right."""
+    return Path(__file__).with_name("rules.schema.json").read_text(encoding="utf-8")
+
+
+def _or_none(top: dict[str, Any], key: str) -> Any:
+    """A part of the file; one that has nothing in it, as where all its rules are comments, is empty."""
+    return {} if top.get(key) is None else top[key]
 
 
 def _split(rules: dict[str, Any], version: int) -> tuple[dict[str, Any], dict[str, Uneven]]:

@@ -201,9 +201,7 @@ def _whole_tables(linted: Linted) -> Iterator[Problem]:
     weights = [a for a in linted.plan if a.variable.kind is Kind.WEIGHT and a.fits]
     held = sum(a.shard_nbytes for a in weights)
     rows = {w.shape[axis] for w in linted.weights for axis in w.axes("rows")}
-    tables = [
-        w for w in linted.weights if w.axes("rows") or (w.axes("in") and rows & {*w.sizes("out")})
-    ]
+    tables = [w for w in linted.weights if w.axes("rows") or (w.axes("in") and rows & {*w.sizes("out")})]
     ids = {id(w.assignment) for w in tables}
     rest = [a for a in weights if id(a) not in ids and len(a.variable.shape) > 1]
     cut = [a for a in rest if not a.layout.is_fully_replicated()]

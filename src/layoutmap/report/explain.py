@@ -8,7 +8,7 @@ from layoutmap.path_groups import path_pattern
 from layoutmap.plan import Plan
 from layoutmap.report.rows import size
 from layoutmap.report.text import shape_text
-from layoutmap.rules import Match
+from layoutmap.rules import how_to_change
 from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["explain_text"]
@@ -62,7 +62,8 @@ def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
         for pattern in match.near_misses:
             yield "near miss", pattern
         return
-    yield "because", str(match.rule)
+    meant = f", which is meant for it and not for its parent {variable.parent}" if variable.follows else ""
+    yield "because", f"{match.rule}{meant}"
     if variable.parent and not variable.follows:
         yield from _axes(variable)
     for rule in match.others:
@@ -91,12 +92,8 @@ def _how(assignment: Assignment) -> Iterator[tuple[str, str]]:
             own = path_pattern([variable.path])
             yield "change it", f"with the rule of {variable.parent}, or by one of its own: layout_map[{own}]"
         return
-    yield "change it", _change(match, len(variable.shape))
-
-
-def _change(match: Match, rank: int) -> str:
-    if match.rule is None:
-        specs = str((None,) * rank)
-        return f"layout_map[{path_pattern([match.path])}] = {specs}, with mesh dims where it is to be cut"
-    number = match.rule.number
-    return f"the first rule that matches wins: put one before rule {number}, or change that"
+    if match.rule is not None:
+        yield "change it", how_to_change(match.rule, (variable.path, *variable.aliases))
+    else:
+        rule = f"layout_map[{path_pattern([match.path])}] = {(None,) * len(variable.shape)}"
+        yield "change it", f"{rule}, with mesh dims where it is to be cut"

@@ -147,6 +147,8 @@ def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8
 def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec], LayoutMap, Plan]:
     """Variables of any shape and kind, rules of any rank, and their plan.
 
+    Some variables are derived from others, and some rules are meant for those: they match them and not their parents.
+
     Args:
         draw: Given by hypothesis.
         layers: Whether some plans know layers, for the rules for activations.
@@ -157,10 +159,21 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
     kinds = st.sampled_from([Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.METRIC])
     sides = st.lists(st.integers(0, 12), max_size=3).map(tuple)
     dtypes = st.sampled_from(["float32", "bfloat16", "int8"])
-    names = draw(st.lists(paths(), max_size=8, unique=True))
+    least = draw(st.integers(0, 3))  # else most would be empty
+    names = draw(st.lists(paths(), min_size=least, max_size=8, unique=True))
     variables = [VariableSpec(n, draw(sides), draw(dtypes), draw(kinds)) for n in names]
-    variables += draw(st.lists(st.sampled_from(variables), max_size=3).flatmap(_derived)) if variables else []
+    if variables:
+        parents = st.lists(st.sampled_from(variables), min_size=draw(st.integers(0, 2)), max_size=3)
+        variables += draw(parents.flatmap(_derived))
+        for variable in draw(st.lists(st.sampled_from(variables), max_size=4, unique=True)):
+            pattern = draw(_pattern_for(variable))
+            if pattern not in layout_map:
+                rank = draw(st.just(len(variable.shape)) | st.integers(0, 3))
+                layout = draw(layouts(mesh, min_rank=rank, max_rank=rank))
+                layout_map.add(pattern, layout, uneven=draw(st.none() | st.sampled_from(get_args(Uneven))))
     known = draw(st.none() | st.just(names[:4])) if layers else None
+    for layer in draw(st.lists(st.sampled_from(known), max_size=2)) if known else ():
+        layout_map.activations.setdefault(layer, draw(layouts(mesh)))
     return variables, layout_map, make_plan(variables, layout_map, layers=known)
 
 
@@ -177,6 +190,14 @@ def _derived(draw: st.DrawFn, parents: list[VariableSpec]) -> list[VariableSpec]
         shapes = {"axes": axes, "parent_shape": None if axes is None else parent.shape}
         made.append(VariableSpec(path, shape, parent.dtype, kind, parent=parent.path, **shapes))
     return made
+
+
+def _pattern_for(variable: VariableSpec) -> st.SearchStrategy[str]:
+    """Patterns that match a variable; of a derived one, also all of its kind and no parent."""
+    exact = [variable.path, f"{re.escape(variable.path)}$"]
+    return st.sampled_from(
+        [*exact, rf".*\.{variable.path.rpartition('.')[2]}$"] if variable.parent else exact
+    )
 
 
 @st.composite
