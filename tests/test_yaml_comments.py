@@ -230,15 +230,58 @@ rules:
         "# a\n---\n# b\nversion: 2\nrules:\n  # c\n  x: &l [null] # d\nactivations: {y: *l} # e\n...\n# f",
         "version: 1\nrules: &r # a\n  # b\n  ? x\n  # c\n  : [null] # d\nmesh: {dims: {model: 2}} # e\n# f",
         "rules:\n# a\n  x: # b\n  # c\n  - null # d\n  # e\nversion: 1 # f",
+        "version: 2\nrules: &r # a\n  x: &l [null] # b\n  # c\n  y: *l # d\nactivations: *r # e\n# f",
     ],
-    ids=["in braces", "of another system", "with an anchor", "long keys", "in another order"],
+    ids=[
+        "in braces",
+        "of another system",
+        "with an anchor",
+        "long keys",
+        "in another order",
+        "with aliases",
+    ],
 )
 def test_other_ways_to_write_a_file(text):
     """Whatever YAML allows, no comment is lost."""
     written = lm.LayoutMap.from_yaml(text, MESH).to_yaml()
 
     assert sorted(f"# {sign}" for sign in "abcdef") == sorted(comments_of(written))
+    assert "\ufeff" not in written
     assert written == lm.LayoutMap.from_yaml(written).to_yaml()
+
+
+def test_entries_of_several_lines():
+    """What is said at the end of an entry is said beside it, and what is said before that above it."""
+    text = """\
+version: 1
+mesh:
+  name: |-
+    m
+  # a
+  dims: {model: 2} # b
+rules:
+  x: [null, # c
+    model # d
+  ] # e
+  ? |-
+    y
+  # f
+  : [model] # g
+"""
+    assert """\
+version: 1
+mesh:
+  # a
+  dims: # b
+    model: 2
+  name: m
+rules:
+  # c
+  # d
+  x: [null, model] # e
+  # f
+  y: [model] # g
+""" == lm.LayoutMap.from_yaml(text).to_yaml()
 
 
 def test_a_comment_that_no_file_can_hold_is_refused():

@@ -76,7 +76,7 @@ def read_comments(text: str) -> dict[Place, Comment]:
             found[_HEAD], above = Comment(tuple(above)), []
         is_first_of_line = entry.last >= at
         found[entry.place] = Comment(tuple(above), (is_first_of_line and said[entry.last]) or "")
-        at = max(at, entry.last + 1)
+        at = entry.last + 1
     found[_END] = Comment(tuple(line for line in said[at:] if line is not None))
     return {place: comment for place, comment in found.items() if comment != Comment()}
 
@@ -108,7 +108,7 @@ def _said(text: str) -> list[str | None]:
             for n in range(start.line, _last(end) + 1):
                 said[n] = None
             rest = _REST_OF_LINE.match(text, end.index)
-            if rest and end.column and rest[0].lstrip().startswith("#"):
+            if rest and rest[0].lstrip().startswith("#"):
                 said[end.line] = rest[0].strip()
     return said
 
