@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import hub_models
+import keras_hub
 import pytest
 
 import layoutmap as lm
@@ -98,6 +99,11 @@ def test_published_numbers_are_those_of_keras_hub():
     assert {
         name: kinds[name].presets[there]["metadata"]["params"] for name, there in OF_KERAS_HUB.items()
     } == {name: published.model(name).num_parameters for name in OF_KERAS_HUB}
+
+
+def test_no_published_model_hides_something_of_keras_hub():
+    """What `keras_hub:name` meant to the command line before there were published models, it means."""
+    assert [] == [name for name in published.models() if hasattr(keras_hub, name)]
 
 
 def test_the_largest_llama_fits():
