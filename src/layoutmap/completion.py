@@ -48,9 +48,9 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions_of(parser: argparse.ArgumentParser) -> Iterator[Any]:
-    for action in parser._actions:  # pyright: ignore[reportPrivateUsage]
+    actions: list[Any] = parser._actions  # pyright: ignore[reportPrivateUsage]
+    for action in actions:
         yield action
-        if isinstance(action, argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage]
-            commands: Any = action.choices
-            for inner in commands.values():
+        if action.nargs == argparse.PARSER:  # the commands
+            for inner in action.choices.values():
                 yield from _actions_of(inner)

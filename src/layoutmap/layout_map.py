@@ -228,16 +228,7 @@ class LayoutMap(Rules):
         from layoutmap import presets
 
         mesh = as_mesh(mesh)
-        fields = presets.read(name, model_dim, fsdp_dim)
-        for argument, dim in (("model_dim", model_dim), ("fsdp_dim", fsdp_dim)):
-            if dim is not None and dim not in mesh:
-                raise RuleError(
-                    f"preset {name!r}: the mesh has no dim {dim!r}",
-                    facts={"mesh": str(mesh)},
-                    why=f"{argument} says over which dim weights are cut",
-                    mend=f"{argument}: one of {', '.join(map(repr, mesh.dim_names))}, or none",
-                )
-        return cls._of(fields, mesh)
+        return cls._of(presets.read(name, mesh, model_dim, fsdp_dim), mesh)
 
     @classmethod
     def _of(cls, fields: RulesFields, mesh: Mesh | None) -> LayoutMap:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import hub_models
+import keras_hub
 import pytest
 
 import layoutmap as lm
@@ -100,12 +101,48 @@ def test_published_numbers_are_those_of_keras_hub():
     } == {name: published.model(name).num_parameters for name in OF_KERAS_HUB}
 
 
+def test_no_published_model_hides_something_of_keras_hub():
+    """What `keras_hub:name` meant to the command line before there were published models, it means."""
+    assert [] == [name for name in published.models() if hasattr(keras_hub, name)]
+
+
 def test_the_largest_llama_fits():
     """405 billion numbers are 1,137 variables, of which 512 devices hold hardly more than a 512th each."""
     plan = published_plan("llama3_405b")
 
     assert 1137 == len(plan)
     assert 1 <= plan.device_nbytes * plan.mesh.size / plan.nbytes < 1.01
+
+
+VARIANTS = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen": {"tie_word_embeddings": True},
+    "gemma": {"use_post_ffw_norm": False, "use_post_attention_norm": False},
+    "t5": {"tie_embedding_weights": True, "use_gated_activation": False},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_family_has_one_preset(name):
+    """Whatever of it a member has not, such as a second table of tokens, leaves no rule unused."""
+    config = hub_models.TINY[name] | VARIANTS[name]
+
+    assert () == lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name)).problems
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "mixtral", "qwen"])
+def test_heads_of_keys_that_are_too_few_are_whole(name):
+    """Four of them on eight devices: the plan notes it, also of biases, and all else is cut."""
+    config = hub_models.TINY[name] | ({"num_experts": 8} if name == "mixtral" else {})
+    plan = lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name, "model=8"), strict=True)
+    whole = [
+        a.variable.path
+        for a in plan
+        if a.match and a.match.rule and a.match.layout != a.layout and a.layout.is_fully_replicated()
+    ]
+
+    assert whole == [p.subject for p in plan.problems]
+    assert {"key_dense", "value_dense"} == {path.split(".")[-2] for path in whole}
 
 
 @pytest.mark.parametrize("name", hub_models.FAMILIES)

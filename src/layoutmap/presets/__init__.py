@@ -19,6 +19,7 @@ from importlib.resources import files
 from typing import Any
 
 from layoutmap.errors import RuleError
+from layoutmap.mesh import Mesh
 from layoutmap.yaml_form import RulesFields, from_yaml
 
 __all__ = ["about", "names", "read"]
@@ -50,22 +51,32 @@ def about(name: str) -> str:
     return _text(name).partition("\n")[0].removeprefix("# ")
 
 
-def read(name: str, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
+def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
     """A preset for a mesh.
 
     Args:
         name: One of `names`.
+        mesh: The mesh.
         model_dim: The mesh's dim for `model`; `None`: nothing is cut over it.
         fsdp_dim: The mesh's dim for `fsdp`; `None`: nothing is cut over it, and activations have no rules.
 
     Raises:
-        RuleError: There is none of that name.
+        RuleError: There is none of that name, or the mesh has no such dim.
 
     Example:
-        >>> read("llama", "tp", None).rules[r"(.*\\.)?token_embedding\\.embeddings$"]
+        >>> from layoutmap import Mesh
+        >>> read("llama", Mesh(None, "tp=4"), "tp", None).rules[r"(.*\\.)?token_embedding\\.embeddings$"]
         ('tp', None)
     """
     fields, dims = from_yaml(_text(name)), {"model": model_dim, "fsdp": fsdp_dim}
+    for role, dim in dims.items():
+        if dim is not None and dim not in mesh:
+            raise RuleError(
+                f"preset {name!r}: the mesh has no dim {dim!r}",
+                facts={"mesh": str(mesh)},
+                why=f"{role}_dim says over which dim weights are cut",
+                mend=f"{role}_dim: one of {', '.join(map(repr, mesh.dim_names))}, or none",
+            )
     return replace(
         fields,
         rules=_renamed(fields.rules, dims),
