@@ -57,23 +57,31 @@ def one_of_each():
 
 
 PLAN = r"""
-variable                  times  shape    dtype     layout              per device      bytes  rule
-------------------------  -----  -------  --------  ------------------  ------------  -------  ---------
-tokens                           32 x 16  bfloat16  (model, unsharded)  8 x 16        1.0 KiB  1
-blocks.{0..1}.up.kernel       2  16 x 64  float32   (batch, model)      8 x 16        8.0 KiB  3
-blocks.{0..1}.up.lora_a       2  16 x 8   float32   (unsharded, model)  16 x 2        1.0 KiB  5
-blocks.{0..1}.key.kernel      2  16 x 6   float32   replicated          16 x 6          768 B  4
-packed.kernel                    8 x 2    int8      replicated          8 x 2            16 B  6
-flat                             64       float32   (unsharded, model)  does not fit    256 B  8
-odd                              16 x 6   float32   (unsharded, model)  does not fit    384 B  9
-norm.scale                       16       float32   replicated          16               64 B  no rule
-norm.moving_mean                 16       float32   replicated          16               64 B  no rule
-drop.seed                        2        uint32    replicated          2                 8 B  (rng)
-optimizer.*.m                             float32   as its weight                     2.0 KiB  (slot)
-optimizer.tokens.r               32       float32   (model,)            8               128 B  as tokens
-optimizer.tokens.s               3        float32   replicated          3                12 B  (slot)
-optimizer.iterations             scalar   int32     replicated          scalar            4 B  (slot)
-loss.total                       scalar   float32   replicated          scalar            4 B  (metric)
+variable                  times  shape    dtype     layout              shard           bytes  per device  rule
+------------------------  -----  -------  --------  ------------------  ------------  -------  ----------  ---------
+tokens                           32 x 16  bfloat16  (model, unsharded)  8 x 16        1.0 KiB       256 B  1
+blocks.{0..1}.up.kernel       2  16 x 64  float32   (batch, model)      8 x 16        8.0 KiB     1.0 KiB  3
+blocks.{0..1}.up.lora_a       2  16 x 8   float32   (unsharded, model)  16 x 2        1.0 KiB       256 B  5
+blocks.{0..1}.key.kernel      2  16 x 6   float32   replicated          16 x 6          768 B       768 B  4
+packed.kernel                    8 x 2    int8      replicated          8 x 2            16 B        16 B  6
+flat                             64       float32   (unsharded, model)  does not fit    256 B              8
+odd                              16 x 6   float32   (unsharded, model)  does not fit    384 B              9
+norm.scale                       16       float32   replicated          16               64 B        64 B  no rule
+norm.moving_mean                 16       float32   replicated          16               64 B        64 B  no rule
+drop.seed                        2        uint32    replicated          2                 8 B         8 B  (rng)
+optimizer.*.m                             float32   as its weight                     2.0 KiB       512 B  (slot)
+optimizer.tokens.r               32       float32   (model,)            8               128 B        32 B  as tokens
+optimizer.tokens.s               3        float32   replicated          3                12 B        12 B  (slot)
+optimizer.iterations             scalar   int32     replicated          scalar            4 B         4 B  (slot)
+loss.total                       scalar   float32   replicated          scalar            4 B         4 B  (metric)
+
+rule 1  head
+rule 3  .*\.up\.kernel
+rule 4  .*\.key\.kernel
+rule 5  .*lora_a$
+rule 6  packed
+rule 8  flat
+rule 9  odd
 
 layer's output  times  layout              rule
 --------------  -----  ------------------  ----

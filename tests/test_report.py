@@ -40,16 +40,19 @@ def transformer():
 
 
 GOLDEN = r"""
-variable                          times  shape    dtype     layout              per device       bytes  rule
---------------------------------  -----  -------  --------  ------------------  ------------  --------  -------
-blocks.{0..2}.up.kernel               3  16 x 64  float32   (unsharded, model)  16 x 16       12.0 KiB  1
-blocks.{0..2}.up.bias                 3  64       float32   replicated          64               768 B  no rule
-head.kernel                              16 x 6   bfloat16  (batch, model)      does not fit     192 B  2
-norm.moving_mean                         16       float32   replicated          16                64 B  no rule
-drop.seed                                2        uint32    replicated          2                  8 B  (rng)
-optimizer.*.momentum                  3           float32   as its weight                     12.0 KiB  (slot)
-optimizer.blocks.0.up.kernel.row         16       float32   replicated          16                64 B  (slot)
-optimizer.iterations                     scalar   int32     replicated          scalar             4 B  (slot)
+variable                          times  shape    dtype     layout              shard            bytes  per device  rule
+--------------------------------  -----  -------  --------  ------------------  ------------  --------  ----------  -------
+blocks.{0..2}.up.kernel               3  16 x 64  float32   (unsharded, model)  16 x 16       12.0 KiB     3.0 KiB  1
+blocks.{0..2}.up.bias                 3  64       float32   replicated          64               768 B       768 B  no rule
+head.kernel                              16 x 6   bfloat16  (batch, model)      does not fit     192 B              2
+norm.moving_mean                         16       float32   replicated          16                64 B        64 B  no rule
+drop.seed                                2        uint32    replicated          2                  8 B         8 B  (rng)
+optimizer.*.momentum                  3           float32   as its weight                     12.0 KiB     3.0 KiB  (slot)
+optimizer.blocks.0.up.kernel.row         16       float32   replicated          16                64 B        64 B  (slot)
+optimizer.iterations                     scalar   int32     replicated          scalar             4 B         4 B  (slot)
+
+rule 1  .*\.up\.kernel
+rule 2  head\.
 
 Plan: 14 variables on batch=2, model=4, 25.1 KiB, 6.9 KiB per device; 1 error, 5 warnings
 largest variable drawn whole: head.kernel, 192 B
@@ -178,9 +181,11 @@ def test_layers_whose_output_is_laid_out_are_a_table():
     plan = make_plan([VariableSpec("d1", (16, 64), "float32")], layout_map, layers=layers)
 
     assert """\
-variable  times  shape    dtype    layout              per device    bytes  rule
---------  -----  -------  -------  ------------------  ----------  -------  ----
-d1               16 x 64  float32  (unsharded, model)  16 x 16     4.0 KiB  1
+variable  times  shape    dtype    layout              shard      bytes  per device  rule
+--------  -----  -------  -------  ------------------  -------  -------  ----------  ----
+d1               16 x 64  float32  (unsharded, model)  16 x 16  4.0 KiB     1.0 KiB  1
+
+rule 1  d1
 
 layer's output  times  layout              rule
 --------------  -----  ------------------  ----

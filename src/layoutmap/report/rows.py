@@ -41,6 +41,11 @@ class Row:
         return sum(a.variable.nbytes for a in self.assignments)
 
     @property
+    def device_nbytes(self) -> int:
+        """Size in bytes of what a device holds of them, as far as they fit their layouts."""
+        return sum(a.shard_nbytes for a in self.assignments if a.fits)
+
+    @property
     def rule(self) -> str:
         """The number of the rule that won, the variable that it follows, or why there is none."""
         match, variable = self.first.match, self.first.variable

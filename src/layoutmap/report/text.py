@@ -10,7 +10,7 @@ from layoutmap.plan import Plan, group_problems
 from layoutmap.plan_diff import PlanDiff
 from layoutmap.plan_memory import Memory
 from layoutmap.report.rows import Row, cut_rows, plan_rows, size
-from layoutmap.rules import Match
+from layoutmap.rules import Match, Rule
 
 __all__ = [
     "ACTIVATION_COLUMNS",
@@ -29,10 +29,11 @@ __all__ = [
     "warning_text",
 ]
 
-COLUMNS = ("variable", "times", "shape", "dtype", "layout", "per device", "bytes", "rule")
+COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
-_RIGHT = {"times", "bytes"}
+_RIGHT = {"times", "bytes", "per device"}
 _MOST_CUTS = 10
+_MOST_RULES = 40
 
 
 def plan_line(plan: Plan) -> str:
@@ -52,6 +53,11 @@ def plan_line(plan: Plan) -> str:
 def plan_text(plan: Plan) -> str:
     """A plan as a table, its totals, and its problems in full."""
     lines = _table(COLUMNS, map(row_cells, plan_rows(plan)))
+    rules = _rules_that_won(plan)
+    if rules:
+        lines += ["", *map(str, rules[:_MOST_RULES])]
+    if len(rules) > _MOST_RULES:
+        lines.append(f"... and {len(rules) - _MOST_RULES} more rules")
     if plan.activations:
         lines += ["", *_table(ACTIVATION_COLUMNS, activation_cells(plan))]
     lines += ["", f"Plan: {plan_line(plan)}"]
@@ -76,6 +82,12 @@ def plan_text(plan: Plan) -> str:
         if p.severity == "note" and p.kind == "uneven"
     ]
     return "\n".join([*lines, *([""] if taken else []), *taken])
+
+
+def _rules_that_won(plan: Plan) -> list[Rule]:
+    """The rules that decide on a variable, in their order."""
+    won = {a.match.rule.number: a.match.rule for a in plan if a.match and a.match.rule}
+    return [won[number] for number in sorted(won)]
 
 
 def memory_text(memory: Memory) -> str:
@@ -157,7 +169,8 @@ def row_cells(row: Row) -> tuple[str, ...]:
             shape_text(a.shard_shape) if a.fits else "does not fit",
         )
     shape, layout, shard = cells
-    return row.path, times, shape, a.variable.dtype, layout, shard, size(row.nbytes), row.rule
+    held = size(row.device_nbytes) if a.fits else ""
+    return row.path, times, shape, a.variable.dtype, layout, shard, size(row.nbytes), held, row.rule
 
 
 def activation_cells(plan: Plan) -> list[tuple[str, ...]]:
