@@ -94,6 +94,7 @@ FRONT = (
     "completion",
     "cli",
     "cli_models",
+    "cli_plans",
     "__main__",
     "",
 )  # "" is layoutmap/__init__.py

@@ -163,6 +163,20 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
     assert "lint: the mesh has no dim 'data'" in err
 
 
+def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):
+    """It has its own mesh and rules: others would not be looked at. It is printed, explained and linted as it is."""
+    run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
+    plan = lm.Plan.from_json((folder / "plan.json").read_text())
+
+    assert (0, f"{plan}\n\n{plan.memory}\n", "") == run(capsys, "plan", "plan.json")
+    assert (0, plan.explain("up.kernel") + "\n", "") == run(capsys, "explain", "plan.json", "up.kernel")
+    for command in (["plan", "plan.json"], ["lint", "plan.json"], ["diff", "plan.json", "plan.json"]):
+        code, out, err = run(capsys, *command, "--rules", "rules.yaml", "--mesh", "model=8")
+        assert (2, "") == (code, out)
+        assert "--rules is for a model, and plan.json is the file of a plan" in err
+        assert "leave out --rules, --mesh" in err
+
+
 def test_diff_fails_when_something_moves(capsys):
     """A committed plan against today's model: nothing, or what moved and exit code 1."""
     rules = ("--rules", "rules.yaml")
@@ -185,17 +199,19 @@ down.kernel  shape  (16, 8) -> (32, 8)
 
 HELP = {
     ("--help",): """\
-usage: layoutmap [-h] plan | explain | diff | devices | schema | completion ...
+usage: layoutmap [-h] plan | explain | lint | diff | devices | presets | schema | completion ...
 
 Say where every weight of a model lives, and see it before a byte is allocated.
 
 positional arguments:
-  plan | explain | diff | devices | schema | completion
+  plan | explain | lint | diff | devices | presets | schema | completion
     plan                Print the plan of a model: every variable, its layout and bytes, all
                         problems.
     explain             Say why one variable is where it is, and what to type to change it.
+    lint                Say which layouts of a plan are probably not meant, with the evidence.
     diff                Say what moves from one plan to another; exit code 1 if anything does.
     devices             List the devices of this machine.
+    presets             List presets of rules, and published models that need no function.
     schema              Print the JSON Schema of rules files, for editors.
     completion          Print what makes a shell complete this command.
 
@@ -213,9 +229,11 @@ options:
                         whose devices; without it, those of all installed
 """,
     ("diff", "--help"): """\
-usage: layoutmap diff [-h] [--rules FILE] [--mesh DIMS] [--inputs SPEC [SPEC ...]]
-                      [--optimizer NAME] [--backend {jax,tensorflow,torch}]
-                      [--library {keras,torch}] [--strict]
+usage: layoutmap diff [-h] [--rules FILE]
+                      [--preset {bert,gemma,gpt2,llama,mixtral,qwen,t5,vit,whisper}]
+                      [--model-dim DIM] [--fsdp-dim DIM] [--dtype POLICY] [--mesh DIMS]
+                      [--inputs SPEC [SPEC ...]] [--optimizer NAME]
+                      [--backend {jax,tensorflow,torch}] [--library {keras,torch}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
 Say what moves from one plan to another; exit code 1 if anything does.
@@ -227,6 +245,12 @@ positional arguments:
 options:
   -h, --help            show this help message and exit
   --rules FILE          the rules file, as LayoutMap.to_yaml writes it
+  --preset {bert,gemma,gpt2,llama,mixtral,qwen,t5,vit,whisper}
+                        the rules for a family of models, in the place of a file
+  --model-dim DIM       the mesh dim that a preset cuts layers over, if it is not "model"; "none":
+                        over none
+  --fsdp-dim DIM        the mesh dim of batches, if a preset is to cut weights over it, too
+  --dtype POLICY        the Keras dtype policy of a published model: bfloat16
   --mesh DIMS           the mesh, as in "batch=2,model=4"; without it, the file's
   --inputs SPEC [SPEC ...]
                         what the model is called with, if it makes its weights then:
@@ -236,7 +260,6 @@ options:
                         the backend that Keras runs on
   --library {keras,torch}
                         the model's library, if several are imported
-  --strict              let warnings count as problems
 """,
 }
 

@@ -29,9 +29,7 @@ def transformer():
         for v in variables[:6:2]
     ]
     variables += [
-        VariableSpec(
-            "optimizer.blocks.0.up.kernel.row", (16,), "float32", Kind.SLOT, parent="blocks.0.up.kernel"
-        ),
+        VariableSpec("adam.blocks.0.up.kernel.row", (16,), "float32", Kind.SLOT, parent="blocks.0.up.kernel"),
         VariableSpec("optimizer.iterations", (), "int32", Kind.SLOT),
     ]
     rules = {r".*\.up\.kernel": (None, "model"), r"head\.": ("batch", "model"), r"norm\.moving_meen": (None,)}
@@ -40,16 +38,16 @@ def transformer():
 
 
 GOLDEN = r"""
-variable                          times  shape    dtype     layout              shard            bytes  per device  rule
---------------------------------  -----  -------  --------  ------------------  ------------  --------  ----------  -------
-blocks.{0..2}.up.kernel               3  16 x 64  float32   (unsharded, model)  16 x 16       12.0 KiB     3.0 KiB  1
-blocks.{0..2}.up.bias                 3  64       float32   replicated          64               768 B       768 B  no rule
-head.kernel                              16 x 6   bfloat16  (batch, model)      does not fit     192 B              2
-norm.moving_mean                         16       float32   replicated          16                64 B        64 B  no rule
-drop.seed                                2        uint32    replicated          2                  8 B         8 B  (rng)
-optimizer.*.momentum                  3           float32   as its weight                     12.0 KiB     3.0 KiB  (slot)
-optimizer.blocks.0.up.kernel.row         16       float32   replicated          16                64 B        64 B  (slot)
-optimizer.iterations                     scalar   int32     replicated          scalar             4 B         4 B  (slot)
+variable                     times  shape    dtype     layout              shard            bytes  per device  rule
+---------------------------  -----  -------  --------  ------------------  ------------  --------  ----------  -------
+blocks.{0..2}.up.kernel          3  16 x 64  float32   (unsharded, model)  16 x 16       12.0 KiB     3.0 KiB  1
+blocks.{0..2}.up.bias            3  64       float32   replicated          64               768 B       768 B  no rule
+head.kernel                         16 x 6   bfloat16  (batch, model)      does not fit     192 B              2
+norm.moving_mean                    16       float32   replicated          16                64 B        64 B  no rule
+drop.seed                           2        uint32    replicated          2                  8 B         8 B  (rng)
+optimizer.*.momentum             3           float32   as its weight                     12.0 KiB     3.0 KiB  (slot)
+adam.blocks.0.up.kernel.row         16       float32   replicated          16                64 B        64 B  (slot)
+optimizer.iterations                scalar   int32     replicated          scalar             4 B         4 B  (slot)
 
 rule 1  .*\.up\.kernel
 rule 2  head\.

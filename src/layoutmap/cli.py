@@ -10,32 +10,19 @@ carried out.
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layoutmap.cli_models import (
-    add_preset_options,
-    known_model,
-    listing,
-    make_of,
-    preset_of,
-    refuse_unknown,
-)
+from layoutmap.cli_models import listing
+from layoutmap.cli_plans import add_model_options, plan_of, plans_of
 from layoutmap.completion import HOW_TO, SHELLS, completion_script
 from layoutmap.devices import devices
 from layoutmap.engines import ENGINES
 from layoutmap.errors import LayoutMapError, PlanError
-from layoutmap.layout_map import LayoutMap
-from layoutmap.mesh import Mesh
-from layoutmap.plan import Plan
 from layoutmap.report.rows import size
-from layoutmap.scope import plan as make_plan
 from layoutmap.yaml_form import schema
 
 __all__ = ["main"]
@@ -56,14 +43,6 @@ _EXAMPLES = """examples:
   layoutmap schema > rules.schema.json
   source <(layoutmap completion bash)
 """
-
-
-@dataclass(frozen=True, slots=True)
-class _Shaped:
-    """What a model is called with: a shape and a type, and no values."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,22 +88,23 @@ def _parser() -> argparse.ArgumentParser:
         type=_nbytes,
         help='what a device has, as in "80GiB": the plan is a problem if weights, gradients, slots and state take more',
     )
+    plan.add_argument("--strict", action="store_true", help="let warnings count as problems")
     _add_batch_dim(plan)
-    _add_model_options(plan)
+    add_model_options(plan)
     explain = command(
         "explain", _explain, "Say why one variable is where it is, and what to type to change it."
     )
-    explain.add_argument("model", metavar="MODULE:FUNCTION")
+    explain.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="a plan's JSON file, or a model")
     explain.add_argument("path", metavar="PATH", help="the variable's path, as the plan shows it")
-    _add_model_options(explain)
+    add_model_options(explain)
     lint = command("lint", _lint, "Say which layouts of a plan are probably not meant, with the evidence.")
-    lint.add_argument("plan", metavar="FILE|MODULE:FUNCTION")
+    lint.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="a plan's JSON file, or a model")
     _add_batch_dim(lint)
-    _add_model_options(lint)
+    add_model_options(lint)
     diff = command("diff", _diff, "Say what moves from one plan to another; exit code 1 if anything does.")
     for name in ("before", "after"):
         diff.add_argument(name, metavar="FILE|MODULE:FUNCTION", help="what --json has written, or a model")
-    _add_model_options(diff)
+    add_model_options(diff)
     there = command("devices", _devices, "List the devices of this machine.")
     there.add_argument(
         "--engine", choices=tuple(ENGINES), help="whose devices; without it, those of all installed"
@@ -146,37 +126,11 @@ def _add_batch_dim(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rules", metavar="FILE", type=Path, help="the rules file, as LayoutMap.to_yaml writes it"
-    )
-    add_preset_options(parser)
-    parser.add_argument(
-        "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; without it, the file\'s'
-    )
-    parser.add_argument(
-        "--inputs",
-        metavar="SPEC",
-        nargs="+",
-        help='what the model is called with, if it makes its weights then: "float32[8,128]", or "name=int32[8,16]"',
-    )
-    parser.add_argument(
-        "--optimizer", metavar="NAME", help="a Keras optimizer whose slots are planned, too: adamw"
-    )
-    parser.add_argument(
-        "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
-    )
-    parser.add_argument(
-        "--library", choices=("keras", "torch"), help="the model's library, if several are imported"
-    )
-    parser.add_argument("--strict", action="store_true", help="let warnings count as problems")
-
-
 # -- commands
 
 
 def _plan(options: Any) -> int:
-    made = _plan_of(options.model, options)
+    made = plan_of(options.model, options)
     print(f"{made}\n\n{made.memory}")
     findings = made.lint(options.batch_dim)
     if findings:
@@ -195,7 +149,7 @@ def _plan(options: Any) -> int:
 
 
 def _explain(options: Any) -> int:
-    made = _plan_of_model(options.model, options)
+    made = plan_of(options.model, options)
     try:
         print(made.explain(options.path))
     except KeyError as error:
@@ -204,13 +158,13 @@ def _explain(options: Any) -> int:
 
 
 def _lint(options: Any) -> int:
-    findings = _plan_of(options.plan, options).lint(options.batch_dim)
+    findings = plan_of(options.model, options).lint(options.batch_dim)
     print(findings)
     return PROBLEMS if findings else WELL
 
 
 def _diff(options: Any) -> int:
-    before, after = (_plan_of(each, options) for each in (options.before, options.after))
+    before, after = plans_of([options.before, options.after], options)
     difference = before.diff(after)
     print(difference)
     return PROBLEMS if difference else WELL
@@ -269,115 +223,6 @@ def _fit(needed: int, there: int) -> str:
     if needed > there:
         return f"does not fit: {size(needed)} of {size(there)} on each device, before activations"
     return f"fits: {size(needed)} of {size(there)} on each device, and {size(there - needed)} are left for activations"
-
-
-def _plan_of(name: str, options: Any) -> Plan:
-    path = Path(name)
-    if path.suffix != ".json":
-        return _plan_of_model(name, options)
-    return Plan.from_json(_text_of(path))
-
-
-def _plan_of_model(name: str, options: Any) -> Plan:
-    if options.backend:
-        os.environ["KERAS_BACKEND"] = options.backend
-    mesh = Mesh(None, options.mesh) if options.mesh else None
-    known = known_model(name)
-    layout_map = preset_of(options, mesh, known)
-    if layout_map is None:
-        layout_map = LayoutMap.from_yaml(_text_of(options.rules), mesh) if options.rules else LayoutMap(mesh)
-    make_model = make_of(known, options.dtype) if known else _imported(name)
-    by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
-    print(f"layoutmap: planning {name}{by}", file=sys.stderr)
-    return make_plan(
-        _with_optimizer(make_model, options.optimizer) if options.optimizer else make_model,
-        layout_map,
-        inputs=_inputs(options.inputs),
-        library=options.library or ("keras" if known else None),
-    )
-
-
-def _with_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
-    def make() -> Any:
-        model = make_model()
-        if not hasattr(model, "compile") or not hasattr(model, "stateless_call"):
-            raise LayoutMapError(
-                f"--optimizer {optimizer}: {type(model).__name__} is no Keras model",
-                why="the slots of a Keras optimizer can be planned",
-                mend="leave --optimizer out",
-            )
-        try:
-            model.compile(optimizer=optimizer)
-        except ValueError as error:
-            raise LayoutMapError(
-                f"--optimizer {optimizer}", why=str(error), mend="use adamw, sgd, ..."
-            ) from error
-        return model
-
-    return make
-
-
-def _imported(name: str) -> Callable[[], Any]:
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise LayoutMapError(
-            f"{name!r} names no function that makes a model",
-            why="a model is named as package.module:function, and a plan's file ends in .json",
-            mend=f"layoutmap plan {module_name or 'my_models'}:make_model",
-        )
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise LayoutMapError(
-            f"{module_name} cannot be imported",
-            why=str(error),
-            mend="run the command in the folder that has it, or install it",
-        ) from error
-    finally:
-        sys.path.remove(os.getcwd())
-    made = getattr(module, function_name, None)
-    if not callable(made):
-        refuse_unknown(module_name, function_name)
-        near = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))]
-        raise LayoutMapError(
-            f"{module_name} has no function {function_name!r}",
-            facts={"functions": ", ".join(near[:10])},
-            mend="name one that makes a model and returns it",
-        )
-    return made
-
-
-def _inputs(texts: Sequence[str] | None) -> Any:
-    if not texts:
-        return None
-    found = [re.fullmatch(r"(?:(\w+)=)?(\w+)\[([\d,\s]*)\]", text) for text in texts]
-    if not all(found):
-        wrong = next(text for text, match in zip(texts, found, strict=True) if not match)
-        raise LayoutMapError(
-            f"--inputs {wrong!r} is no shape with a type",
-            why="it says the type and the shape of what the model is called with",
-            mend='write it as in --inputs "float32[8,128]", or "name=int32[8,16]" for each of several',
-        )
-    read = [
-        (m[1], _Shaped(tuple(int(n) for n in m[3].split(",") if n.strip()), m[2]))
-        for m in found
-        if m is not None
-    ]
-    if read[0][0]:
-        return dict(read)
-    return read[0][1] if len(read) == 1 else [each for _, each in read]
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise LayoutMapError(
-            f"{path} cannot be read",
-            why=error.strerror or str(error),
-            mend="name a file that is there, from the present folder",
-        ) from error
 
 
 def _write(path: Path, text: str) -> None:
