@@ -46,11 +46,15 @@ def model_parallel(name: str):
     rules = hub_models.rules(name)
     mesh = keras.distribution.DeviceMesh((2, 4), ("batch", "model"), keras.distribution.list_devices())
     layout_map = keras.distribution.LayoutMap(mesh)
+    keys = {}
     for found in find_variables(make(name)):
         layout = next((rules[p] for p in (found.path, *found.aliases) if rules[p]), None)
         if layout is not None:
             axes = tuple(None if spec == "unsharded" else spec for spec in layout.sharding_specs)
-            layout_map[found.variable.path] = axes
+            # Keras has one path for several variables of T5, which lie alike.
+            assert axes == keys.setdefault(found.variable.path, axes), found.variable.path
+    for path, axes in keys.items():
+        layout_map[path] = axes
     keras.utils.clear_session()  # so that the names that Keras numbers are those again
     return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
 
