@@ -22,7 +22,6 @@ from layoutmap.adapters import (
     others_refused,
 )
 from layoutmap.adapters.protocol import Session
-from layoutmap.agreement import check_alike, check_plans, check_values
 from layoutmap.draws import Draw
 from layoutmap.engines import Engine, get_engine
 from layoutmap.errors import EngineError, LayoutMapWarning, MeshError, ScopeError, format_message
@@ -117,6 +116,9 @@ class Scope:
         if not self.plan_only:
             self.plan.check(strict=self.strict)
             if self.across:
+                # Late, here and below: numpy takes as long to load as all the rest.
+                from layoutmap.agreement import check_plans
+
                 check_plans(self.plan, self.gather)
             if complete:
                 self._warn()
@@ -180,10 +182,14 @@ class Scope:
 
         They must all ask.
         """
+        from layoutmap.agreement import check_alike
+
         return check_alike(text, self.gather, checksum)
 
     def check_values(self, values: Mapping[str, Any]) -> None:
         """Raise if values that each process of the mesh has for itself, by path, are not the same in all of them."""
+        from layoutmap.agreement import check_values
+
         check_values(values, self.gather)
 
     def run_on_mesh(self) -> AbstractContextManager[Any]:
