@@ -21,7 +21,7 @@ import house  # noqa: E402
 
 RESULTS = ROOT / "results"
 # Two files at a time: tests are Python and compiling, each mostly on one core.
-SIDE_BY_SIDE = dict.fromkeys(("jax", "tensorflow", "torch"), ("--numprocesses=2", "--dist=loadfile"))
+SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
 COUNTED = ("passed", "failed", "skipped", "xfailed", "error")
 
 
@@ -45,7 +45,7 @@ def run(process: str, arguments: list[str]) -> Outcome:
     with subprocess.Popen(
         [
             *(sys.executable, "-m", "pytest", f"--junitxml={RESULTS / process}.xml"),
-            *SIDE_BY_SIDE.get(process, ()),
+            *SIDE_BY_SIDE,
             *arguments,
         ],
         cwd=ROOT,
