@@ -478,6 +478,8 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     Example:
         >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
         ['d1.kernel']
+        >>> nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
+        ['layers.3.self_attention.query_dense.kernel']
     """
     wanted = _skeleton(text).split(".")
     numbers = re.findall(r"\d+", text)
@@ -496,9 +498,17 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
         # The last word says what a variable is; to be another kind of variable is the least likely slip.
         score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
+        if score < _CLOSE and _is_part_of(wanted, parts):
+            score = _CLOSE
         if score >= _CLOSE:
             scored.append((-score, candidate))
     return [candidate for _, candidate in sorted(scored)[:count]]
+
+
+def _is_part_of(wanted: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether a path's parts begin with the words that are looked for, in their order, with others between them."""
+    rest = iter(parts)
+    return all(any(part.startswith(word) for part in rest) for word in wanted)
 
 
 def _skeleton(text: str) -> str:
