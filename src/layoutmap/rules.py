@@ -508,7 +508,7 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
 def _is_part_of(wanted: Sequence[str], parts: Sequence[str]) -> bool:
     """Whether a path's parts begin with the words that are looked for, in their order, with others between them."""
     rest = iter(parts)
-    return all(any(part.startswith(word) for part in rest) for word in wanted)
+    return any(wanted) and all(any(part.startswith(word) for part in rest) for word in wanted)
 
 
 def _skeleton(text: str) -> str:
