@@ -76,7 +76,8 @@ def test_coordinates_count_row_major(mesh: Mesh):
         [MeshDimension("batch", np.int32(2)), MeshDimension("model", 4)],
         iter([("batch", 2), ("model", 4)]),
     ],
-    ids=lambda each: str(each).partition(" object at ")[0],  # no address, which differs from process to process
+    # No address, which differs from process to process.
+    ids=lambda each: str(each).partition(" object at ")[0],
 )
 def test_mesh_dims_are_read_from_any_spelling(spelling):
     """Text with or without blanks, a dict, pairs and numpy's integers all mean the same, in plain ints."""
