@@ -7,7 +7,7 @@ module (as in `torch.nn.LSTM`) or the groups of an optimizer, is looked through,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,14 +54,33 @@ def replace_in_module(module: torch.nn.Module, swap: Swap) -> None:
                 vars(module)[name] = new
 
 
-def optimizers_of(tensors: Mapping[int, Any]) -> list[torch.optim.Optimizer]:
-    """All optimizers of this process that hold one of some tensors, given by id."""
-    # By their types: to ask an object what it is may run code of its own.
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+def optimizers_of(tensors: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """All optimizers of this process that hold one of some tensors.
+
+    They are found upwards, from a tensor to the list of a group's parameters, to the group, to the list of groups. To
+    take hold of all objects there are, and look among them, would keep alive what other threads are done with, until it
+    goes in this thread; torch has been seen to abort the process then.
+    """
+    lists = _holders(tensors, list)
+    groups = [group for group in _holders(lists, dict) if any(group.get("params") is each for each in lists)]
+    of_groups = _holders(groups, list)
+    attributes = _holders(of_groups, dict)
+    found = _holders([*of_groups, *attributes], torch.optim.Optimizer)
+    ids = {id(tensor) for tensor in tensors}
     return [
         optimizer
         for optimizer in found
-        if any(id(p) in tensors for group in optimizer.param_groups for p in group["params"])
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
+def _holders(things: Sequence[Any], kind: type) -> list[Any]:
+    """The objects of a type that refer to one of some things themselves, each once."""
+    if not things:
+        return []
+    # By their types: to ask an object what it is may run code of its own.
+    return [
+        thing for thing in gc.get_referrers(*things) if thing is not things and issubclass(type(thing), kind)
     ]
 
 

@@ -235,7 +235,8 @@ class TorchSession:
             for place in entry.found.places:
                 put(place, replaced[id(old)])
         layouts = {id(replaced[id(e.found.tensor)]): a.layout for e, a in pairs.values()}
-        self._replace_references(roots, replaced, layouts)
+        olds = [entry.found.tensor for entry, _ in pairs.values()]
+        self._replace_references(roots, olds, replaced, layouts)
         self._attach(roots, layouts)
 
     def _draw(self, tensor: Any) -> Draw:
@@ -254,7 +255,11 @@ class TorchSession:
         return new
 
     def _replace_references(
-        self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
+        self,
+        roots: Sequence[torch.nn.Module],
+        olds: Sequence[torch.Tensor],
+        replaced: dict[int, Any],
+        layouts: Mapping[int, Layout],
     ) -> None:
         kept: list[Any] = []  # while ids stand for the tensors
 
@@ -274,7 +279,7 @@ class TorchSession:
         for root in roots:
             for module in (root, *below(root)):
                 replace_in_module(module, swap)
-        for optimizer in optimizers_of(dict(replaced)):
+        for optimizer in optimizers_of([*olds, *kept]):
             replace_in_optimizer(optimizer, swap, slot)
 
     def _in_layout(self, tensor: Any, layout: Layout) -> Any:
