@@ -306,6 +306,17 @@ class TestWhatElseRefersToATensor:
         assert lm.dtensor.fetch_layout(model.weight) == lm.dtensor.fetch_layout(slot)
         assert {0.5} == set(get_engine("torch").whole(slot).flat)
 
+    def test_optimizers_are_found_without_taking_hold_of_what_other_threads_have(self, monkeypatch):
+        """To list all objects of the process keeps them alive; torch aborts when some of another thread go in this one."""
+        monkeypatch.setattr(gc, "get_objects", lambda *_: pytest.fail("all objects were listed"))
+        with make_map(rules={"weight": ("model", None)}).scope(library="torch"):
+            model = nn.Linear(96, 96)
+            groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.0}]
+            optimizers = [torch.optim.SGD(groups), torch.optim.Adam([model.weight])]
+
+        held = [[id(p) for g in optimizer.param_groups for p in g["params"]] for optimizer in optimizers]
+        assert [[id(model.weight), id(model.bias)], [id(model.weight)]] == held
+
     def test_an_optimizer_made_before_apply(self):
         """It goes on with the laid out parameters."""
         model = nn.Linear(96, 96)
