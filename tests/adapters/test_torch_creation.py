@@ -307,7 +307,7 @@ class TestWhatElseRefersToATensor:
         assert {0.5} == set(get_engine("torch").whole(slot).flat)
 
     def test_optimizers_are_found_without_taking_hold_of_what_other_threads_have(self, monkeypatch):
-        """To list all objects of the process keeps them alive; torch aborts when some of another thread go in this one."""
+        """To list all objects keeps them alive, and torch aborts when one of another thread goes in this one."""
         monkeypatch.setattr(gc, "get_objects", lambda *_: pytest.fail("all objects were listed"))
         with make_map(rules={"weight": ("model", None)}).scope(library="torch"):
             model = nn.Linear(96, 96)
