@@ -226,17 +226,17 @@ class TorchSession:
             {key: self._draw(entry.found.tensor) for key, (entry, _) in deferred.items()},
         )
         replaced: dict[int, Any] = {}
-        kept: list[Any] = []  # while ids stand for the tensors
+        kept: dict[int, Any] = {}  # while ids stand for the tensors
         for key, (entry, assignment) in pairs.items():
             old = entry.found.tensor
             array = made[key] if key in deferred else self.home.place(old.detach(), assignment.layout)
             replaced[id(old)] = self._held(entry, array, assignment.layout)
-            kept.append(old)
+            kept[id(old)] = old
             for place in entry.found.places:
                 put(place, replaced[id(old)])
         layouts = {id(replaced[id(e.found.tensor)]): a.layout for e, a in pairs.values()}
-        olds = [entry.found.tensor for entry, _ in pairs.values()]
-        self._replace_references(roots, olds, replaced, layouts)
+        # Not in a list: those of optimizers are looked for, and any other costs a pass over all objects.
+        self._replace_references(roots, tuple(kept.values()), replaced, layouts)
         self._attach(roots, layouts)
 
     def _draw(self, tensor: Any) -> Draw:
@@ -261,12 +261,12 @@ class TorchSession:
         replaced: dict[int, Any],
         layouts: Mapping[int, Layout],
     ) -> None:
-        kept: list[Any] = []  # while ids stand for the tensors
+        kept: dict[int, Any] = {}  # while ids stand for the tensors
 
         def swap(tensor: Any) -> Any:
             if id(tensor) not in replaced and self._tape.holds(tensor):
                 # Neither a parameter nor a buffer: it stays plain, and gets its value too.
-                kept.append(tensor)
+                kept[id(tensor)] = tensor
                 trainable = tensor.requires_grad and tensor.is_leaf
                 replaced[id(tensor)] = self._tape.recipe(tensor).whole().requires_grad_(trainable)
             return replaced.get(id(tensor), tensor)
@@ -279,7 +279,7 @@ class TorchSession:
         for root in roots:
             for module in (root, *below(root)):
                 replace_in_module(module, swap)
-        for optimizer in optimizers_of([*olds, *kept]):
+        for optimizer in optimizers_of((*olds, *kept.values())):
             replace_in_optimizer(optimizer, swap, slot)
 
     def _in_layout(self, tensor: Any, layout: Layout) -> Any:
