@@ -165,6 +165,17 @@ def test_a_slip_that_is_mended_as_told_is_gone():
     assert [] == found(plan_of(but({r".*(query|key|value)\.kernel": ("data", "model", None)})))
 
 
+def test_layers_that_only_have_the_same_sizes_are_not_taken_for_neighbours():
+    """In a model that is flat, two layers may take in what one puts out: which of them is next is not known."""
+    variables = [
+        weight(f"{name}.kernel", shape, "in.0", "out.0")
+        for name, shape in (("a", (8, 16)), ("b", (16, 32)), ("c", (16, 64)))
+    ]
+    rules = {r"a\.": (None, "model"), r"b\.": (None, "model"), r"c\.": ("model", None)}
+
+    assert [] == found(plan_of(rules, variables))
+
+
 def test_heads_that_lie_side_by_side_are_not_cut_through():
     """Eight heads of 16 in one axis of 128: sixteen devices divide the axis and not the heads."""
     variables = decoder(flat=True)

@@ -131,7 +131,8 @@ def _add_batch_dim(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: Any) -> int:
     made = plan_of(options.model, options)
-    print(f"{made}\n\n{made.memory}")
+    memory = made.memory
+    print(f"{made}\n\n{memory}")
     findings = made.lint(options.batch_dim)
     if findings:
         print(f"\n{findings!r}: see layoutmap lint {options.model} ...")
@@ -142,9 +143,9 @@ def _plan(options: Any) -> int:
         if path is not None:
             _write(path, form())
             print(f"written: {path}", file=sys.stderr)
-    fits = options.device_memory is None or made.memory.total <= options.device_memory
+    fits = options.device_memory is None or memory.total <= options.device_memory
     if options.device_memory is not None:
-        print(f"\n{_fit(made.memory.total, options.device_memory)}")
+        print(f"\n{_fit(memory.total, options.device_memory)}")
     return PROBLEMS if made.errors or (options.strict and made.warnings) or not fits else WELL
 
 
@@ -153,7 +154,11 @@ def _explain(options: Any) -> int:
     try:
         print(made.explain(options.path))
     except KeyError as error:
-        raise LayoutMapError(str(error.args[0]), mend="copy the path from: layoutmap plan ..") from None
+        raise LayoutMapError(
+            str(error.args[0]),
+            why="a path is as the plan has it, with a number where the table has {0..31}",
+            mend="copy it from: layoutmap plan ..",
+        ) from None
     return WELL
 
 

@@ -97,7 +97,9 @@ def preset_of(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> 
     ):
         if value and not there:
             raise LayoutMapError(
-                f"{option} {value} is {of}", mend="leave it out; layoutmap --help has examples"
+                f"{option} {value} is {of}",
+                why="it would say nothing here",
+                mend="leave it out; layoutmap --help has examples",
             )
     if name is None:
         return None

@@ -107,6 +107,7 @@ def model(name: str) -> PublishedModel:
         raise LayoutMapError(
             f"{name!r} is no published model that is known here",
             facts={"known": ", ".join(known)},
+            why="what the shapes of its weights are made of must be known, since nothing is downloaded",
             mend=f"did you mean {near[0]!r}?" if near else "use one of them, or a function of your own",
         )
     return known[name]

@@ -89,8 +89,8 @@ def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[
 def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Each kernel of a block that puts out what a later one takes in, with that one.
 
-    The sizes tell, where no kernel has the same for what it takes in and puts out. Where all sizes of an attention are
-    equal, the names of its layers tell.
+    The sizes tell, where one kernel alone takes them in and puts others out. Where all sizes of an attention are equal,
+    the names of its layers tell.
     """
     order = {id(w): number for number, w in enumerate(block)}
     outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
@@ -100,9 +100,9 @@ def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight,
         ins[w.sizes("in")].append(w)
     for sizes, makers in outs.items():
         takers = ins.get(sizes, [])
-        if not any(w in takers for w in makers):
-            for maker in makers:
-                yield from ((maker, taker) for taker in takers[:1] if order[id(maker)] < order[id(taker)])
+        if len(takers) == 1 and not any(w is takers[0] for w in makers):
+            (taker,) = takers
+            yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
     query = linted.parts(block).get("query")
     takers = [w for w in block if takes_heads(w)]
     if (

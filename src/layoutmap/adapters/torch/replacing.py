@@ -62,7 +62,8 @@ def optimizers_of(tensors: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer
     goes in this thread; torch has been seen to abort the process then.
     """
     lists = _holders(tensors, list)
-    groups = [group for group in _holders(lists, dict) if any(group.get("params") is each for each in lists)]
+    params = set(map(id, lists))
+    groups = [group for group in _holders(lists, dict) if id(dict.get(group, "params")) in params]
     of_groups = _holders(groups, list)
     attributes = _holders(of_groups, dict)
     found = _holders([*of_groups, *attributes], torch.optim.Optimizer)
