@@ -88,7 +88,7 @@ EXPLAINED = {
 
 @pytest.fixture
 def plan():
-    whole = {"d1.kernel": "its initializer is orthogonal"}
+    whole = {("", "d1.kernel"): "its initializer is orthogonal"}
     return make_plan(VARIABLES, lm.LayoutMap(MESH, RULES), drawn_whole=whole)
 
 

@@ -52,7 +52,7 @@ def one_of_each():
     layout_map.activations.update(
         {r"blocks\.\d+$": ("batch", None), "blocks.*": (None, None), "blokcs": (None,)}
     )
-    whole = {"odd": "it is orthogonal"}
+    whole = {("", "odd"): "it is orthogonal"}
     return make_plan(variables, layout_map, drawn_whole=whole, layers=["blocks.0", "blocks.1", "head"])
 
 

@@ -111,7 +111,7 @@ def transformer():
         r"head\.kernel": (None, "model"),
         r"embed\.": ("model", None),
     }
-    drawn_whole = {"embed.table": "it is drawn by a function of one's own"}
+    drawn_whole = {("", "embed.table"): "it is drawn by a function of one's own"}
     return make_plan(variables, lm.LayoutMap(MESH, rules), drawn_whole=drawn_whole)
 
 

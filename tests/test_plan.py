@@ -116,7 +116,7 @@ KINDS = {
 def test_each_kind_of_problem_is_told_in_full(kind):
     """A problem says what, where, why, and what to type instead."""
     variables, rules, severity, message = KINDS[kind]
-    drawn_whole = {"d1.kernel": "it is not to be split"} if kind == "drawn whole" else None
+    drawn_whole = {("", "d1.kernel"): "it is not to be split"} if kind == "drawn whole" else None
     problem = only_problem(plan_of(variables, rules, drawn_whole=drawn_whole))
 
     assert (kind, severity, text(message)) == (problem.kind, problem.severity, str(problem))
@@ -223,7 +223,7 @@ def test_check_raises_once_with_everything():
 def test_strict_makes_warnings_errors_and_leaves_notes():
     """Without `strict` a plan with warnings passes; with it, it raises; notes never do."""
     warned = plan_of([weight("d1.kernel")], {})
-    noted = plan_of([weight("d1.kernel")], {"d1": (None, "model")}, drawn_whole={"d1.kernel": "why"})
+    noted = plan_of([weight("d1.kernel")], {"d1": (None, "model")}, drawn_whole={("", "d1.kernel"): "why"})
 
     assert warned is warned.check()
     with pytest.raises(lm.PlanError, match=r"^d1\.kernel: no rule matches, so it is replicated\n"):

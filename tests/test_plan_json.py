@@ -26,7 +26,7 @@ RULES = {r".*embeddings": ("model", None), r".*\.kernel": (None, ("model", "batc
 
 def make(rules=RULES, mesh=MESH):
     layout_map = lm.LayoutMap(mesh, rules, {"d1": ("batch", None)})
-    whole = {"d1.kernel": "its initializer is orthogonal"}
+    whole = {("", "d1.kernel"): "its initializer is orthogonal"}
     return make_plan(VARIABLES, layout_map, drawn_whole=whole, layers=["d1", "d2"])
 
 

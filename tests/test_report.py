@@ -33,7 +33,7 @@ def transformer():
         VariableSpec("optimizer.iterations", (), "int32", Kind.SLOT),
     ]
     rules = {r".*\.up\.kernel": (None, "model"), r"head\.": ("batch", "model"), r"norm\.moving_meen": (None,)}
-    drawn_whole = {"head.kernel": "the QR decomposition of an orthogonal matrix needs all of it"}
+    drawn_whole = {("", "head.kernel"): "the QR decomposition of an orthogonal matrix needs all of it"}
     return make_plan(variables, lm.LayoutMap(MESH, rules), drawn_whole=drawn_whole)
 
 

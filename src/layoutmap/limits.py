@@ -22,6 +22,7 @@ class Limit:
         mend: What to type instead.
         severity: `"error"`: it cannot run. `"warning"`: some of it cannot. `"note"`: it runs, at a price.
         if_cut: The axes of a variable; it holds only if its layout cuts one of them. `None`: it holds in any case.
+        model: The name of the model that the path is in, as the plan has it.
     """
 
     path: str
@@ -30,3 +31,4 @@ class Limit:
     mend: str
     severity: Literal["error", "warning", "note"] = "error"
     if_cut: tuple[int, ...] | None = None
+    model: str = ""

@@ -13,7 +13,7 @@ from layoutmap.errors import PlanError, format_message
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import merge_paths, path_pattern, path_shape
 from layoutmap.rules import Match, nearest
-from layoutmap.variables import Assignment
+from layoutmap.variables import Assignment, full_names
 
 if TYPE_CHECKING:
     from layoutmap.lint import Findings
@@ -42,6 +42,7 @@ class Problem:
         facts: The values that show it.
         why: The reason.
         mend: What to type instead.
+        model: The name of the model that the subject is in, if the plan has several; the headline begins with it then.
     """
 
     kind: str
@@ -51,6 +52,11 @@ class Problem:
     facts: tuple[tuple[str, str], ...] = ()
     why: str = ""
     mend: str = ""
+    model: str = ""
+
+    def of_model(self, model: str) -> Problem:
+        """The same problem of one model among several, named in the headline; `""`: as it is."""
+        return replace(self, what=f"{model}: {self.what}", model=model) if model else self
 
     def __str__(self) -> str:
         return format_message(self.what, dict(self.facts), self.why, self.mend)
@@ -93,8 +99,9 @@ class Plan:
         return len(self.assignments)
 
     def __getitem__(self, path: str) -> Assignment:
-        for assignment in self.assignments:
-            if path == assignment.variable.path or path in assignment.variable.aliases:
+        names = full_names([a.variable for a in self.assignments])
+        for name, assignment in zip(names, self.assignments, strict=True):
+            if path in (name, assignment.variable.path, *assignment.variable.aliases):
                 return assignment
         near = nearest(path, [p for a in self.assignments for p in (a.variable.path, *a.variable.aliases)])
         raise KeyError(
@@ -324,13 +331,15 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     groups: dict[object, list[Problem]] = {}
     for p in problems:
         # The pattern in a mend names one block; all else must be equal for two problems to be one.
-        groups.setdefault((p.kind, p.severity, path_shape(p.subject), p.facts, p.why), []).append(p)
+        key = (p.kind, p.severity, p.model, path_shape(p.subject), p.facts, p.why)
+        groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
     for first, *rest in groups.values():
         subjects = [first.subject, *(p.subject for p in rest)]
         new = merge_paths(subjects) if rest else first.subject
         mend = first.mend.replace(path_pattern(subjects[:1]), path_pattern(subjects))
-        what = first.what.replace(first.subject, new, 1)
+        head = f"{first.model}: " if first.model else ""
+        what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
         merged.append((replace(first, subject=new, what=what, mend=mend), (first, *rest)))
     return merged
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan
 from layoutmap.rules import Match
-from layoutmap.variables import Assignment, Kind, VariableSpec
+from layoutmap.variables import Assignment, Kind, VariableSpec, full_names
 
 __all__ = ["Change", "PlanDiff", "diff_plans"]
 
@@ -104,14 +104,14 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
 
 
 def _by_path(plan: Plan) -> dict[tuple[str, str], Assignment]:
-    return {(a.variable.model, a.variable.path): a for a in plan}
+    return {a.variable.key: a for a in plan}
 
 
 def _of_variables(
     before: dict[tuple[str, str], Assignment], after: dict[tuple[str, str], Assignment]
 ) -> Iterator[tuple[VariableSpec, Change]]:
-    several = len({model for model, _ in (*before, *after)} - {""}) > 1
-    names = {(m, path): f"{m}: {path}" if several and m else path for m, path in (*before, *after)}
+    variables = [a.variable for a in {**before, **after}.values()]
+    names = dict(zip((v.key for v in variables), full_names(variables), strict=True))
     for key, old in before.items():
         new = after.get(key)
         if new is None:

@@ -233,5 +233,5 @@ def _read_match(path: str, item: Any, mesh: Mesh) -> Match:
 
 def _read_problem(item: Any) -> Problem:
     facts = tuple((name, value) for name, value in item.get("facts", ()))
-    texts = {name: item.get(name, "") for name in ("why", "mend")}
+    texts = {name: item.get(name, "") for name in ("why", "mend", "model")}
     return Problem(item["kind"], item["severity"], item["subject"], item["what"], facts, **texts)

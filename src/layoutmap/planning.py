@@ -6,7 +6,7 @@ it: what `layoutmap.plan` prints is what a scope then does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.errors import LayoutError, PlanError
@@ -18,7 +18,7 @@ from layoutmap.mesh import Mesh
 from layoutmap.path_groups import path_pattern, path_shape
 from layoutmap.plan import Plan, Problem, Severity, in_order
 from layoutmap.rules import Match, Rule, Rules, nearest
-from layoutmap.variables import Assignment, Kind, VariableSpec
+from layoutmap.variables import Assignment, Kind, VariableSpec, has_several_models
 
 __all__ = ["make_plan"]
 
@@ -30,7 +30,7 @@ def make_plan(
     variables: Sequence[VariableSpec],
     layout_map: LayoutMap,
     *,
-    drawn_whole: Mapping[str, str] | None = None,
+    drawn_whole: Mapping[tuple[str, str], str] | None = None,
     limits: Sequence[Limit] = (),
     complete: bool = True,
     layers: Sequence[str] | None = None,
@@ -41,7 +41,7 @@ def make_plan(
     Args:
         variables: The variables, in the order of the model.
         layout_map: The rules.
-        drawn_whole: For each path whose first value must be drawn whole: why.
+        drawn_whole: For each variable, by its `key`, whose first value must be drawn whole: why.
         limits: What the backend cannot do with layers and variables.
         complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
         layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
@@ -81,16 +81,17 @@ class _Planning:
         variables: Sequence[VariableSpec],
         layout_map: LayoutMap,
         mesh: Mesh,
-        drawn_whole: Mapping[str, str],
+        drawn_whole: Mapping[tuple[str, str], str],
     ) -> None:
         self.variables = variables
         self.layout_map = layout_map
         self.mesh = mesh
         self.drawn_whole = drawn_whole
+        self.several_models = has_several_models(variables)
         self.problems: list[Problem] = []
         self.won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
         self.beaten: dict[int, tuple[Rule, str]] = {}
-        self._by_path = {(v.model, v.path): v for v in variables}
+        self._by_path = {v.key: v for v in variables}
         self._done: dict[tuple[str, str], Assignment] = {}
         self._near: dict[object, tuple[str, ...]] = {}
 
@@ -99,15 +100,15 @@ class _Planning:
         return [self._assignment(variable) for variable in self.variables]
 
     def _assignment(self, variable: VariableSpec) -> Assignment:
-        key = variable.model, variable.path
+        key = variable.key
         if key not in self._done:
             asked, match, uneven = self._asked(variable)
             layout = fitted(asked, variable.shape, uneven)
-            assignment = Assignment(variable, layout, match, self.drawn_whole.get(variable.path, ""))
+            assignment = Assignment(variable, layout, match, self.drawn_whole.get(key, ""))
             self._done[key] = assignment
             if match and match.rule:
                 self._count(match.rule, match.others, variable.path)
-            self.problems += _problems_of(assignment, asked)
+            self._tell(variable, _problems_of(assignment, asked))
         return self._done[key]
 
     def _asked(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
@@ -136,17 +137,16 @@ class _Planning:
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in answers, r.number))
         if len({r.layout for r in winners.values()}) > 1:
-            self.problems.append(
-                Problem(
-                    "tied",
-                    "warning",
-                    variable.path,
-                    f"{variable.path}: its paths are given different layouts",
-                    tuple((path, f"{r.layout}  {r}") for path, r in winners.items()),
-                    f"it is one variable with {len(answers)} paths, and {rule} comes first",
-                    "make the rules agree, or leave out one of them",
-                )
+            problem = Problem(
+                "tied",
+                "warning",
+                variable.path,
+                f"{variable.path}: its paths are given different layouts",
+                tuple((path, f"{r.layout}  {r}") for path, r in winners.items()),
+                f"it is one variable with {len(answers)} paths, and {rule} comes first",
+                "make the rules agree, or leave out one of them",
             )
+            self._tell(variable, [problem])
         others = {r.number: r for rules in answers.values() for r in rules if r != rule}
         return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
 
@@ -182,6 +182,9 @@ class _Planning:
         return (
             derived_layout(layout, variable.axes) if layout.rank == len(variable.rule_shape) else replicated
         )
+
+    def _tell(self, variable: VariableSpec, problems: Iterable[Problem]) -> None:
+        self.problems += (p.of_model(variable.model if self.several_models else "") for p in problems)
 
     def _count(self, rule: Rule, others: Sequence[Rule], path: str) -> None:
         self.won[rule.number] += 1
@@ -230,16 +233,18 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
 
 def _problems_of_limits(limits: Sequence[Limit], assignments: Sequence[Assignment]) -> Iterator[Problem]:
     cut = {
-        (path, axis)
+        (a.variable.model, path, axis)
         for a in assignments
         for path in (a.variable.path, *a.variable.aliases)
         for axis, count in enumerate(a.layout.shard_counts)
         if count > 1
     }
+    several = has_several_models(a.variable for a in assignments)
     for limit in limits:
-        if limit.if_cut is None or any((limit.path, axis) in cut for axis in limit.if_cut):
+        if limit.if_cut is None or any((limit.model, limit.path, axis) in cut for axis in limit.if_cut):
             what = f"{limit.path}: {limit.what}"
-            yield Problem("cannot run", limit.severity, limit.path, what, why=limit.why, mend=limit.mend)
+            problem = Problem("cannot run", limit.severity, limit.path, what, why=limit.why, mend=limit.mend)
+            yield problem.of_model(limit.model if several else "")
 
 
 def _of_layout(kind: str, severity: Severity, error: LayoutError, assignment: Assignment) -> Problem:

@@ -33,7 +33,7 @@ from layoutmap.plan import Plan, Problem
 from layoutmap.planning import make_plan
 from layoutmap.progress import Progress
 from layoutmap.report.text import warning_text
-from layoutmap.variables import Assignment, VariableSpec
+from layoutmap.variables import Assignment, VariableSpec, has_several_models
 
 __all__ = ["Scope", "apply", "build", "layout_map_scope", "plan", "scope"]
 
@@ -95,7 +95,7 @@ class Scope:
     def assign(
         self,
         variables: Sequence[VariableSpec],
-        drawn_whole: Mapping[str, str],
+        drawn_whole: Mapping[tuple[str, str], str],
         limits: Sequence[Limit],
         complete: bool,
         layers: Sequence[str] | None = None,
@@ -220,6 +220,7 @@ class Scope:
         """A problem for each variable whose layout the engine cannot hold."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout, EngineError | None] = {}
+        several = has_several_models(a.variable for a in plan)
         for assignment in plan:
             layout, path = assignment.layout, assignment.variable.path
             if assignment.match is None:
@@ -235,9 +236,10 @@ class Scope:
             error = refusals[layout]
             if error is not None:
                 facts = tuple((name, str(value)) for name, value in error.facts.items())
-                yield Problem(
+                problem = Problem(
                     "not held", "error", path, f"{path}: {error.what}", facts, error.why, error.mend
                 )
+                yield problem.of_model(assignment.variable.model if several else "")
 
     def warn_of_nothing(self) -> None:
         """Warn if nothing was made here, and a library is imported whose models a scope cannot see."""
@@ -416,7 +418,7 @@ def plan(
     final = make_plan(
         [a.variable for a in found],
         layout_map,
-        drawn_whole={a.variable.path: a.drawn_whole for a in found},
+        drawn_whole={a.variable.key: a.drawn_whole for a in found},
         layers=dry.layers,
         free_activations=dry.free_activations,
     ).with_problems([problem for problem in found.problems if problem.kind in ("not held", "cannot run")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +11,16 @@ from layoutmap.fitting import Axes
 from layoutmap.layout import Layout
 from layoutmap.rules import Match
 
-__all__ = ["Assignment", "Kind", "Use", "VariableSpec", "itemsize"]
+__all__ = [
+    "Assignment",
+    "Kind",
+    "Use",
+    "VariableSpec",
+    "distinct",
+    "full_names",
+    "has_several_models",
+    "itemsize",
+]
 
 
 class Kind(StrEnum):
@@ -56,7 +66,8 @@ class VariableSpec:
             for most.
         axes: What its axes are made of in the parent; `None`: they are the parent's, if the shapes are equal.
         parent_shape: The parent's shape, as the rules know it; `None`: that of the variable with that path.
-        model: The name of the model, to tell apart the variables of several models that one scope builds.
+        model: The name of the model, to tell apart the variables of several models that one scope builds. No two
+            variables of a scope have both one model and one path.
         use: What its layer does with its axes, where that is known.
 
     Example:
@@ -74,6 +85,11 @@ class VariableSpec:
     parent_shape: tuple[int, ...] | None = None
     model: str = ""
     use: Use | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it apart from all other variables of its scope: its model and its path."""
+        return self.model, self.path
 
     @property
     def follows(self) -> bool:
@@ -127,6 +143,40 @@ class Assignment:
     def shard_nbytes(self) -> int:
         """Size in bytes of the piece that one device holds."""
         return math.ceil(math.prod(self.shard_shape) * itemsize(self.variable.dtype))
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names, those that come again with the first free number.
+
+    Example:
+        >>> distinct(["mlp", "mlp", "mlp_1", "mlp"])
+        ['mlp', 'mlp_2', 'mlp_1', 'mlp_3']
+    """
+    taken, counts, found = set(names), dict.fromkeys(names, -1), list[str]()
+    for name in names:
+        counts[name] += 1
+        new = name
+        while counts[name] and (new := f"{name}_{counts[name]}") in taken:
+            counts[name] += 1
+        taken.add(new)
+        found.append(new)
+    return found
+
+
+def has_several_models(variables: Iterable[VariableSpec]) -> bool:
+    """Whether variables are those of more than one model."""
+    return len({v.model for v in variables} - {""}) > 1
+
+
+def full_names(variables: Sequence[VariableSpec]) -> list[str]:
+    """What variables are called where they stand side by side: their paths, and their models' names if these differ.
+
+    Example:
+        >>> full_names([VariableSpec("d1.kernel", (8, 8), "float32", model=name) for name in ("teacher", "student")])
+        ['teacher: d1.kernel', 'student: d1.kernel']
+    """
+    several = has_several_models(variables)
+    return [f"{v.model}: {v.path}" if several and v.model else v.path for v in variables]
 
 
 # Element types that numpy does not know by name: bytes per element.

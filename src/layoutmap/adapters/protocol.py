@@ -34,7 +34,7 @@ class Home(Protocol):
     def assign(
         self,
         variables: Sequence[VariableSpec],
-        drawn_whole: Mapping[str, str],
+        drawn_whole: Mapping[tuple[str, str], str],
         limits: Sequence[Limit],
         complete: bool,
         layers: Sequence[str] | None = None,
@@ -43,8 +43,8 @@ class Home(Protocol):
         """A layout for each variable, in order; raises with all problems, before anything is made.
 
         Args:
-            variables: The variables, in the order of the model.
-            drawn_whole: For each path whose first value must be drawn whole: why.
+            variables: The variables, in the order of the model; no two with one `key`.
+            drawn_whole: For each variable, by its `key`, whose first value must be drawn whole: why.
             limits: What the library's backend cannot do.
             complete: Whether these are all variables there will be.
             layers: The paths of all layers, so that rules for activations of none of them are found.

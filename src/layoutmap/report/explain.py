@@ -78,8 +78,10 @@ def _axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
 
 
 def _problems(plan: Plan, assignment: Assignment) -> Iterator[tuple[str, str]]:
+    variable = assignment.variable
     for problem in plan.problems:
-        if problem.subject == assignment.variable.path and problem.kind not in ("no rule", "drawn whole"):
+        is_its = problem.subject == variable.path and problem.model in ("", variable.model)
+        if is_its and problem.kind not in ("no rule", "drawn whole"):
             yield problem.severity, str(problem)
 
 

@@ -117,7 +117,12 @@ class _PageData:
         return self.layouts.number((cut, str(layout)))
 
     def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, Any]:
-        of = dict.fromkeys(i for p in members for i in self.by_path.get(p.subject, ()))
+        of = dict.fromkeys(
+            i
+            for p in members
+            for i in self.by_path.get(p.subject, ())
+            if p.model in ("", self.plan.assignments[i].variable.model)
+        )
         names = ("severity", "kind", "subject", "what", "facts", "why", "mend")
         written = {name: getattr(merged, name) for name in names}
         return {**written, "count": len(members), "variables": list(of)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan
 from layoutmap.plan_memory import Cut, Memory
-from layoutmap.variables import Assignment, Kind, VariableSpec
+from layoutmap.variables import Assignment, Kind, VariableSpec, has_several_models
 
 __all__ = ["CutRow", "Row", "cut_rows", "plan_rows", "size"]
 
@@ -80,7 +80,7 @@ def plan_rows(plan: Plan) -> list[Row]:
                 a.drawn_whole,
             )
         groups.setdefault(key, []).append(a)
-    several = len({a.variable.model for a in plan} - {""}) > 1
+    several = has_several_models(a.variable for a in plan)
     rows: list[Row] = []
     for (model, follows, kind, *_), group in groups.items():
         path = f"optimizer.*.{kind}" if follows else merge_paths([a.variable.path for a in group])

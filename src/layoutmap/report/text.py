@@ -11,6 +11,7 @@ from layoutmap.plan_diff import PlanDiff
 from layoutmap.plan_memory import Memory
 from layoutmap.report.rows import Row, cut_rows, plan_rows, size
 from layoutmap.rules import Match, Rule
+from layoutmap.variables import full_names, has_several_models
 
 __all__ = [
     "ACTIVATION_COLUMNS",
@@ -63,7 +64,9 @@ def plan_text(plan: Plan) -> str:
     lines += ["", f"Plan: {plan_line(plan)}"]
     whole = plan.largest_drawn_whole
     if whole:
-        lines.append(f"largest variable drawn whole: {whole.variable.path}, {size(whole.variable.nbytes)}")
+        names = dict(zip((a.variable.key for a in plan), full_names([a.variable for a in plan]), strict=True))
+        named = names[whole.variable.key]
+        lines.append(f"largest variable drawn whole: {named}, {size(whole.variable.nbytes)}")
     for problem in group_problems(plan.errors):
         lines += ["", f"error: {problem}"]
     grouped = group_problems(plan.warnings)
@@ -72,7 +75,9 @@ def plan_text(plan: Plan) -> str:
         count = sum(p.kind == "no rule" for p in plan.problems)
         lines += ["", f"warning: no rule matches these {count}, so every device holds them whole;"]
         lines[-1] += " a rule for each says that this is meant"
-        lines += [f"  {p.subject:<{max(len(q.subject) for q in no_rule)}}  {p.mend}" for p in no_rule]
+        names = [f"{p.model}: {p.subject}" if p.model else p.subject for p in no_rule]
+        width = max(map(len, names))
+        lines += [f"  {name:<{width}}  {p.mend}" for name, p in zip(names, no_rule, strict=True)]
     for problem in grouped:
         if problem.kind != "no rule":
             lines += ["", f"warning: {problem}"]
@@ -147,8 +152,9 @@ def warning_text(plan: Plan) -> str:
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
     biases and scales are small and mostly meant to be whole, and stand in the plan.
     """
-    ranks = {a.variable.path: len(a.variable.shape) for a in plan}
-    worth = [p for p in plan.warnings if p.kind != "no rule" or ranks[p.subject] > 1]
+    several = has_several_models(a.variable for a in plan)
+    ranks = {(several * a.variable.model, a.variable.path): len(a.variable.shape) for a in plan}
+    worth = [p for p in plan.warnings if p.kind != "no rule" or ranks[p.model, p.subject] > 1]
     if not worth:
         return ""
     lines = [f"  {p.what}" for p in group_problems(worth)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -15,12 +15,12 @@ from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_pat
 from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.limits import Limit
-from layoutmap.variables import Kind, VariableSpec
+from layoutmap.variables import Kind, VariableSpec, distinct
 
 __all__ = ["Entry", "describe", "describe_alone", "layer_paths", "limits_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """A variable of a scope, as the core will see it."""
 
@@ -57,6 +57,9 @@ def describe(
             entries.append(_entry(variable, path, Kind.SLOT))
         else:
             entries.append(describe_alone(variable))
+    alone = [entry for entry in entries if not entry.spec.model]
+    for entry, path in zip(alone, distinct([entry.spec.path for entry in alone]), strict=True):
+        entry.spec = replace(entry.spec, path=path)
     return entries
 
 
@@ -68,41 +71,41 @@ def describe_alone(variable: Any) -> Entry:
 def layer_paths(layers: Sequence[Any]) -> list[tuple[str, Any]]:
     """All layers below models, and those that stand alone, under each of their paths."""
     paths: list[tuple[str, Any]] = []
-    for name, root in _roots(layers):
-        is_model = isinstance(root, keras.Model)
-        prefix = "" if is_model else f"{name}."
-        paths += [] if is_model else [(name, root)]
+    for _, prefix, root in _roots(layers):
+        paths += [(prefix.removesuffix("."), root)] if prefix else []
         paths += [(prefix + path, layer) for path, layer in find_layers(root)]
     return paths
 
 
 def limits_of(port: Port, layers: Sequence[Any], entries: Sequence[Entry]) -> list[Limit]:
     """What a backend cannot do with the layers that have weights."""
-    paths = {id(e.variable): e.spec.path for e in entries}
+    specs = {id(e.variable): e.spec for e in entries}
     found: list[Limit] = []
     for layer in layers:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
         # A layer without weights of its own is where the first below it is: an RNN where its cell is.
         inner = own or [v for below in sublayers(layer) for v in below._trainable_variables]
-        known = [paths[id(v)] for v in inner if id(v) in paths]
+        known = [specs[id(v)] for v in inner if id(v) in specs]
         if known:
-            weights = [paths[id(v)] for v in own if id(v) in paths]
-            found += port.limits_of(layer, known[0].rpartition(".")[0] or layer.name, weights)
+            weights = [specs[id(v)].path for v in own if id(v) in specs]
+            limits = port.limits_of(layer, known[0].path.rpartition(".")[0] or layer.name, weights)
+            found += (replace(limit, model=known[0].model) for limit in limits)
     return found
 
 
-def _roots(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """The layers that are in no other one, and what they are called."""
+def _roots(layers: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
+    """The layers that are in no other one: the model's name in the plan, what paths begin with, and the layer."""
     below = {id(child) for layer in layers for child in sublayers(layer)}
     roots = [layer for layer in layers if id(layer) not in below]
-    return zip(stable_names(roots), roots, strict=True)
+    names = stable_names(roots)
+    for model, name, root in zip(distinct(names), names, roots, strict=True):
+        yield model, "" if isinstance(root, keras.Model) else f"{name}.", root
 
 
 def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
     seen: set[int] = set()
     derived, used = derivations(layers), uses(layers)
-    for name, root in _roots(layers):
-        prefix = "" if isinstance(root, keras.Model) else f"{name}."
+    for model, prefix, root in _roots(layers):
         for found in find_variables(root):
             if id(found.variable) in seen:
                 continue
@@ -116,7 +119,7 @@ def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
                 rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
             elif id(found.variable) in used:
                 rest["use"] = used[id(found.variable)]
-            yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=name, **rest)
+            yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=model, **rest)
 
 
 def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[str]) -> Entry:

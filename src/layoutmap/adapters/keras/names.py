@@ -30,7 +30,7 @@ def stable_names(layers: Sequence[Any]) -> list[str]:
     """The names of layers that stand beside each other, those that Keras numbered being numbered anew.
 
     Args:
-        layers: The layers. Each has another name.
+        layers: The layers. Those that were given one name keep it.
     """
     names = {id(layer): layer.name for layer in layers}
     numbered = [(*found, layer) for layer in layers if (found := _numbered(layer)) is not None]

@@ -23,6 +23,7 @@ import keras
 
 from layoutmap.adapters.keras.hooks import Functional
 from layoutmap.adapters.keras.names import stable_names
+from layoutmap.variables import distinct
 
 __all__ = ["Found", "find_layers", "find_variables", "slot_path", "sublayers"]
 
@@ -96,7 +97,10 @@ def find_variables(root: Any) -> list[Found]:
             found[id(variable)] = Found(variable, path, is_seed=is_seed)
         elif path != known.path and path not in known.aliases and len(known.aliases) < _MOST_ALIASES:
             known.aliases.append(path)
-    return list(found.values())
+    every = list(found.values())
+    for each, path in zip(every, distinct([each.path for each in every]), strict=True):
+        each.path = path
+    return every
 
 
 def sublayers(layer: Any) -> Iterator[Any]:

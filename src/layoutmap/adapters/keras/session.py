@@ -35,7 +35,7 @@ from layoutmap.adapters.protocol import Home
 from layoutmap.draws import Draw
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
-from layoutmap.variables import Assignment, Kind, VariableSpec
+from layoutmap.variables import Assignment, Kind, VariableSpec, full_names
 
 __all__ = ["KerasSession"]
 
@@ -230,7 +230,9 @@ class KerasSession:
         pairs = list(zip(entries, assignments, strict=True))
         self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.home.across:
-            new = {a.variable.path: e.variable for e, a in pairs if self._layout_of(e.variable) is None}
+            names = full_names([e.spec for e in entries])
+            named = zip(names, entries, strict=True)
+            new = {name: e.variable for name, e in named if self._layout_of(e.variable) is None}
             self.home.check_values({path: self.home.whole(v._value) for path, v in new.items()})
         for entry, assignment in pairs:
             if self._layout_of(entry.variable) != assignment.layout:
@@ -243,7 +245,7 @@ class KerasSession:
     def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
         return self.home.assign(
             [e.spec for e in entries],
-            {e.spec.path: why for e in entries if (why := self._why_whole(e))},
+            {e.spec.key: why for e in entries if (why := self._why_whole(e))},
             limits_of(self.port, self._alive(), entries),
             complete,
             [path for path, _ in layer_paths(self._alive())] if self.home.lays_out_activations else None,

@@ -16,13 +16,17 @@ __all__ = ["limits_of"]
 _KNOWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, DTensor)
 
 
-def limits_of(tensors: Sequence[Found]) -> list[Limit]:
-    """What the tensors of a scope cannot do."""
+def limits_of(tensors: Sequence[tuple[Found, str]]) -> list[Limit]:
+    """What the tensors of a scope cannot do.
+
+    Args:
+        tensors: Each once, and the name of its model.
+    """
     return [*_of_each(tensors), *_of_shared_memory(tensors)]
 
 
-def _of_each(tensors: Sequence[Found]) -> Iterator[Limit]:
-    for found in tensors:
+def _of_each(tensors: Sequence[tuple[Found, str]]) -> Iterator[Limit]:
+    for found, model in tensors:
         tensor = found.tensor
         if tensor.device.type == "meta":
             yield Limit(
@@ -30,6 +34,7 @@ def _of_each(tensors: Sequence[Found]) -> Iterator[Limit]:
                 "it lies on the meta device",
                 "such a tensor has no value, and no record of how it would get one",
                 "build the model without torch.device('meta'): a scope defers the values itself",
+                model=model,
             )
         elif tensor.layout != torch.strided:
             yield Limit(
@@ -37,6 +42,7 @@ def _of_each(tensors: Sequence[Found]) -> Iterator[Limit]:
                 f"it is {tensor.layout}",
                 "a layout cuts dense tensors",
                 "make it dense: tensor.to_dense()",
+                model=model,
             )
         elif type(tensor) not in _KNOWN:
             yield Limit(
@@ -45,21 +51,24 @@ def _of_each(tensors: Sequence[Found]) -> Iterator[Limit]:
                 "it becomes a DTensor, and what its own class does is lost",
                 "make it a torch.nn.Parameter",
                 "warning" if isinstance(tensor, torch.nn.Parameter) else "error",
+                model=model,
             )
 
 
-def _of_shared_memory(tensors: Sequence[Found]) -> Iterator[Limit]:
-    known: dict[object, str] = {}
-    for found in tensors:
+def _of_shared_memory(tensors: Sequence[tuple[Found, str]]) -> Iterator[Limit]:
+    known: dict[object, tuple[Found, str]] = {}
+    for found, model in tensors:
         tensor = found.tensor
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided or not tensor.numel():
             continue
         key = (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        other = known.setdefault(key, found.path)
-        if other != found.path:
+        other, its_model = known.setdefault(key, (found, model))
+        if other is not found:
+            its_path = other.path if its_model == model else f"{its_model}: {other.path}"
             yield Limit(
                 found.path,
-                f"it shares its memory with {other}",
+                f"it shares its memory with {its_path}",
                 "they are two tensors, and in layouts each has memory of its own, so they would part in training",
                 "let both names hold one and the same parameter: b.weight = a.weight",
+                model=model,
             )

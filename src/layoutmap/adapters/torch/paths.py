@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from layoutmap.variables import distinct
+
 __all__ = [
     "Found",
     "Place",
@@ -114,13 +116,7 @@ def below(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[to
 
 def model_names(roots: Sequence[torch.nn.Module]) -> list[str]:
     """A name for each model: its class's, with a number from the second of a class on."""
-    names: list[str] = []
-    taken: dict[str, int] = {}
-    for root in roots:
-        name = type(root).__name__
-        number = taken[name] = taken.get(name, -1) + 1
-        names.append(f"{name}_{number}" if number else name)
-    return names
+    return distinct([type(root).__name__ for root in roots])
 
 
 def lazy_layers(root: torch.nn.Module) -> list[str]:

@@ -154,13 +154,13 @@ class TorchSession:
         if self._unbuilt and not self.home.plan_only:
             self._refuse_lazy(roots)
         entries = list(self._describe(roots, is_new=is_new))
-        why_whole = {e.spec.path: self._why_whole(e.found.tensor) for e in entries}
+        why_whole = {e.spec.key: self._why_whole(e.found.tensor) for e in entries}
         layers = [path for root in roots for path in layer_paths(root).values()]
         try:
             assignments = self.home.assign(
                 [e.spec for e in entries],
-                {path: why for path, why in why_whole.items() if why},
-                limits_of([e.found for e in entries]),
+                {key: why for key, why in why_whole.items() if why},
+                limits_of([(e.found, e.spec.model) for e in entries]),
                 not self._unbuilt,
                 layers,
             )
