@@ -35,6 +35,7 @@ VALUES = (
     "draws",
     "blocks",
     "path_groups",
+    "patches",
     "active",  # the one ContextVar
 )
 WORK = (

@@ -39,7 +39,6 @@ def kernels_of(plan):
 
 def test_a_plan_shows_models_of_one_name_apart():
     """Each of three models of one name has its own shapes in a plan, and the table names them apart."""
-
     kept = []
 
     def make_model():
@@ -81,7 +80,6 @@ def test_a_student_from_the_config_of_its_teacher_is_another_model():
 
 def test_a_note_on_a_draw_is_of_the_model_that_draws_so():
     """Of two models of one name, the one whose initializer cannot be split is named, in a scope and in a plan."""
-
     kept = []
 
     def make_model():

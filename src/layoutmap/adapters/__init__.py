@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 from layoutmap.adapters.protocol import Adapter
-from layoutmap.errors import ScopeError
+from layoutmap.errors import LayoutMapError, ScopeError
 
 __all__ = [
     "ADAPTERS",
@@ -101,7 +101,9 @@ def others_refused(adapter: Adapter) -> Generator[None]:
     with ExitStack() as stack:
         for name in ADAPTERS:
             if name != adapter.name and name in sys.modules and importlib.util.find_spec(name) is not None:
-                stack.enter_context(get_adapter(name).refused(adapter.name))
+                # A release of the other library that is not supported is no reason to open no scope for this one.
+                with suppress(LayoutMapError):
+                    stack.enter_context(get_adapter(name).refused(adapter.name))
         yield
 
 

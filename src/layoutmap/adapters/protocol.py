@@ -135,6 +135,9 @@ class Home(Protocol):
 class Session(Protocol):
     """One scope's work in one model library."""
 
+    library: str
+    """The name of the library's adapter."""
+
     def defer(self) -> AbstractContextManager[None]:
         """While open, variables are born without values; leaving the outermost one settles what is pending."""
         ...

@@ -23,14 +23,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.nn.modules import module as _of_modules
 
 from layoutmap.errors import EngineError
+from layoutmap.patches import Attribute
 
 __all__ = [
     "DTensorSpec",
@@ -55,13 +57,15 @@ __all__ = [
     "simulate_on_all_threads",
     "without_function_modes",
     "has_saving_hooks",
+    "leave_mode",
     "hooks_of_tensor",
     "is_view",
     "members_of_module",
     "overload_name",
-    "patch_checkpoints",
+    "checkpoints",
     "own_attributes",
-    "patch_module_apply",
+    "module_apply",
+    "registration_hooks",
     "run_for_ranks_of_arguments",
     "storage_key",
     "tree_leaves",
@@ -239,17 +243,19 @@ def overload_name(op: Any) -> str:
     return op._overloadname
 
 
-def patch_module_apply(
-    make: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Callable[[], None]:
-    """Replace `torch.nn.Module._apply` by what `make` makes of it; gives the function that puts it back."""
-    original = torch.nn.Module._apply
-    torch.nn.Module._apply = make(original)
+def module_apply(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Attribute:
+    """The patch that has `torch.nn.Module._apply` replaced by what `make` makes of it."""
+    return Attribute(torch.nn.Module, "_apply", make)
 
-    def restore() -> None:
-        torch.nn.Module._apply = original
 
-    return restore
+if not hasattr(_of_modules, "_global_buffer_registration_hooks"):
+    raise _moved("torch.nn.modules.module._global_buffer_registration_hooks")
+
+
+def registration_hooks() -> Sequence[dict[Any, Any]]:
+    """The hooks that see modules, parameters and buffers being registered, by the ids of their handles."""
+    kinds = ("module", "parameter", "buffer")
+    return [getattr(_of_modules, f"_global_{kind}_registration_hooks") for kind in kinds]
 
 
 # -- computing with DTensors
@@ -327,6 +333,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def leave_mode(mode: Any) -> None:
+    """Leave a mode, if it is the innermost of its kind on this thread."""
+    for stack in (_get_current_function_mode_stack(), dispatch_modes()):
+        if stack and stack[-1] is mode:
+            mode.__exit__(None, None, None)
+
+
 def has_saving_hooks() -> bool:
     """Whether something decides what autograd keeps for the backward pass, as activation checkpoints do."""
     return top_saving_hooks(True) is not None
@@ -336,25 +349,25 @@ if not hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator"):
     raise _moved("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
 
 
-def patch_checkpoints(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Have activation checkpoints keep `wrap(function)` to compute once more; gives the function that ends that."""
-    generator = torch_checkpoint._checkpoint_without_reentrant_generator
-    reentrant = torch_checkpoint.CheckpointFunction
+def checkpoints(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Sequence[Attribute]:
+    """The patches that have activation checkpoints keep `wrap(function)` to compute once more."""
 
-    def wrapped_generator(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return generator(wrap(function), *args, **kwargs)
+    def make_generator(generator: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(generator)
+        def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return generator(wrap(function), *args, **kwargs)
 
-    class Wrapped:
-        @staticmethod
-        def apply(function: Any, *args: Any) -> Any:
-            return reentrant.apply(wrap(function), *args)
+        return wrapped
 
-    patched: Any = torch_checkpoint
-    patched._checkpoint_without_reentrant_generator = wrapped_generator
-    patched.CheckpointFunction = Wrapped
+    def make_function(reentrant: Any) -> Any:
+        class Wrapped:
+            @staticmethod
+            def apply(function: Any, *args: Any) -> Any:
+                return reentrant.apply(wrap(function), *args)
 
-    def restore() -> None:
-        patched._checkpoint_without_reentrant_generator = generator
-        patched.CheckpointFunction = reentrant
+        return Wrapped
 
-    return restore
+    return (
+        Attribute(torch_checkpoint, "_checkpoint_without_reentrant_generator", make_generator),
+        Attribute(torch_checkpoint, "CheckpointFunction", make_function),
+    )

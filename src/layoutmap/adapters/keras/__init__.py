@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 
 from layoutmap.adapters.keras.derived import reduced_slots
-from layoutmap.adapters.keras.hooks import check_keras, global_seed_state
+from layoutmap.adapters.keras.hooks import check_keras, global_seed_state, installed
 from layoutmap.adapters.keras.paths import find_variables, slot_path
 from layoutmap.adapters.keras.ports import backend_name, port_of
 from layoutmap.adapters.keras.session import KerasSession
@@ -53,8 +53,8 @@ class KerasAdapter:
         return isinstance(model, keras.layers.Layer)
 
     def refused(self, library: str) -> AbstractContextManager[None]:
-        """Nothing is refused here: Keras, where it is imported, is what a scope is for unless the program says else."""
-        return nullcontext()
+        """While open, Keras layers that are built here are refused: the scope is one for another library."""
+        return installed()
 
     def begin(self, home: Home) -> KerasSession:
         """A session for one scope."""

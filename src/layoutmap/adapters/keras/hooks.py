@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +38,7 @@ import keras
 
 from layoutmap.active import current
 from layoutmap.errors import ScopeError
+from layoutmap.patches import Attribute, Patches
 
 __all__ = [
     "BaseOptimizer",
@@ -148,10 +151,29 @@ def _lineage(owner: Any) -> list[Any]:
 
 
 def _names_in(owner: type) -> Iterator[str]:
-    """The names that the methods of a class use."""
-    for method in list(vars(owner).values()):
+    """The names that the methods of a class use; where another library has replaced one, those of Keras's own."""
+    for name, method in list(vars(owner).items()):
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        if code is not None and code.co_filename != _file_of(owner.__module__):
+            code = _codes_in(owner.__module__).get(f"{owner.__qualname__}.{name}", code)
         yield from code.co_names if code is not None else ()
+
+
+def _file_of(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+@functools.cache
+def _codes_in(module: str) -> dict[str, types.CodeType]:
+    """The code of all functions of a module as it is in its file, by qualified name."""
+    loader: Any = getattr(sys.modules[module], "__loader__", None)
+    found: dict[str, types.CodeType] = {}
+    todo = [loader.get_code(module)] if hasattr(loader, "get_code") else []
+    while todo:
+        inner = [each for each in todo.pop().co_consts if isinstance(each, types.CodeType)]
+        found |= {each.co_qualname: each for each in inner}
+        todo += inner
+    return found
 
 
 def check_keras(more: Names = ()) -> None:
@@ -172,90 +194,90 @@ def check_keras(more: Names = ()) -> None:
         )
 
 
-_lock = threading.Lock()
-_users = 0
-_plain: dict[str, Any] = {}
-_plain_methods: list[tuple[Any, str, Any]] = []
-
-
-@contextmanager
-def installed(quiet: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
-    """Keep the class hooks in place for a while; they are counted, so threads and nested scopes share them.
-
-    Args:
-        quiet: Classes, and methods of theirs that do nothing on a thread that is in a scope; the same in each call.
-    """
-    global _users
-    with _lock:
-        if not _users:
-            _install()
-            for owner, name in quiet:
-                _silence(owner, name)
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                _uninstall()
-
-
-def _install() -> None:
-    _plain["init"] = CommonVariable.__dict__["__init__"]
-    _plain["new"] = Layer.__dict__["__new__"]
-    _plain["optimizer"] = BaseOptimizer.__dict__["__init__"]
-    plain_init: Callable[..., None] = _plain["init"]
-    plain_new: Callable[..., Any] = _plain["new"].__func__
-
-    @functools.wraps(plain_init)
+def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
     def init(variable: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
         session = current()
-        if session is None:
-            plain_init(variable, initializer, *args, **kwargs)
-        else:
-            session.variable_born(variable, plain_init, initializer, args, kwargs)
+        if not _is_ours(session) or getattr(_inside, "variable", None) is variable:
+            plain(variable, initializer, *args, **kwargs)
+            return
+        before = getattr(_inside, "variable", None)
+        _inside.variable = variable  # where another library has wrapped this, it may be wrapped twice
+        try:
+            session.variable_born(variable, plain, initializer, args, kwargs)
+        finally:
+            _inside.variable = before
 
-    @functools.wraps(plain_new)
+    return init
+
+
+def _making_layers(found: Any) -> Any:
+    plain: Callable[..., Any] = found.__func__
+
+    @functools.wraps(plain)
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        layer = plain_new(cls, *args, **kwargs)
+        layer = plain(cls, *args, **kwargs)
         session = current()
-        if session is not None:
+        if _is_ours(session):
             session.layer_born(layer, given=[v for v in (*args, *kwargs.values()) if isinstance(v, str)])
+        elif session is not None:
+            raise ScopeError(
+                f"{cls.__name__}: a Keras layer is built in a scope for {session.library} models",
+                why="a scope works inside one library, and this would not be laid out",
+                mend='pass library="keras"',
+            )
         return layer
 
-    plain_optimizer: Callable[..., None] = _plain["optimizer"]
+    return staticmethod(new)
 
-    @functools.wraps(plain_optimizer)
+
+def _making_optimizers(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
     def optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
         session = current()
-        if session is not None:
+        if _is_ours(session):
             session.optimizer_made(self)
-        plain_optimizer(self, *args, **kwargs)
+        plain(self, *args, **kwargs)
 
-    CommonVariable.__init__ = init
-    Layer.__new__ = staticmethod(new)
-    BaseOptimizer.__init__ = optimizer
+    return optimizer
 
 
-def _silence(owner: Any, name: str) -> None:
-    plain = owner.__dict__[name]
-    _plain_methods.append((owner, name, plain))
-
+def _silenced(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def silent(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs) if current() is None else None
 
-    setattr(owner, name, silent)
+    return silent
 
 
-def _uninstall() -> None:
-    while _plain_methods:
-        setattr(*_plain_methods.pop())
-    CommonVariable.__init__ = _plain["init"]
-    Layer.__new__ = _plain["new"]
-    BaseOptimizer.__init__ = _plain["optimizer"]
-    _plain.clear()
+def _is_ours(session: Any) -> bool:
+    return session is not None and session.library == "keras"
+
+
+_inside = threading.local()
+_PATCHES = Patches(
+    [
+        Attribute(CommonVariable, "__init__", _making_variables),
+        Attribute(Layer, "__new__", _making_layers),
+        Attribute(BaseOptimizer, "__init__", _making_optimizers),
+    ]
+)
+
+
+@functools.cache
+def _quiet(methods: tuple[tuple[Any, str], ...]) -> Patches:
+    return Patches(Attribute(owner, name, _silenced) for owner, name in methods)
+
+
+@contextmanager
+def installed(quiet: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
+    """Keep the class hooks in place for a while; threads and nested scopes share them.
+
+    Args:
+        quiet: Classes, and methods of theirs that do nothing on a thread that is in a scope; the same in each call.
+    """
+    with _PATCHES.used(), _quiet(tuple(quiet)).used():
+        yield
 
 
 @contextmanager

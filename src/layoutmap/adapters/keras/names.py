@@ -16,7 +16,7 @@ from typing import Any
 
 from layoutmap.adapters.keras.hooks import to_snake_case
 
-__all__ = ["note_given", "stable_names"]
+__all__ = ["is_noted", "note_given", "stable_names"]
 
 _GIVEN = "_layoutmap_given"
 
@@ -24,6 +24,11 @@ _GIVEN = "_layoutmap_given"
 def note_given(layer: Any, texts: Iterable[str]) -> None:
     """Note the texts that a layer is constructed with: its name was given if it is one of them."""
     layer.__dict__[_GIVEN] = frozenset(texts)
+
+
+def is_noted(layer: Any) -> bool:
+    """Whether the texts that a layer is constructed with are noted."""
+    return _GIVEN in layer.__dict__
 
 
 def stable_names(layers: Sequence[Any]) -> list[str]:

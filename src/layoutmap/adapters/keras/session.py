@@ -20,12 +20,12 @@ from typing import Any
 
 import keras
 
-from layoutmap.active import entered
+from layoutmap.active import entered, is_entered
 from layoutmap.adapters.keras import hooks
 from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, limits_of
 from layoutmap.adapters.keras.draws import draw_of, draw_of_seed, why_whole
 from layoutmap.adapters.keras.loading import check_shape, cut_on_the_host, from_host, is_on_host
-from layoutmap.adapters.keras.names import note_given
+from layoutmap.adapters.keras.names import is_noted, note_given
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
@@ -58,6 +58,8 @@ class KerasSession:
         port: The Keras backend.
     """
 
+    library = "keras"
+
     def __init__(self, home: Home, port: Port):
         self.home = home
         self.port = port
@@ -69,7 +71,6 @@ class KerasSession:
         self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
         self._ahead: tuple[int, dict[int, Assignment]] = (0, {})
         self._outputs: tuple[int, dict[int, tuple[str, Layout | None]]] = (-1, {})
-        self._open = threading.local()
         self.inside = threading.local()  # for ports: how deep in calls of layers a thread is
         self._settling = False
         self._failed = False
@@ -80,14 +81,10 @@ class KerasSession:
     @contextmanager
     def defer(self) -> Iterator[None]:
         """While open, variables are born without values; leaving the outermost one settles what is pending."""
-        depth = getattr(self._open, "depth", 0)
-        self._open.depth = depth + 1
-        try:
-            with hooks.installed(self.port.quiet), entered(self):
-                yield
-        finally:
-            self._open.depth = depth
-        if not depth:
+        inside = self._is_open
+        with hooks.installed(self.port.quiet), entered(self):
+            yield
+        if not inside:
             if hooks.in_stateless_scope() and self.port.is_tracing():
                 hooks.settle_after_stateless_scope(self._settle_if_closed)
             else:
@@ -96,6 +93,8 @@ class KerasSession:
     def layer_born(self, layer: Any, *, given: Iterable[str] | None = None) -> None:
         """A layer was constructed, with these texts among its arguments; `None`: it was there before the scope."""
         if given is not None:
+            if is_noted(layer):  # another library wraps the hook that has told this once
+                return
             note_given(layer, given)
         self._num_births += 1
         self._layers.append(weakref.ref(layer))
@@ -281,7 +280,7 @@ class KerasSession:
 
     @property
     def _is_open(self) -> bool:
-        return getattr(self._open, "depth", 0) > 0
+        return is_entered(self)
 
     def make_now(self, variable: Any) -> None:
         """Give a pending variable its value, since somebody reads it.

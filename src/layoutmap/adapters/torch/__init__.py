@@ -61,7 +61,7 @@ class TorchAdapter:
 
     def refused(self, library: str) -> AbstractContextManager[None]:
         """While open, torch modules that are built here are refused: the scope is one for another library."""
-        return births.refused(library)
+        return births.installed()
 
     def begin(self, home: Home) -> TorchSession:
         """A session for one scope."""

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 from layoutmap.adapters.protocol import Home
+from layoutmap.patches import Patches
 from layoutmap.pytorch.computing.sums import SummingUp
-from layoutmap.pytorch.private import patch_checkpoints
+from layoutmap.pytorch.private import checkpoints
 
 __all__ = ["is_running", "running", "summing_up"]
 
 _here = threading.local()
-_lock = threading.Lock()
-_num_running = 0
-_restore: Callable[[], None] | None = None
 
 
 def is_running() -> bool:
@@ -37,7 +35,7 @@ def running(home: Home) -> Generator[None]:
     before = getattr(_here, "home", None)
     _here.home = home
     try:
-        with _checkpoints_patched(), _with_versions(), home.run_on_mesh():
+        with _CHECKPOINTS.used(), _with_versions(), home.run_on_mesh():
             yield
     finally:
         _here.home = before
@@ -65,23 +63,6 @@ def _with_versions() -> Generator[None]:
         yield
 
 
-@contextmanager
-def _checkpoints_patched() -> Generator[None]:
-    """Counted, so that threads share it; a thread that runs no laid out model is left alone."""
-    global _num_running, _restore
-    with _lock:
-        if not _num_running:
-            _restore = patch_checkpoints(_on_mesh_later)
-        _num_running += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_running -= 1
-            if not _num_running and _restore is not None:
-                _restore()
-
-
 def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint keeps of a function: one that runs on the mesh whenever it is called."""
     home, is_odd = getattr(_here, "home", None), getattr(_here, "is_odd", False)
@@ -96,3 +77,6 @@ def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return on_mesh
+
+
+_CHECKPOINTS = Patches(checkpoints(_on_mesh_later))

@@ -46,6 +46,7 @@ from layoutmap.adapters.torch.roles import head_sizes, use_of
 from layoutmap.draws import Draw
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
+from layoutmap.patches import Closing
 from layoutmap.pytorch.drawing.tape import Tape
 from layoutmap.pytorch.private import FakeTensor
 from layoutmap.variables import Assignment, Kind, VariableSpec
@@ -71,6 +72,8 @@ class TorchSession:
         home: The scope, which knows rules, meshes and arrays.
     """
 
+    library = "torch"
+
     def __init__(self, home: Home):
         self.home = home
         self._tape = self._new_tape()
@@ -91,21 +94,20 @@ class TorchSession:
             return
         outer = current()
         with _suspended(outer):
-            with births.installed(), entered(self):
-                self._record()
-                try:
-                    yield
-                finally:
-                    self._stop()
+            with births.installed(), entered(self), _Recording(self):
+                yield
             self._settle(self._born(), is_new=True)
 
-    def _record(self) -> None:
+    def record(self) -> None:
+        """Have the tape record what is made."""
         self._recording = self._tape.recording()
         self._recording.__enter__()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Have the tape stop, if it does record."""
         recording, self._recording = self._recording, None
-        recording.__exit__(None, None, None)
+        if recording is not None:
+            recording.__exit__(None, None, None)
 
     @contextmanager
     def suspended(self) -> Generator[None]:
@@ -113,11 +115,11 @@ class TorchSession:
         if self._recording is None:
             yield
             return
-        self._stop()
+        self.stop()
         try:
             yield
         finally:
-            self._record()
+            self.record()
 
     def module_born(self, module: torch.nn.Module) -> None:
         """A module was given its first tensor or child, or a further one."""
@@ -312,6 +314,19 @@ class TorchSession:
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
+
+
+class _Recording(Closing):
+    """A session whose tape records, until the end of a scope."""
+
+    def __init__(self, session: TorchSession):
+        self._session = session
+
+    def open(self) -> None:
+        self._session.record()
+
+    def close(self) -> None:
+        self._session.stop()
 
 
 def _dtype_of(tensor: torch.Tensor) -> str:

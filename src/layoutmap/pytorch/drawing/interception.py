@@ -6,7 +6,9 @@ replaced while a tape records on some thread, and asks which tapes record on its
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -15,7 +17,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.errors import EngineError
-from layoutmap.pytorch.private import TorchDispatchMode, members_of_module, patch_module_apply, storage_key
+from layoutmap.patches import Closing, Patches
+from layoutmap.pytorch.private import (
+    TorchDispatchMode,
+    leave_mode,
+    members_of_module,
+    module_apply,
+    storage_key,
+)
 
 __all__ = ["Recorder", "intercepted"]
 
@@ -43,8 +52,25 @@ class Recorder(Protocol):
 @contextmanager
 def intercepted(tape: Recorder) -> Generator[None]:
     """While open, this thread's operations go to a tape."""
-    with _converting(tape), _Reads(tape), _Operations(tape):
+    with _converting(tape), _Modes(_Reads(tape), _Operations(tape)):
         yield
+
+
+class _Modes(Closing):
+    """Modes of torch that are entered; their own ends, if an interrupt comes before, leave them on torch's stacks."""
+
+    def __init__(self, *modes: Any) -> None:
+        self._modes = modes
+        self._thread = threading.get_ident()
+
+    def open(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def close(self) -> None:
+        if threading.get_ident() == self._thread:
+            for mode in reversed(self._modes):
+                leave_mode(mode)
 
 
 class _Operations(TorchDispatchMode):
@@ -111,36 +137,31 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 # -- modules that change the type or device of what they hold
 
-_lock = threading.Lock()
-_open = threading.local()
-_num_open = 0
-_restore: list[Callable[[], None]] = []
+_open = threading.local()  # tapes: weak references to those that record on a thread
+
+
+def _recording() -> list[Recorder]:
+    return [tape for ref in getattr(_open, "tapes", ()) if (tape := ref()) is not None]
 
 
 @contextmanager
 def _converting(tape: Recorder) -> Generator[None]:
-    """Keep `Module.to` and its like able to convert fake parameters; counted, so that threads share it."""
-    global _num_open
-    with _lock:
-        if not _num_open:
-            _restore.append(patch_module_apply(_apply_of))
-        _num_open += 1
-    _open.tapes = (*getattr(_open, "tapes", ()), tape)
-    try:
-        yield
-    finally:
-        _open.tapes = _open.tapes[:-1]
-        with _lock:
-            _num_open -= 1
-            if not _num_open:
-                _restore.pop()()
+    """Keep `Module.to` and its like able to convert fake parameters."""
+    with _APPLY.used():
+        before = _recording()
+        _open.tapes = tuple(map(weakref.ref, (*before, tape)))
+        try:
+            yield
+        finally:
+            _open.tapes = tuple(map(weakref.ref, before))
 
 
 def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def _apply(
         module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> Any:
-        tapes = getattr(_open, "tapes", ())
+        tapes = _recording()
         parameters, _ = members_of_module(module)
         every = dict(parameters)
         held = {
@@ -172,3 +193,6 @@ def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
         return module
 
     return _apply
+
+
+_APPLY = Patches([module_apply(_apply_of)])

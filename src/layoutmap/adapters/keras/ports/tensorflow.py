@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
@@ -34,6 +35,7 @@ from layoutmap.adapters.keras.wraps import CALLS, call_of, session_of
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
 from layoutmap.limits import Limit
+from layoutmap.patches import Closing
 from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
@@ -443,7 +445,7 @@ class _Step:
             if signature not in self._known:
                 self._check_captured(batch)
             self._known.add(signature)
-            with _unoptimized(self._session):
+            with _Unoptimized(self._session):
                 return self._compiled(batch)
 
     def _make_all(self, batch: Any) -> None:
@@ -485,39 +487,40 @@ def _signature(value: Any) -> Any:
 
 
 _ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # in TensorFlow's options, chosen or not
-_options_lock = threading.Lock()
-_num_unoptimized = 0
+_options_lock = threading.RLock()
+_unoptimized: weakref.WeakSet[_Unoptimized] = weakref.WeakSet()
 
 
-@contextmanager
-def _unoptimized(session: KerasSession) -> Generator[None]:
+class _Unoptimized(Closing):
     """While open, graphs that run on CPU devices are run as DTensor has made them.
 
     TensorFlow would optimize the graph of a step once for each device: half of the time of the first step on 8, and
     no later one is faster for it. On accelerators, which that may serve, it is left alone, and wherever a program has
     chosen optimizations itself.
     """
-    global _num_unoptimized
-    mesh = session.home.native(session.home.replicated(0), 0).mesh
-    options = tf.config.optimizer
-    with _options_lock:
-        chosen = options.get_experimental_options()
-        wanted = mesh.device_type() == "CPU" and not chosen.keys() - _ALWAYS_THERE
-        if wanted and not _num_unoptimized:
-            wanted = not chosen.get("disable_meta_optimizer")
-        if wanted:
-            _num_unoptimized += 1
-            options.set_experimental_options({"disable_meta_optimizer": True})
-    try:
-        yield
-    finally:
-        if wanted:
-            with _options_lock:
-                _num_unoptimized -= 1
+
+    def __init__(self, session: KerasSession) -> None:
+        mesh = session.home.native(session.home.replicated(0), 0).mesh
+        self._is_on_cpu = mesh.device_type() == "CPU"
+
+    def open(self) -> None:
+        options = tf.config.optimizer
+        with _options_lock:
+            chosen = options.get_experimental_options()
+            wanted = self._is_on_cpu and not chosen.keys() - _ALWAYS_THERE
+            if wanted and (_unoptimized or not chosen.get("disable_meta_optimizer")):
+                _unoptimized.add(self)
+                options.set_experimental_options({"disable_meta_optimizer": True})
+
+    def close(self) -> None:
+        with _options_lock:
+            if self in _unoptimized:
                 # Also with another thread inside, since each thread remembers the options that it found.
-                options.set_experimental_options(
-                    {} if _num_unoptimized else {"disable_meta_optimizer": False}
+                others = len(_unoptimized) > 1
+                tf.config.optimizer.set_experimental_options(
+                    {} if others else {"disable_meta_optimizer": False}
                 )
+                _unoptimized.discard(self)
 
 
 def _symbolic(array: Any) -> Any:

@@ -25,6 +25,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
 
+from layoutmap.patches import Attribute, Patches
+
 __all__ = ["REPLACED", "computing_for_a_mesh"]
 
 Whole = Callable[[Any], Any]
@@ -34,9 +36,6 @@ _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
 REPLACED = [(keras_random, (*_RANDOM, "dropout")), (keras_numpy, ("divide",))]
 """The modules and names above."""
 
-_lock = threading.Lock()
-_users = 0
-_plain: list[tuple[Any, str, Callable[..., Any]]] = []
 _current = threading.local()
 
 
@@ -47,43 +46,27 @@ def computing_for_a_mesh(whole: Whole) -> Generator[None]:
     Args:
         whole: Puts a tensor in the layout in which every device holds all of it.
     """
-    global _users
-    with _lock:
-        if not _users:
-            _install()
-        _users += 1
-    before = getattr(_current, "whole", None)
-    _current.whole = whole
-    try:
-        yield
-    finally:
-        _current.whole = before
-        with _lock:
-            _users -= 1
-            if not _users:
-                for module, name, function in _plain:
-                    setattr(module, name, function)
-                _plain.clear()
+    with _PATCHES.used():
+        before = getattr(_current, "whole", None)
+        try:
+            _current.whole = whole
+            yield
+        finally:
+            _current.whole = before
 
 
-def _install() -> None:
-    for name in _RANDOM:
-        _replace(keras_random, name, _drawn_whole)
-    _replace(keras_random, "dropout", _dropout)
-    _replace(keras_numpy, "divide", _divide)
-
-
-def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
+def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Attribute:
     """Have a function be done by another, which is given the plain one, in a thread that computes for a mesh."""
-    plain = getattr(module, name)
 
-    @functools.wraps(plain)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        whole: Whole | None = getattr(_current, "whole", None)
-        return plain(*args, **kwargs) if whole is None else by(plain, whole, *args, **kwargs)
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            whole: Whole | None = getattr(_current, "whole", None)
+            return plain(*args, **kwargs) if whole is None else by(plain, whole, *args, **kwargs)
 
-    _plain.append((module, name, plain))
-    setattr(module, name, replaced)
+        return replaced
+
+    return Attribute(module, name, make)
 
 
 def _drawn_whole(plain: Callable[..., Any], whole: Whole, *args: Any, **kwargs: Any) -> Any:
@@ -103,3 +86,12 @@ def _divide(plain: Callable[..., Any], whole: Whole, x1: Any, x2: Any) -> Any:
     if isinstance(x1, tf.IndexedSlices) and len(getattr(x2, "shape", ())):
         return tf.IndexedSlices(plain(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
     return plain(x1, x2)
+
+
+_PATCHES = Patches(
+    [
+        *(_replaced(keras_random, name, _drawn_whole) for name in _RANDOM),
+        _replaced(keras_random, "dropout", _dropout),
+        _replaced(keras_numpy, "divide", _divide),
+    ]
+)

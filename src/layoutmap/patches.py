@@ -1,0 +1,166 @@
+"""Attributes of a library that are replaced while somebody needs it, in such a way that no interrupt leaves any behind.
+
+A `KeyboardInterrupt` can come before any line: also before the first one of an `__exit__`, or between what changes
+something and the `try` that would undo it. So nothing here is counted. A use of patches is an object that the running
+`with` holds, and what it opened is closed when it is closed, or else when nobody holds it any more. To install and to
+remove can be repeated, and what is put back is what was found. See docs/decisions/0025.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, Protocol
+
+__all__ = ["Attribute", "Closing", "Item", "Patch", "Patches"]
+
+
+class Closing:
+    """A context manager that is closed at the end of its `with`, or else when that is gone, if it had no end.
+
+    Subclasses say what to `open` and to `close`; to close twice is to close once.
+    """
+
+    def open(self) -> None:
+        """Begin."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End, if it is not ended yet; also what was begun by half."""
+        raise NotImplementedError
+
+    _has_begun = False
+
+    def __enter__(self) -> None:
+        self._has_begun = True
+        self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._has_begun = False
+
+    def __del__(self) -> None:
+        if self._has_begun:
+            self.close()
+
+
+class Patch(Protocol):
+    """A change to a library that can be made and undone, each any number of times."""
+
+    def install(self) -> None:
+        """Make the change, where it is not made."""
+        ...
+
+    def remove(self) -> None:
+        """Undo the change, where it is made."""
+        ...
+
+
+class Attribute:
+    """An attribute of a class or module, and what takes its place.
+
+    Another library may replace it too, while this is installed. Then it is left as it is, and what took its place here
+    goes on being called by that library: it must do nothing of its own where nobody needs it.
+
+    Args:
+        owner: The class or module.
+        name: The name of the attribute, which the owner itself has.
+        make: Makes what takes its place, of what is found there.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]):
+        self._owner, self._name, self._make = owner, name, make
+        self._made: list[tuple[Any, Any]] = []  # what took whose place; noted before it does
+
+    def install(self) -> None:
+        """Have it replaced, where it is not."""
+        found = vars(self._owner)[self._name]
+        if all(ours is not found for ours, _ in self._made):
+            ours = self._make(found)
+            self._made.append((ours, found))
+            setattr(self._owner, self._name, ours)
+
+    def remove(self) -> None:
+        """Put back what was found, where what took its place is still there."""
+        now = vars(self._owner)[self._name]
+        for pair in [pair for pair in self._made if pair[0] is now]:
+            setattr(self._owner, self._name, pair[1])
+            self._made.remove(pair)
+
+
+class Item:
+    """An item of a dict that a library looks into: its hooks.
+
+    Args:
+        items: The dict.
+        key: The key, which nobody else uses.
+        value: The item.
+    """
+
+    def __init__(self, items: MutableMapping[Any, Any], key: Any, value: Any):
+        self._items, self._key, self._value = items, key, value
+
+    def install(self) -> None:
+        """Put it in."""
+        self._items[self._key] = self._value
+
+    def remove(self) -> None:
+        """Take it out."""
+        self._items.pop(self._key, None)
+
+
+class Patches:
+    """Patches that are installed while anybody uses them, on any thread.
+
+    Args:
+        patches: The patches; no other `Patches` has one of the same place.
+
+    Example:
+        >>> class Theirs:
+        ...     def name(self):
+        ...         return "theirs"
+        >>> patches = Patches([Attribute(Theirs, "name", lambda plain: lambda self: plain(self).upper())])
+        >>> with patches.used(), patches.used():
+        ...     Theirs().name()
+        'THEIRS'
+        >>> Theirs().name()
+        'theirs'
+    """
+
+    def __init__(self, patches: Iterable[Patch]):
+        self._patches = tuple(patches)
+        self._users: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self._lock = threading.RLock()  # a use may end inside, by the garbage collector
+
+    def used(self) -> Closing:
+        """Have them installed while this is open."""
+        return _Use(self)
+
+    def add(self, user: _Use) -> None:
+        """Install them for somebody."""
+        with self._lock:
+            self._users.add(user)
+            for patch in self._patches:
+                patch.install()
+
+    def discard(self, user: _Use) -> None:
+        """Remove them if nobody is left."""
+        with self._lock:
+            self._users.discard(user)
+            if not self._users:
+                for patch in self._patches:
+                    patch.remove()
+
+
+class _Use(Closing):
+    """One `with` of some patches."""
+
+    def __init__(self, patches: Patches):
+        self._patches = patches
+
+    def open(self) -> None:
+        self._patches.add(self)
+
+    def close(self) -> None:
+        self._patches.discard(self)

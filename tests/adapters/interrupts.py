@@ -1,0 +1,50 @@
+"""A KeyboardInterrupt before any line: for the tests that open a scope again and again, each time interrupted further on."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class Interrupter:
+    """Interrupts a function before the n-th line that it runs in some files.
+
+    Python looks for signals when a Python function begins, after a call and where a loop turns, so not between the end
+    of a block and the release of its lock, which is C. There a trace function would interrupt, and a signal never does.
+
+    Args:
+        files: The ends of the files' names.
+    """
+
+    def __init__(self, files: Iterable[str]):
+        self._files = tuple(files)
+        self._left = 0
+
+    def interrupted(self, function: Callable[[], Any], at: int) -> bool:
+        """Whether a function was interrupted before the line of this number; else it has fewer lines."""
+        self._left = at
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            function()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return self._left <= 0  # it may have come where Python ignores exceptions, in a finalizer
+
+    def _call(self, frame: Any, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.endswith(self._files) else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line" and not self._is_lock(frame):
+            self._left -= 1
+            if not self._left:
+                raise KeyboardInterrupt
+        return self._line
+
+    def _is_lock(self, frame: Any) -> bool:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return "with" in line and "lock:" in line

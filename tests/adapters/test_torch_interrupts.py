@@ -1,0 +1,84 @@
+"""An interrupt at any line of what opens and closes a scope of torch leaves nothing behind."""
+
+import keras
+import pytest
+import torch
+from interrupts import Interrupter
+from torch.nn.modules import module as of_modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import layoutmap as lm
+from layoutmap.active import current
+from layoutmap.pytorch.drawing import interception
+
+PROCESSES = ("torch",)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
+    # An interrupt of a finalizer, which Python cannot raise.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+FILES = (
+    "layoutmap/patches.py",
+    "layoutmap/active.py",
+    "layoutmap/scope.py",
+    "torch/session.py",
+    "torch/births.py",
+    "drawing/interception.py",
+    "drawing/tape.py",
+)
+PLACES = [(torch.nn.Module, "__setstate__"), (torch.nn.Module, "_apply")]
+HOOKS = [
+    getattr(of_modules, f"_global_{kind}_registration_hooks") for kind in ("module", "parameter", "buffer")
+]
+
+
+def state():
+    """All that a scope changes while it is open."""
+    return (
+        [vars(owner)[name] for owner, name in PLACES],
+        [list(hooks) for hooks in HOOKS],
+        list(_get_current_function_mode_stack()),
+        list(_get_current_dispatch_mode_stack()),
+        current(),
+        interception._recording(),
+    )
+
+
+def make_map():
+    return lm.LayoutMap(lm.create_mesh("model=4"), {"weight": (None, "model")})
+
+
+def in_a_scope(layout_map):
+    with layout_map.scope(library="torch"):
+        layer = torch.nn.Linear(64, 64)
+    return layer
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 7])
+def test_an_interrupt_at_any_line_leaves_torch_plain(step):
+    """Wherever a scope is interrupted, torch's classes, hooks and modes are as before, and the next scope works."""
+    layout_map = make_map()
+    torch.manual_seed(3)
+    expected = torch.nn.Linear(64, 64).weight
+    in_a_scope(layout_map)
+    before = state()
+    interrupter, left, at = Interrupter(FILES), [], 1
+    while interrupter.interrupted(lambda: in_a_scope(layout_map), at):
+        if state() != before:
+            left.append(at)
+        at += step
+    assert [] == left
+    assert at > 100
+    torch.manual_seed(3)
+    actual = in_a_scope(layout_map).weight
+    assert torch.equal(expected, actual.full_tensor())
+    assert before == state()
+
+
+def test_a_keras_model_in_a_scope_for_torch_is_refused():
+    """A Keras model that is built in a scope for torch would stay plain, so it is refused, and after it is not."""
+    with pytest.raises(lm.ScopeError, match="Dense: a Keras layer is built in a scope for torch models"):
+        with make_map().scope(library="torch"):
+            keras.layers.Dense(4).build((None, 4))
+    keras.layers.Dense(4).build((None, 4))
