@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt before any line: for the tests that open a scope again and again, each time interrupted further on."""
+"""A KeyboardInterrupt before any line, for tests that open a scope again and again, each interrupted further on."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ def values_of(variable):
 
 def in_a_scope(layout_map):
     with layout_map.scope():
-        layer = make_layer()
-    return layer
+        return make_layer()
 
 
 def sweep(function, step=1):

@@ -51,8 +51,7 @@ def make_map():
 
 def in_a_scope(layout_map):
     with layout_map.scope(library="torch"):
-        layer = torch.nn.Linear(64, 64)
-    return layer
+        return torch.nn.Linear(64, 64)
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 7])
@@ -78,7 +77,7 @@ def test_an_interrupt_at_any_line_leaves_torch_plain(step):
 
 def test_a_keras_model_in_a_scope_for_torch_is_refused():
     """A Keras model that is built in a scope for torch would stay plain, so it is refused, and after it is not."""
-    with pytest.raises(lm.ScopeError, match="Dense: a Keras layer is built in a scope for torch models"):
-        with make_map().scope(library="torch"):
-            keras.layers.Dense(4).build((None, 4))
+    refused = pytest.raises(lm.ScopeError, match="Dense: a Keras layer is built in a scope for torch models")
+    with refused, make_map().scope(library="torch"):
+        keras.layers.Dense(4)
     keras.layers.Dense(4).build((None, 4))
