@@ -54,7 +54,7 @@ def in_a_scope(layout_map):
         return torch.nn.Linear(64, 64)
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 7])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 41])
 def test_an_interrupt_at_any_line_leaves_torch_plain(step):
     """Wherever a scope is interrupted, torch's classes, hooks and modes are as before, and the next scope works."""
     layout_map = make_map()
