@@ -3,6 +3,9 @@
 `make test` runs one process for each of `house.PROCESSES`, named by LAYOUTMAP_TEST_PROCESS. In such a process a file
 of another one is not collected, and in `core` no framework can be imported, so every run shows that the core needs
 none. Without the variable (`pytest tests/test_mesh.py`) everything that is asked for runs, on JAX.
+
+`make test` leaves out what is marked `long` and tries few examples of each property; `make test-all`, which sets
+LAYOUTMAP_TEST_ALL, leaves out nothing and tries many.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import pytest
 from hypothesis import settings
 
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
+EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
 NUM_DEVICES = 8
+pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else []
 
 # The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
 pytest.register_assert_rewrite("layoutmap.testing")
@@ -66,8 +71,8 @@ elif RUNNING:
     # The engine was asked for. If it does not load, that is a failure, and here, not a skip in each file.
     importlib.import_module(RUNNING)
 
-settings.register_profile("layoutmap", deadline=None, print_blob=True)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("layoutmap", deadline=None, print_blob=True, max_examples=100 if EVERYTHING else 25)
+settings.register_profile("ci", settings.get_profile("layoutmap"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "layoutmap")
 
 
