@@ -1,7 +1,8 @@
 """A queue of tests that several pytest runs of one test process share: each test is run by whoever claims it first.
 
-`tools/run_tests.py` names a folder in LAYOUTMAP_TEST_QUEUE. A claim is a file in it that can be made only once. Runs
-that share a process begin at the two ends of its tests and meet somewhere, so they share no more than one file's set-up.
+`tools/run_tests.py` names a folder in LAYOUTMAP_TEST_QUEUE. A claim is a file in it that can be made
+only once. Two runs begin at the two ends of the tests and meet somewhere, so that the set-up of
+hardly more than one file is made twice.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import house  # noqa: E402
 import shared_queue  # noqa: E402
 
 RESULTS = ROOT / "results"
