@@ -204,6 +204,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as claims:
         wanted = [process for process in ORDER if process in (asked or ORDER)]
         queue = Queue(wanted, for_pytest, everything=everything, claims=Path(claims))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the workers, as Ctrl-C does
         try:
             queue.run()
         except KeyboardInterrupt:

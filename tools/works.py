@@ -5,8 +5,8 @@
 
 The rows are the laws of `AdapterContract`, the columns the classes in the tests that inherit it. A cell says `yes` if
 the law passed there, and the reason in words if it was skipped. What Keras does in depth has a table of its own, of
-tests that run on each backend; it says `no` where a test shows that something is refused. `make test-all` checks the tables
-against its own results.
+tests that run on each backend; it says `no` where a test shows that something is refused. `make test-all` checks
+the tables against its own results.
 """
 
 from __future__ import annotations
