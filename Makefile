@@ -7,7 +7,7 @@ PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
 PROTO := layoutmap/proto/layout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format proto check-proto works bench clean
+.PHONY: help setup demo test test-all check format proto check-proto works bench clean
 
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -17,8 +17,11 @@ setup: $(VENV)/.all ## Install everything for work on this repository into .venv
 demo: $(VENV)/.demo ## Train a small GPT on 8 simulated devices; installs only JAX and Keras
 	$(BIN)/python examples/train_gpt.py
 
-test: $(VENV)/.all ## Run all tests, one process for each framework; ARGS="core -- -k mesh" narrows it
+test: $(VENV)/.all ## Run the tests, ten minutes on two cores; ARGS="core -- -k mesh" narrows it
 	@$(BIN)/python tools/run_tests.py $(ARGS)
+
+test-all: $(VENV)/.all ## Run all tests with many examples of each property, as a change must pass them
+	@$(BIN)/python tools/run_tests.py --all $(ARGS)
 
 check: $(VENV)/.all check-proto ## Lint, format, types, changelog, decisions, links
 	@failed=; for check in "ruff check ." "ruff format --check ." pyright "python tools/check_files.py"; do \

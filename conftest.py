@@ -3,6 +3,9 @@
 `make test` runs one process for each of `house.PROCESSES`, named by LAYOUTMAP_TEST_PROCESS. In such a process a file
 of another one is not collected, and in `core` no framework can be imported, so every run shows that the core needs
 none. Without the variable (`pytest tests/test_mesh.py`) everything that is asked for runs, on JAX.
+
+`make test` leaves out what is marked `long` and tries few examples of each property; `make test-all`, which sets
+LAYOUTMAP_TEST_ALL, leaves out nothing and tries many.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ import pytest
 from hypothesis import settings
 
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
+EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
 NUM_DEVICES = 8
+QUICK_COMPILING = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else []
 
 # The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
 pytest.register_assert_rewrite("layoutmap.testing")
@@ -53,6 +59,8 @@ def _set_up_devices() -> None:
     flag = "--xla_force_host_platform_device_count"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={NUM_DEVICES}".strip()
+    if RUNNING == "jax" and not EVERYTHING:  # most of the time goes into making programs that run once
+        os.environ["XLA_FLAGS"] += f" {QUICK_COMPILING}"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
@@ -66,8 +74,8 @@ elif RUNNING:
     # The engine was asked for. If it does not load, that is a failure, and here, not a skip in each file.
     importlib.import_module(RUNNING)
 
-settings.register_profile("layoutmap", deadline=None, print_blob=True)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("layoutmap", deadline=None, print_blob=True, max_examples=100 if EVERYTHING else 25)
+settings.register_profile("ci", settings.get_profile("layoutmap"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "layoutmap")
 
 
@@ -90,6 +98,34 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 def _set_up_tensorflow() -> None:
     dtensor = importlib.import_module("tensorflow").experimental.dtensor
     dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=NUM_DEVICES)
+
+
+# Laws of the Keras adapter whose code knows no backend: in `make test` all of a file run on JAX, on the others these.
+SMOKE = {
+    "test_keras_errors": (
+        "test_a_layout_longer_than_the_rank",
+        "test_all_problems_are_in_one_error",
+        "test_a_scope_inside_a_compiled_function",
+        "test_a_scope_that_an_exception_leaves",
+        "test_an_interrupt_while_values_are_made",
+        "test_a_planned_model_has_no_values",
+        "test_an_error_in_one_thread_leaves_the_others_alone",
+    ),
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as long what `make test` leaves out because it tries the same law on another backend, model or mesh."""
+    for item in items:
+        name, case = getattr(item, "originalname", item.name), getattr(item, "callspec", None)
+        if RUNNING in ("tensorflow", "torch") and name not in SMOKE.get(item.path.stem, (name,)):
+            item.add_marker(pytest.mark.long)
+        contract = getattr(item, "cls", None)
+        if case and {"name", "mesh"} <= case.params.keys() and hasattr(contract, "models"):
+            first, *_ = contract().models()
+            if case.params["name"] != first and case.params["mesh"] not in contract.meshes[:2]:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,102 +1,264 @@
-"""Run every test process, one after the other, and say at the end what ran, what was skipped and how long it took.
+"""Run the tests of every process from one queue, and say what failed, what was skipped and what took longest.
 
-python tools/run_tests.py [process ...] [-- arguments for pytest ...]
+python tools/run_tests.py [--all] [process ...] [-- arguments for pytest ...]
+
+A worker is pytest in one test process; there are as many at a time as cores, at most one for each process. A worker
+that finds nothing left in its process ends, and the next one begins another process or helps in one that still has
+tests (`tests/shared_queue.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import house  # noqa: E402
+import shared_queue  # noqa: E402
 
 RESULTS = ROOT / "results"
-# Two files at a time: tests are Python and compiling, each mostly on one core.
-SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
-COUNTED = ("passed", "failed", "skipped", "xfailed", "error")
+# The longest first, and `core` last: it starts in no time and its tests are short, so nobody waits at the end.
+ORDER = ("jax", "torch", "tensorflow", "core")
+SLOWEST = 10
+REPORT_SECONDS = 15
+NOTHING_RAN = 5  # pytest's code for it
+
+
+@dataclass
+class Worker:
+    process: str
+    pytest: subprocess.Popen[str]
+    log: Path
+    results: Path
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Case:
+    """One test as pytest's JUnit file tells of it."""
+
     process: str
-    returncode: int
-    counts: Counter[str]
-    skips: tuple[str, ...]
+    name: str
     seconds: float
-
-    @property
-    def went_well(self) -> bool:
-        # pytest exits with 5 when it ran nothing: a process that has files and runs none of them has failed.
-        return self.returncode == 0 and self.counts["passed"] > 0
+    outcome: str
+    reason: str
 
 
-def run(process: str, arguments: list[str]) -> Outcome:
-    print(f"\n== {process} ==", flush=True)
-    started = time.monotonic()
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", "pytest", f"--junitxml={RESULTS / process}.xml"),
-            *SIDE_BY_SIDE,
-            *arguments,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "LAYOUTMAP_TEST_PROCESS": process},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as pytest:
-        assert pytest.stdout is not None
-        lines: list[str] = []
-        for line in pytest.stdout:
-            print(line, end="", flush=True)
-            lines.append(line.strip())
-    closing = next((line for line in reversed(lines) if re.search(r" in [\d.]+s", line)), "")
-    counts = Counter({_singular(word): int(n) for n, word in re.findall(r"(\d+) (\w+)", closing)})
-    skips = tuple(line.removeprefix("SKIPPED ") for line in lines if line.startswith("SKIPPED ["))
-    return Outcome(process, pytest.returncode, counts, skips, time.monotonic() - started)
+class Queue:
+    """The tests of some processes, and the workers that run them."""
+
+    def __init__(self, wanted: list[str], arguments: list[str], *, everything: bool, claims: Path) -> None:
+        self.wanted = wanted
+        self.arguments = arguments if everything else ["-m", "not long", *arguments]
+        self.environment = {**os.environ, **({"LAYOUTMAP_TEST_ALL": "1"} if everything else {})}
+        self.claims = claims
+        self.running: list[Worker] = []
+        self.ended: list[Worker] = []
+
+    def run(self) -> None:
+        """Run everything. Whatever ends this, an interrupt too, ends every worker and what it started."""
+        started = told = time.monotonic()
+        try:
+            while True:
+                while len(self.running) < min(os.cpu_count() or 1, len(ORDER)) and (process := self._next()):
+                    self._start(process)
+                if not self.running:
+                    return
+                time.sleep(0.2)
+                for worker in [each for each in self.running if each.pytest.poll() is not None]:
+                    self.running.remove(worker)
+                    self.ended.append(worker)
+                    _print_failures(worker)
+                if time.monotonic() - told >= (1 if sys.stdout.isatty() else REPORT_SECONDS):
+                    told = time.monotonic()
+                    self._print_progress(told - started)
+        finally:
+            _end(self.running)
+            if sys.stdout.isatty():
+                print()
+
+    def counts(self, process: str) -> tuple[int, int | None]:
+        """How many tests of a process were begun, and how many there are; `None` until pytest has collected them."""
+        begun = len(list((self.claims / process).iterdir())) if (self.claims / process).exists() else 0
+        known = self._known(process)
+        return begun, known["selected"] if known else None
+
+    def deselected(self) -> list[str]:
+        """The ids of the tests that were left out."""
+        return [each for p in self.wanted if (known := self._known(p)) for each in known["deselected"]]
+
+    def _known(self, process: str) -> dict | None:
+        told = self.claims / f"{process}.json"
+        return json.loads(told.read_text(encoding="utf-8")) if told.exists() else None
+
+    def _next(self) -> str | None:
+        """A process that nobody has begun, or the one that has most left to do; not one that a worker has left.
+
+        Who leaves tests behind was told to stop at a failure, or died.
+        """
+        ended = {worker.process for worker in self.ended}
+        begun = {worker.process for worker in self.running}
+        for process in self.wanted:
+            if process not in begun | ended:
+                return process
+        left: Counter[str] = Counter()
+        for process in begun - ended:
+            done, total = self.counts(process)
+            left[process] = 1 if total is None else total - done
+        process, number = next(iter(left.most_common(1)), ("", 0))
+        return process if number > 0 else None
+
+    def _start(self, process: str) -> None:
+        number = sum(each.process == process for each in (*self.running, *self.ended))
+        name = f"{process}.{number}"
+        (self.claims / process).mkdir(exist_ok=True)
+        environment = {
+            **self.environment,
+            "LAYOUTMAP_TEST_PROCESS": process,
+            shared_queue.FOLDER: str(self.claims / process),
+            shared_queue.BACKWARDS: "1" if number % 2 else "",
+        }
+        log, results = RESULTS / f"{name}.log", RESULTS / f"{name}.xml"
+        with log.open("w", encoding="utf-8") as output:
+            pytest = subprocess.Popen(
+                [sys.executable, "-m", "pytest", f"--junitxml={results}", *self.arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # a group of its own: what its tests start ends with it
+            )
+        self.running.append(Worker(process, pytest, log, results))
+
+    def _print_progress(self, seconds: float) -> None:
+        parts: list[str] = []
+        for process in self.wanted:
+            begun, total = self.counts(process)
+            parts.append(f"{process} {begun}/{total if total is not None else '?'}")
+        line = f"[{seconds:4.0f} s] {'   '.join(parts)}"
+        print(
+            f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True
+        )
 
 
-def _singular(word: str) -> str:
-    return "error" if word == "errors" else word
+def _end(workers: list[Worker]) -> None:
+    """End workers and all that their tests started: as an interrupt would, and then whatever is left."""
+    for how, seconds in ((signal.SIGINT, 10), (signal.SIGKILL, None)):
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+                os.killpg(worker.pytest.pid, how)
+        for worker in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.pytest.wait(seconds)
+
+
+def _print_failures(worker: Worker) -> None:
+    """Print what pytest said of failures, or all that it said if it did not come to its end."""
+    if worker.pytest.returncode in (0, NOTHING_RAN):
+        return
+    said = worker.log.read_text(encoding="utf-8", errors="replace")
+    start = re.search(r"^=+ (FAILURES|ERRORS) =+$", said, re.MULTILINE)
+    print(f"\n== {worker.process} ==\n{said[start.start() if start else 0 :]}", flush=True)
+
+
+def read_cases(worker: Worker) -> Iterator[Case]:
+    """What pytest's JUnit file says of each test that a worker ran."""
+    if not worker.results.exists():
+        return
+    for case in ET.parse(worker.results).getroot().iter("testcase"):
+        skipped = case.find("skipped")
+        outcome, reason = "passed", ""
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcome = "failed"
+        elif skipped is not None:
+            outcome = "xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"
+            reason = skipped.get("message", "")
+        name = f"{case.get('classname')}::{case.get('name')}"
+        yield Case(worker.process, name, float(case.get("time", 0)), outcome, reason)
 
 
 def main(arguments: list[str]) -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     asked, for_pytest = arguments[:cut], arguments[cut + 1 :]
-    files = Counter(process for p in house.collected_files() for process in house.processes_of(p))
-    wanted = asked or [p for p in house.PROCESSES if files[p]]
+    everything = "--all" in asked
+    asked = [each for each in asked if each != "--all"]
+    if unknown := sorted(set(asked) - set(ORDER)):
+        raise SystemExit(f"there is no test process {', '.join(unknown)}; there are {', '.join(ORDER)}")
+    RESULTS.mkdir(exist_ok=True)
+    for old in (*RESULTS.glob("*.xml"), *RESULTS.glob("*.log")):
+        old.unlink()
     started = time.monotonic()
-    outcomes = [run(process, for_pytest) for process in wanted]
+    with tempfile.TemporaryDirectory() as claims:
+        wanted = [process for process in ORDER if process in (asked or ORDER)]
+        queue = Queue(wanted, for_pytest, everything=everything, claims=Path(claims))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the workers, as Ctrl-C does
+        try:
+            queue.run()
+        except KeyboardInterrupt:
+            print("\ninterrupted: every worker was ended", file=sys.stderr)
+            return 130
+        cases = [case for worker in queue.ended for case in read_cases(worker)]
+        deselected = queue.deselected()
 
     print("\n== summary ==")
-    for o in outcomes:
-        told = ", ".join(f"{o.counts[word]} {word}" for word in COUNTED if o.counts[word]) or "ran nothing"
-        verdict = "ok  " if o.went_well else "FAIL"
-        print(f"{o.process:<11} {verdict} {told} in {o.seconds:.0f} s ({files[o.process]} files)")
-    for process in house.PROCESSES:
-        if process not in wanted:
-            print(f"{process:<11} not run: {'not asked for' if files[process] else 'it has no test file'}")
-    skips = [f"{o.process}: {skip}" for o in outcomes for skip in o.skips]
-    print(f"skipped: {len(skips) or 'nothing'}", *skips, sep="\n  ")
-    print(f"wall time: {time.monotonic() - started:.0f} s")
-    total = sum((o.counts for o in outcomes), Counter[str]())
-    failed = (
-        total["failed"] + total["error"] + sum(not o.went_well and o.counts.total() == 0 for o in outcomes)
-    )
-    print(f"{total['passed']} passed, {failed} failed, {total['skipped']} skipped")
-    well = all(o.went_well for o in outcomes)
-    if well and not arguments:  # all of it ran: README's table must say what came of it
-        files = [str(RESULTS / f"{o.process}.xml") for o in outcomes]
+    broken: list[str] = []
+    for process in wanted:
+        counts = Counter(case.outcome for case in cases if case.process == process)
+        codes = [worker.pytest.returncode for worker in queue.ended if worker.process == process]
+        if died := [code for code in codes if code not in (0, 1, NOTHING_RAN)]:
+            broken.append(f"{process}: pytest ended with {died[0]}")
+        elif not counts["passed"] + counts["failed"] and not for_pytest:
+            broken.append(f"{process}: it has files and ran nothing")
+        print(
+            f"{process:<11} {', '.join(f'{n} {word}' for word, n in sorted(counts.items())) or 'ran nothing'}"
+        )
+    _print_left_out(cases, deselected, for_pytest)
+    print(f"the {SLOWEST} slowest:")
+    for case in sorted(cases, key=lambda case: -case.seconds)[:SLOWEST]:
+        print(f"  {case.seconds:5.1f} s  {case.process}: {case.name}")
+    for case in cases:
+        if case.outcome == "failed":
+            print(f"FAILED {case.process}: {case.name}")
+    print(*(f"FAILED {each}" for each in broken), sep="\n", end="\n" if broken else "")
+    total = Counter(case.outcome for case in cases)
+    failed = total["failed"] + len(broken)
+    codes = {worker.pytest.returncode for worker in queue.ended}
+    well = not failed and codes <= {0, NOTHING_RAN} and total["passed"] > 0
+    if well and everything and not asked and not for_pytest:  # README's table must say what came of it
+        files = sorted(RESULTS.glob("*.xml"))
         well = not subprocess.run([sys.executable, ROOT / "tools" / "works.py", "--check", *files]).returncode
+    print(f"wall time: {time.monotonic() - started:.0f} s")
+    print(f"{total['passed']} passed, {failed} failed, {total['skipped']} skipped")
     return 0 if well else 1
+
+
+def _print_left_out(cases: list[Case], deselected: list[str], for_pytest: list[str]) -> None:
+    """Print what was skipped, with the reason, and what only `make test-all` runs."""
+    skips = Counter((c.process, c.name.partition("::")[0], c.reason) for c in cases if c.outcome == "skipped")
+    print(f"skipped: {skips.total() or 'nothing'}")
+    for (process, where, reason), number in skips.items():
+        print(f"  {number} of {where} on {process}: {reason}")
+    if deselected:
+        why = "" if for_pytest else ", which make test-all runs"
+        print(f"left out: {len(deselected)}{why}")
+        for where, number in Counter(each.partition("::")[0] for each in deselected).items():
+            laws = {
+                each.rpartition("::")[2].partition("[")[0] for each in deselected if each.startswith(where)
+            }
+            print(f"  {number} of {where}: {', '.join(sorted(laws))}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 
 The rows are the laws of `AdapterContract`, the columns the classes in the tests that inherit it. A cell says `yes` if
 the law passed there, and the reason in words if it was skipped. What Keras does in depth has a table of its own, of
-tests that run on each backend; it says `no` where a test shows that something is refused. `make test` checks the tables
-against its own results.
+tests that run on each backend; it says `no` where a test shows that something is refused. `make test-all` checks
+the tables against its own results.
 """
 
 from __future__ import annotations
@@ -195,16 +195,16 @@ def run() -> dict[tuple[str, str], str]:
                 cwd=ROOT,
                 env={**os.environ, "LAYOUTMAP_TEST_PROCESS": process},
             )
-            outcomes |= read(results)
+            read(results, outcomes)
     return outcomes
 
 
-def read(results: Path) -> dict[tuple[str, str], str]:
-    """The outcome for each class and law in a JUnit file, which is named for its process.
+def read(results: Path, outcomes: dict[tuple[str, str], str]) -> None:
+    """Add the outcome for each class and law in a JUnit file, whose name begins with its process.
 
     Of what runs in several processes there is one for each, by `process:module`.
     """
-    outcomes: dict[tuple[str, str], str] = {}
+    process = results.name.partition(".")[0]
     for case in ET.parse(results).getroot().iter("testcase"):
         where, name = case.get("classname", "").rpartition(".")[2], case.get("name", "")
         # Of a law one outcome is kept for all its cases; a layer is a case, and each is kept.
@@ -216,10 +216,9 @@ def read(results: Path) -> dict[tuple[str, str], str]:
             outcome = skipped.get("message", "skipped")
         else:
             outcome = "yes"
-        outcomes[f"{results.stem}:{where}", name] = outcome
+        outcomes[f"{process}:{where}", name] = outcome
         if outcomes.get(key, "yes") == "yes":  # of a law with several cases, one that does not hold counts
             outcomes[key] = outcome
-    return outcomes
 
 
 def table(outcomes: dict[tuple[str, str], str]) -> str:
@@ -293,7 +292,7 @@ def main() -> int:
     args = parser.parse_args()
     outcomes: dict[tuple[str, str], str] = {}
     for results in args.check or ():
-        outcomes |= read(results)
+        read(results, outcomes)
     new = f"{START}\n\n{table(outcomes if args.check else run())}\n\n{END}"
     text = README.read_text(encoding="utf-8")
     written = re.sub(f"{re.escape(START)}.*{re.escape(END)}", lambda _: new, text, flags=re.DOTALL)

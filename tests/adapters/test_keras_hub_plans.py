@@ -8,6 +8,7 @@ from dataclasses import replace
 import hub_models
 import keras_hub
 import pytest
+from cases import few
 
 import layoutmap as lm
 from layoutmap import published
@@ -80,7 +81,7 @@ def num_parameters(plan):
     return sum(math.prod(a.variable.shape) for a in plan if a.variable.kind in (Kind.WEIGHT, Kind.STATE))
 
 
-@pytest.mark.parametrize("name", published.models())
+@pytest.mark.parametrize("name", few(published.models(), "llama3_8b", "gemma_2b"))
 def test_a_published_model_is_planned_without_a_problem(name):
     """Every weight has a rule and every rule a weight at full size, too; it has as many numbers as were published."""
     plan = published_plan(name)
@@ -106,6 +107,7 @@ def test_no_published_model_hides_something_of_keras_hub():
     assert [] == [name for name in published.models() if hasattr(keras_hub, name)]
 
 
+@pytest.mark.long
 def test_the_largest_llama_fits():
     """405 billion numbers are 1,137 variables, of which 512 devices hold hardly more than a 512th each."""
     plan = published_plan("llama3_405b")
@@ -122,7 +124,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", few(VARIANTS, "llama"))
 def test_a_family_has_one_preset(name):
     """Whatever of it a member has not, such as a second table of tokens, leaves no rule unused."""
     config = hub_models.TINY[name] | VARIANTS[name]
@@ -130,7 +132,7 @@ def test_a_family_has_one_preset(name):
     assert () == lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name)).problems
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "mixtral", "qwen"])
+@pytest.mark.parametrize("name", few(["llama", "gemma", "mixtral", "qwen"], "llama"))
 def test_heads_of_keys_that_are_too_few_are_whole(name):
     """Four of them on eight devices: the plan notes it, also of biases, and all else is cut."""
     config = hub_models.TINY[name] | ({"num_experts": 8} if name == "mixtral" else {})
@@ -145,7 +147,7 @@ def test_heads_of_keys_that_are_too_few_are_whole(name):
     assert {"key_dense", "value_dense"} == {path.split(".")[-2] for path in whole}
 
 
-@pytest.mark.parametrize("name", hub_models.FAMILIES)
+@pytest.mark.parametrize("name", few(hub_models.FAMILIES, "llama"))
 def test_no_two_rules_speak_of_one_weight(name):
     """The order of a file's rules does not matter."""
     plan = make_plan(specs(name), hub_models.rules(name))
@@ -153,7 +155,7 @@ def test_no_two_rules_speak_of_one_weight(name):
     assert [] == [a.match for a in plan if a.match.others]
 
 
-@pytest.mark.parametrize("name", hub_models.FAMILIES)
+@pytest.mark.parametrize("name", few(hub_models.FAMILIES, "llama"))
 def test_every_rename_is_reported(name):
     """Whichever word of whichever path changes, the plan names that weight; the name of the backbone is left open."""
     layout_map, variables = hub_models.rules(name), specs(name)
@@ -180,7 +182,7 @@ def slips(pattern):
         yield from (pattern.replace(r"\d+", index, 1) for index in ("0", "2"))
 
 
-@pytest.mark.parametrize("name", hub_models.FAMILIES)
+@pytest.mark.parametrize("name", few(hub_models.FAMILIES, "llama"))
 def test_every_broken_rule_is_reported(name):
     """A slip in a pattern is in the plan if it moves anything, and no alarm is raised where it moves nothing."""
     layout_map, variables = hub_models.rules(name), specs(name)
@@ -203,7 +205,7 @@ def test_every_broken_rule_is_reported(name):
     assert all(told.values())
 
 
-@pytest.mark.parametrize("name", hub_models.FAMILIES)
+@pytest.mark.parametrize("name", few(hub_models.FAMILIES, "llama"))
 def test_every_missing_rule_is_reported(name):
     """Without one of its rules, each weight of that rule is named."""
     variables = specs(name)

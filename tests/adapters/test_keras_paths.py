@@ -3,6 +3,8 @@
 import keras
 import numpy as np
 import pytest
+from cases import few
+from keras_models import ON_JAX
 
 import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
@@ -158,7 +160,7 @@ def values(model):
 
 
 @pytest.mark.parametrize("when", ["called inside", "called after", "called with symbols after"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES if ON_JAX else few(CASES, "attributes", "lazy sequential"))
 def test_every_variable_has_its_path_its_layout_and_the_plain_value(name, when):
     """Whenever the weights are made, paths, layouts and values are right, and nothing is left pending."""
     make_model, text = CASES[name]

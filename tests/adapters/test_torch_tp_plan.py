@@ -135,6 +135,7 @@ def test_a_function_that_makes_the_model_tells_all(name):
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.long
 def test_a_model_of_full_size_is_planned():
     """Llama 3 with 405 billion parameters: no weight is made, no rule is unused, nothing is uneven."""
     mesh = lm.Mesh(None, "batch=64,model=8")

@@ -110,55 +110,52 @@ class AdapterContract:
         """The values of a model's variables, by path."""
         return {path: self.adapter.read(v) for path, v in self.adapter.variables(model).items()}
 
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test of its own for each model, and for each mesh, that a law is about."""
+        for argument, values in (("mesh", self.meshes), ("name", self.models())):
+            if argument in metafunc.fixturenames:
+                metafunc.parametrize(argument, list(values))
+
     # -- the laws
 
-    def test_values_do_not_depend_on_the_mesh(self):
+    def test_values_do_not_depend_on_the_mesh(self, name: str, mesh: str):
         """Same seed, same first values, bit for bit, on every mesh: those of the plain model."""
-        for name in self.models():
-            expected = self.plain(name)
-            for mesh in self.meshes:
-                actual = self.values(self.built(name, mesh))
+        expected = self.plain(name)
+        actual = self.values(self.built(name, mesh))
 
-                assert list(expected) == list(actual)
-                for path, value in expected.items():
-                    assert value.dtype == actual[path].dtype, (name, mesh, path)
-                    assert np.array_equal(value, actual[path]), (name, mesh, path)
+        assert list(expected) == list(actual)
+        for path, value in expected.items():
+            assert value.dtype == actual[path].dtype, path
+            assert np.array_equal(value, actual[path]), path
 
-    def test_each_variable_lies_in_the_layout_of_its_rule(self):
+    def test_each_variable_lies_in_the_layout_of_its_rule(self, name: str, mesh: str):
         """An array is in the layout of the rule that matches its path, and each device holds just its shard."""
         engine = get_engine(self.adapter.engine_name)
-        for name in self.models():
-            for mesh in self.meshes:
-                layout_map = self.layout_map(name, mesh)
-                model = self.built(name, mesh)
-                for path, variable in self.adapter.variables(model).items():
-                    array = self.array_of(variable)
-                    expected = layout_map[path] or lm.Layout.replicated(
-                        lm.create_mesh(mesh), len(array.shape)
-                    )
+        layout_map = self.layout_map(name, mesh)
+        model = self.built(name, mesh)
+        for path, variable in self.adapter.variables(model).items():
+            array = self.array_of(variable)
+            expected = layout_map[path] or lm.Layout.replicated(lm.create_mesh(mesh), len(array.shape))
 
-                    if not path.startswith("optimizer."):
-                        assert expected == variable.layout, (name, mesh, path)
-                    shard = variable.layout.shard_shape(array.shape)
-                    held = {
-                        tuple(part.stop - part.start for part in index)
-                        for index, _ in engine.to_shards(array)
-                    }
-                    assert {shard} == held, (name, mesh, path)
+            if not path.startswith("optimizer."):
+                assert expected == variable.layout, path
+            shard = variable.layout.shard_shape(array.shape)
+            held = {tuple(part.stop - part.start for part in index) for index, _ in engine.to_shards(array)}
+            assert {shard} == held, path
 
-    def test_the_plan_is_what_is_done(self):
+    def test_the_plan_is_what_is_done(self, name: str):
         """A dry run assigns what the real run then assigns."""
-        for name, make_model in self.models().items():
-            planned = lm.plan(make_model, self.layout_map(name), library=self.library)
-            layout_map = self.layout_map(name)
-            with layout_map.scope(library=self.library) as scope:
-                _model = make_model()
+        make_model = self.models()[name]
+        planned = lm.plan(make_model, self.layout_map(name), library=self.library)
+        layout_map = self.layout_map(name)
+        with layout_map.scope(library=self.library) as scope:
+            _model = make_model()
 
-            matched = [a for a in scope.plan if a.variable.kind in ("weight", "state", "rng")]
-            expected = {a.variable.path: a.layout for a in matched}
-            actual = {a.variable.path: a.layout for a in planned if a.variable.path in expected}
-            assert expected == actual
-            assert expected
+        matched = [a for a in scope.plan if a.variable.kind in ("weight", "state", "rng")]
+        expected = {a.variable.path: a.layout for a in matched}
+        actual = {a.variable.path: a.layout for a in planned if a.variable.path in expected}
+        assert expected == actual
+        assert expected
 
     def test_a_plan_changes_no_number(self):
         """A model that is built after it was planned has the values of one that was not planned."""
@@ -178,33 +175,32 @@ class AdapterContract:
         for name in (*self.models(), *self.models()):
             assert first[name] == list(self.adapter.variables(self.built(name)))
 
-    def test_an_existing_model_is_laid_out(self):
+    def test_an_existing_model_is_laid_out(self, name: str):
         """`apply` keeps every value and gives every variable its layout."""
-        for name in self.models():
-            model = self.made(name)
-            expected = self.values(model)
-            layout_map = self.layout_map(name)
-            layout_map.apply(model)
+        model = self.made(name)
+        expected = self.values(model)
+        layout_map = self.layout_map(name)
+        layout_map.apply(model)
 
-            for path, variable in self.adapter.variables(model).items():
-                assert np.array_equal(expected[path], self.adapter.read(variable)), (name, path)
-                if layout_map[path] is not None:
-                    assert layout_map[path] == variable.layout
+        for path, variable in self.adapter.variables(model).items():
+            assert np.array_equal(expected[path], self.adapter.read(variable)), (name, path)
+            if layout_map[path] is not None:
+                assert layout_map[path] == variable.layout
 
-    def test_it_trains_like_one_device(self):
+    def test_it_trains_like_one_device(self, name: str):
         """Forward pass, gradients and optimizer steps agree with the plain model."""
-        for name, make_model in self.models().items():
-            report = lm.check_parity(
-                make_model,
-                self.layout_map(name),
-                self.batch(name),
-                steps=2,
-                batch_dim="batch",
-                library=self.library,
-            )
+        make_model = self.models()[name]
+        report = lm.check_parity(
+            make_model,
+            self.layout_map(name),
+            self.batch(name),
+            steps=2,
+            batch_dim="batch",
+            library=self.library,
+        )
 
-            assert report.agrees
-            assert 0.0 == report.worst("weights")
+        assert report.agrees
+        assert 0.0 == report.worst("weights")
 
     def test_nothing_stays_hooked(self):
         """The library is as before after a scope, after one left by an exception, and after nested ones."""
@@ -252,28 +248,28 @@ class AdapterContract:
         assert 0 == len(empty.plan)
         assert len(full.plan) > 0
 
-    def test_all_problems_are_told_and_nothing_is_made(self):
+    def test_all_problems_are_told_and_nothing_is_made(self, name: str):
         """A rule that does not fit raises once with every variable concerned, before any value is drawn."""
-        for make_model in self.models().values():
-            mesh = lm.create_mesh("batch=2,model=4")
-            layout_map = lm.LayoutMap(mesh, {".*": ("model", None, None, None, None, None)})
-            planned = lm.plan(make_model, layout_map, library=self.library)
-            with pytest.raises(lm.PlanError) as caught:
-                layout_map.build(make_model, library=self.library)
+        make_model = self.models()[name]
+        mesh = lm.create_mesh("batch=2,model=4")
+        layout_map = lm.LayoutMap(mesh, {".*": ("model", None, None, None, None, None)})
+        planned = lm.plan(make_model, layout_map, library=self.library)
+        with pytest.raises(lm.PlanError) as caught:
+            layout_map.build(make_model, library=self.library)
 
-            matched = {a.variable.path for a in planned if a.match is not None}
-            assert matched == {problem.subject for problem in caught.value.problems}
+        matched = {a.variable.path for a in planned if a.match is not None}
+        assert matched == {problem.subject for problem in caught.value.problems}
 
-    def test_a_plan_makes_no_array(self):
+    def test_a_plan_makes_no_array(self, name: str):
         """A dry run allocates nothing, on devices that need not exist."""
-        for name, make_model in self.models().items():
-            layout_map = self.layout_map(name)
-            gc.collect()
-            before = self.num_arrays()
-            lm.plan(make_model, layout_map, library=self.library)
-            gc.collect()
+        make_model = self.models()[name]
+        layout_map = self.layout_map(name)
+        gc.collect()
+        before = self.num_arrays()
+        lm.plan(make_model, layout_map, library=self.library)
+        gc.collect()
 
-            assert before == self.num_arrays(), name
+        assert before == self.num_arrays(), name
 
     def test_an_exception_leaves_no_array(self):
         """A scope that is left by an exception makes nothing."""
@@ -287,22 +283,21 @@ class AdapterContract:
 
         assert before == self.num_arrays()
 
-    def test_what_is_written_is_read(self):
+    def test_what_is_written_is_read(self, name: str):
         """A value that is written into a variable is read back bit for bit, and the variable keeps its layout."""
         engine = get_engine(self.adapter.engine_name)
-        for name in self.models():
-            variables = self.adapter.variables(self.built(name))
-            for number, (path, variable) in enumerate(variables.items()):
-                value = self.adapter.read(variable)
-                new = (np.arange(value.size) + number).reshape(value.shape).astype(value.dtype)
-                self.adapter.write(variable, new)
-                held = {
-                    tuple(part.stop - part.start for part in index)
-                    for index, _ in engine.to_shards(self.array_of(variable))
-                }
+        variables = self.adapter.variables(self.built(name))
+        for number, (path, variable) in enumerate(variables.items()):
+            value = self.adapter.read(variable)
+            new = (np.arange(value.size) + number).reshape(value.shape).astype(value.dtype)
+            self.adapter.write(variable, new)
+            held = {
+                tuple(part.stop - part.start for part in index)
+                for index, _ in engine.to_shards(self.array_of(variable))
+            }
 
-                assert np.array_equal(new, self.adapter.read(variable)), (name, path)
-                assert {variable.layout.shard_shape(value.shape)} == held, (name, path)
+            assert np.array_equal(new, self.adapter.read(variable)), (name, path)
+            assert {variable.layout.shard_shape(value.shape)} == held, (name, path)
 
     def test_threads_have_scopes_of_their_own(self):
         """Two threads that build at once under two maps each get their own layouts."""

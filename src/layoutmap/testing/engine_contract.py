@@ -42,7 +42,7 @@ NumpyArray = npt.NDArray[Any]
 
 _few = settings(
     deadline=None,
-    max_examples=50,
+    max_examples=settings().max_examples // 2,  # of the profile that is loaded: each example is many arrays
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 
