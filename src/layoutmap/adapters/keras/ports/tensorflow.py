@@ -165,7 +165,7 @@ class TensorFlowPort:
             return loss, gradients
 
         values = [self.read(v) for v in model.non_trainable_variables]
-        optimized = contextlib.nullcontext() if session is None else _unoptimized(session)
+        optimized = contextlib.nullcontext() if session is None else _Unoptimized(session)
         with explained(f"{model.name}: the gradient"), optimized:
             loss, gradients = compute(batch)
         for variable, value in zip(model.non_trainable_variables, values, strict=True):
