@@ -24,7 +24,6 @@ VALUES = (
     "layout",
     "fitting",
     "rule_index",
-    "yaml_comments",
     "rules",
     "yaml_form",
     "tp_plan",

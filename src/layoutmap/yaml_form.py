@@ -13,8 +13,7 @@
 
 A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
 
-Comments are kept, and so are blank lines: those above an entry, and those at the end of its line. They go where it
-goes, and are no part of what the map says; see `layoutmap.yaml_comments`.
+Comments are for people, who edit the file as text: a map does not keep them, and `to_yaml` writes none.
 
 `layoutmap schema > rules.schema.json` writes a JSON Schema of the form. Editors check a file by it that begins with
 
@@ -35,7 +34,6 @@ from typing import Any, cast
 from layoutmap.errors import RuleError
 from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import UNSHARDED, ShardingSpec
-from layoutmap.yaml_comments import Comment, Place, read_comments, with_comments
 
 __all__ = ["VERSION", "RulesFields", "from_yaml", "schema", "to_yaml"]
 
@@ -56,8 +54,7 @@ class RulesFields:
     """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
 
     The specs are those of variables in `rules`, and of what layers put out in `activations`.
-    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves. `comments` are
-    those of all entries, rules among them.
+    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves.
     """
 
     dims: Mapping[str, int] | None
@@ -67,7 +64,6 @@ class RulesFields:
     activations: Mapping[str, tuple[Any, ...]]
     uneven: Uneven = "error"
     uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
-    comments: Mapping[Place, Comment] = field(default_factory=dict[Place, Comment])
 
 
 def to_yaml(fields: RulesFields) -> str:
@@ -116,8 +112,7 @@ def to_yaml(fields: RulesFields) -> str:
         data["activations"] = {p: Flow(map(written, specs)) for p, specs in fields.activations.items()}
     if fields.uneven != "error":
         data["uneven"] = fields.uneven
-    text = str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
-    return with_comments(text, fields.comments) if fields.comments else text
+    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
 
 
 def from_yaml(text: str) -> RulesFields:
@@ -180,7 +175,6 @@ def from_yaml(text: str) -> RulesFields:
         activations=_rules(_or_none(top, "activations"), "activations", "activation rule"),
         uneven=as_uneven(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
-        comments=read_comments(text),
     )
 
 
