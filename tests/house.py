@@ -25,6 +25,7 @@ VALUES = (
     "fitting",
     "rule_index",
     "rules",
+    "strict_yaml",
     "yaml_form",
     "tp_plan",
     "presets",
