@@ -341,7 +341,7 @@ def _spec(value: Any, place: str) -> str | tuple[str, ...] | None:
 
 def _read_variable(item: Any, place: str, mesh: Mesh) -> Assignment:
     read = _Fields(item, place)
-    use = read("use", _texts, None)
+    use = read("use", _or_null(_texts), None)
     shape = read("shape", _shape)
     axes = read("axes", _or_null(_list_of(_shape_of_any)), None)
     for name, each in (("use", use), ("axes", axes)):
