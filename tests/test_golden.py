@@ -356,7 +356,7 @@ def another():
 
 def rules():
     layout_map = lm.LayoutMap(MESH, {r"<b>&.*": (None, "model")}, {r"blocks\.\d+": ("batch", None)})
-    layout_map.add("up", (("batch", "model"), None), uneven="shrink", comment="not shown")
+    layout_map.add("up", (("batch", "model"), None), uneven="shrink")
     return layout_map
 
 

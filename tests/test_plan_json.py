@@ -11,7 +11,7 @@ import layoutmap as lm
 from layoutmap.plan import Problem
 from layoutmap.planning import make_plan
 from layoutmap.testing import strategies
-from layoutmap.variables import Kind, VariableSpec
+from layoutmap.variables import Assignment, Kind, VariableSpec
 
 MESH = lm.Mesh(None, "batch=2,model=4")
 VARIABLES = [
@@ -117,15 +117,15 @@ def changed(**changes):
         (changed(variables=[{"path": "d"}]), r"plan file: variables\[0\] has no 'shape'"),
         (
             changed(variables=[{"path": "d", "shape": [1], "dtype": "int8", "layout": ["y"]}]),
-            r"plan file: variables\[0\]: layout \(y,\)",
+            r"plan file: variables\[0\].layout: layout \(y,\)",
         ),
         (
             changed(variables=[{"path": "d", "shape": [1], "dtype": "int8", "layout": [None], "rule": 1}]),
-            r"plan file: variables\[0\] is not as plans are written",
+            r"plan file: variables\[0\].rule is no list of 2",
         ),
         (
             changed(variables=[{"path": "d", "shape": ["a"], "dtype": "int8", "layout": [None]}]),
-            r"plan file: variables\[0\] is not as plans are written",
+            r"plan file: variables\[0\].shape\[0\] is no whole number of 0 or more",
         ),
         (changed(problems=["it burns"]), r"plan file: problems\[0\] is no object"),
     ],
@@ -142,3 +142,126 @@ def test_half_a_file_is_refused(end):
     """A plan that was cut off is no plan."""
     with pytest.raises(lm.PlanError, match="it is no JSON"):
         lm.Plan.from_json(make().to_json()[:end])
+
+
+def variable(**changes):
+    """A plan file of one variable, changed."""
+    item = {
+        "path": "d",
+        "shape": [8, 4],
+        "dtype": "int8",
+        "layout": [None, None],
+        "rule": [1, "d"],
+        **changes,
+    }
+    return changed(variables=[{name: value for name, value in item.items() if value is not ...}])
+
+
+def without(key):
+    data = json.loads(make().to_json())
+    del data[key]
+    return json.dumps(data)
+
+
+ONE = {"path": "d", "shape": [8], "dtype": "int8", "layout": [None]}
+NOTE = {"severity": "note", "subject": "d", "what": "it is"}
+STRICT = {
+    "no variables": (without("variables"), "plan has no 'variables'"),
+    "no problems": (without("problems"), "plan has no 'problems'"),
+    "unknown key": (changed(variabels=[]), "plan: 'variabels' is not known"),
+    "unknown key of a variable": (variable(dytpe="int8"), "variables[0]: 'dytpe' is not known"),
+    "unknown key of the mesh": (changed(mesh={"dims": {}, "size": 1}), "mesh: 'size' is not known"),
+    "unknown key of an activation": (
+        changed(activations=[{"path": "d", "rule": None, "x": 1}]),
+        "activations[0]: 'x'",
+    ),
+    "unknown key of a problem": (changed(problems=[{**NOTE, "x": 1}]), "problems[0]: 'x' is not known"),
+    "version": (changed(version=True), "version True"),
+    "version of a fraction": (changed(version=1.0), "version 1.0"),
+    "fraction": (variable(shape=[512.9, 8]), "variables[0].shape[0] is no whole number of 0 or more"),
+    "size as text": (variable(shape=[8, "8"]), "variables[0].shape[1] is no whole number of 0 or more"),
+    "negative": (variable(shape=[8, -4]), "variables[0].shape[1] is no whole number of 0 or more"),
+    "bool": (variable(shape=[True, 4]), "variables[0].shape[0] is no whole number of 0 or more"),
+    "not a number": (
+        variable(shape=[float("nan"), 4]),
+        "variables[0].shape[0] is no whole number of 0 or more",
+    ),
+    "1e400": (
+        variable().replace("[8, 4]", "[8, 1e400]"),
+        "variables[0].shape[1] is no whole number of 0 or more",
+    ),
+    "too many elements": (
+        variable(shape=[2**40, 2**40]),
+        "variables[0].shape is no shape: it has too many elements",
+    ),
+    "path": (variable(path=1), "variables[0].path is no text"),
+    "dtype": (variable(dtype="float33"), "variables[0].dtype is no dtype"),
+    "dtype of numpy's own": (variable(dtype="a4"), "variables[0].dtype is no dtype"),
+    "kind": (variable(kind="wait"), "variables[0].kind is not known"),
+    "aliases": (variable(aliases="ab"), "variables[0].aliases is no list"),
+    "parent": (variable(parent=1), "variables[0].parent is no text"),
+    "axes": (variable(axes=[[0]]), "variables[0].axes does not fit the shape"),
+    "use": (variable(use=["in.0"]), "variables[0].use does not fit the shape"),
+    "head size": (
+        variable(use=["", ""], head_size="8"),
+        "variables[0].head_size is no whole number of 0 or more",
+    ),
+    "head size of nothing": (variable(head_size=8), "variables[0]: 'head_size' is not known"),
+    "rule": (variable(rule=["1", "d"]), "variables[0].rule[0] is no whole number of 0 or more"),
+    "other": (variable(others=[[1, "d"]]), "variables[0].others[0] is no list of 3 to 4"),
+    "uneven": (variable(uneven="grow"), "variables[0].uneven is not known"),
+    "spec": (variable(layout=[None, 1]), "variables[0].layout[1] is no list"),
+    "mesh dim twice": (
+        variable(layout=["model", "model"]),
+        "variables[0].layout: layout (model, model): spec 'model'",
+    ),
+    "mesh size": (changed(mesh={"dims": {"x": 2.0}}), "mesh.dims.x is no whole number of 0 or more"),
+    "mesh name": (changed(mesh={"dims": {"x": 2}, "name": 1}), "mesh.name is no text"),
+    "free activations": (changed(free_activations="no"), "free_activations is no true or false"),
+    "severity": (changed(problems=[{**NOTE, "severity": "bad"}]), "problems[0].severity is not known"),
+    "facts": (changed(problems=[{**NOTE, "facts": [["a", 1]]}]), "problems[0].facts[0][1] is no text"),
+    "variable twice": (
+        changed(variables=[ONE, {**ONE, "model": "a"}, ONE]),
+        "variables[2]: 'd' is there twice",
+    ),
+    "key twice": (
+        variable().replace('"dtype"', '"path": "e", "dtype"'),
+        "variables[0]: key 'path' is there twice",
+    ),
+    "mesh dim's key twice": (
+        variable().replace('"dims": {', '"dims": {"batch": 2, '),
+        "mesh.dims: key 'batch'",
+    ),
+    "digits": (variable().replace("[8, 4]", f"[8, {'4' * 5000}]"), "it is no JSON"),
+    "deep": (variable().replace("[8, 4]", "[" * 100_000), "it is no JSON of a plan"),
+    "deep and whole": ("[" * 900 + "]" * 900, "it is no plan"),
+    "no text": (None, "it is no JSON"),
+}
+
+
+@pytest.mark.parametrize(("text", "what"), STRICT.values(), ids=STRICT)
+def test_a_plan_is_read_strictly(text, what):
+    """Nothing is guessed, counted twice or left for later: the first wrong part is told with its place."""
+    with pytest.raises(lm.PlanError) as caught:
+        lm.Plan.from_json(text)
+
+    assert caught.value.what.startswith(f"plan file: {what}")
+    assert caught.value.why
+    assert caught.value.mend
+
+
+def test_half_a_surrogate_pair_in_a_path_comes_back():
+    """Python's texts may hold what no encoding can write; the plan's JSON, page and fingerprint can all be made."""
+    plan = make_plan([VariableSpec("a\ud800", (8,), "int8")], lm.LayoutMap(MESH, {"a": ("model",)}))
+
+    assert plan == lm.Plan.from_json(plan.to_json().encode().decode())
+    assert 16 == len(plan.fingerprint)
+    assert plan.to_html().encode()
+
+
+def test_one_path_in_two_layouts_has_a_fingerprint():
+    """A plan made in code may hold a path twice; its fingerprint does not depend on the order."""
+    spec = VariableSpec("d", (8,), "int8")
+    twice = [Assignment(spec, lm.Layout([of], MESH)) for of in (None, "model", ("model", "batch"))]
+
+    assert lm.Plan(MESH, tuple(twice)).fingerprint == lm.Plan(MESH, tuple(twice[::-1])).fingerprint

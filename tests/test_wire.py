@@ -269,3 +269,42 @@ def test_a_mesh_message_of_another_kind_is_refused(field):
 mesh message has {name} set
   why   only meshes of named dims are supported
   mend  make the mesh from dims and devices""" == str(raised.value)
+
+
+HOSTILE_MESHES = {
+    "digits": f"|x={'9' * 5000}",
+    "a product of digits": "|" + ",".join(f"x{i}=999999999999999999" for i in range(400)) + "|0|0|CPU:0",
+    "digits of another script": "|x=٢",
+    "an id of digits": f"|x=1|{'0' * 5000}|0|CPU:0",
+    "half a surrogate pair in a dim": "|\ud800=2",
+    "half a surrogate pair in the name": "\udc00|x=2",
+    "half a surrogate pair in a device": "|x=1|0|0|CPU\ud800:0",
+    "no types": "|x=1|0|0|" + "a" * 5000,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE_MESHES.values(), ids=HOSTILE_MESHES)
+def test_a_hostile_text_is_refused_in_a_short_message(text: str):
+    """Numbers of any length and what no encoding can write: the error can be written, and does not repeat the input."""
+    for read, whole in ((Mesh.from_string, text), (Layout.from_string, f"sharding_specs: mesh:{text}")):
+        with pytest.raises(LayoutMapError) as caught:
+            read(whole)
+        assert str(caught.value).encode()
+        assert caught.value.why
+
+
+def test_a_hostile_message_is_refused():
+    """Sizes whose product has more digits than Python writes are told, as is a size that is none."""
+    for size in (2**63 - 1, -(2**63), 0):
+        dims = [layout_pb2.MeshDimensionProto(name=f"x{i}", size=size) for i in range(400)]
+        for ids in ([], [0]):
+            with pytest.raises(MeshError):
+                Mesh.from_proto(layout_pb2.MeshProto(mesh_dimensions=dims, global_device_ids=ids))
+
+
+@pytest.mark.parametrize("size", [10**5000, -(10**5000), 2**64], ids=["long", "negative", "64 bits"])
+def test_a_size_of_any_length_is_refused(size: int):
+    """Python refuses to write a number of more than 4,300 digits, so no message may try."""
+    for dims in ({"x": size}, [("x", size)], [("x", 2), ("y", size)]):
+        with pytest.raises(MeshError):
+            Mesh(None, dims)

@@ -89,14 +89,14 @@ rules file of version 4
             """\
 rules file: it has a key 'rule'
   why   the keys are mesh, rules, version
-  mend  mend the key, or delete it""",
+  mend  correct the key, or delete it""",
         ),
         (
             "version: 1\nactivations: {a: [model]}\n",
             """\
 rules file: it has a key 'activations'
   why   the keys are mesh, rules, version
-  mend  mend the key, or delete it""",
+  mend  correct the key, or delete it""",
         ),
         (
             "version: 2\nactivations: {a: model}\n",

@@ -13,6 +13,7 @@ Facts come first, the mend last, and the mend is something one can type.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,15 +30,36 @@ __all__ = [
 ]
 
 
+class _Brief(reprlib.Repr):
+    def __init__(self):
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, 60, 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()  # of many digits Python refuses to write them
+        return super().repr_int(x, level) if bits < 1000 else f"<a number of {bits} bits>"
+
+
+def brief(value: object) -> str:
+    """A value as messages show it: its `repr`, and of what is long or deep the begin and the end.
+
+    Example:
+        >>> brief([None, "model"]), brief(list(range(1000)))
+        ("[None, 'model']", '[0, 1, 2, 3, 4, 5, ...]')
+    """
+    return _Brief().repr(value)
+
+
 def format_message(what: str, facts: Mapping[str, object], why: str, mend: str) -> str:
     """Lay out one problem: the headline, then one aligned line for each fact, the reason and the mend."""
     rows = [(name, str(value)) for name, value in facts.items()] + [("why", why), ("mend", mend)]
     rows = [(name, value) for name, value in rows if value]
     width = max((len(name) for name, _ in rows), default=0)
     indent = "\n" + " " * (width + 4)
-    return "\n".join(
+    text = "\n".join(
         [what, *(f"  {name:<{width}}  {indent.join(value.splitlines())}" for name, value in rows)]
     )
+    return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair could not be printed
 
 
 class LayoutMapError(ValueError):

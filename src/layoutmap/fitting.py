@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from layoutmap.errors import RuleError
+from layoutmap.errors import RuleError, brief
 from layoutmap.layout import Layout
 
 __all__ = ["Axes", "Uneven", "as_uneven", "derived_layout", "fitted"]
@@ -39,7 +39,7 @@ def as_uneven(value: object, where: str) -> Uneven:
         if value == known:
             return known
     raise RuleError(
-        f"{where}: uneven={value!r}",
+        f"{where}: uneven={brief(value)}",
         why="it says what happens to an axis that does not divide",
         mend=f"use one of {', '.join(map(repr, get_args(Uneven)))}",
     )

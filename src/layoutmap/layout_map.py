@@ -11,7 +11,6 @@ from layoutmap.errors import LayoutMapWarning, RuleError
 from layoutmap.fitting import Uneven
 from layoutmap.mesh import Mesh, as_mesh
 from layoutmap.rules import MeshSlot, Rules
-from layoutmap.yaml_comments import Comment, Place
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -91,7 +90,6 @@ class LayoutMap(Rules):
     ):
         super().__init__(MeshSlot(as_mesh(mesh)), rules, uneven)
         self._activations = Activations(self._slot, activations)
-        self._file_comments: dict[Place, Comment] = {}  # those of a rules file that are no rule's
 
     @property
     def activations(self) -> Activations:
@@ -140,8 +138,6 @@ class LayoutMap(Rules):
     def to_yaml(self) -> str:
         """The map as a rules file, to be kept beside the model; see `layoutmap.yaml_form`.
 
-        Comments of the file that the map was read from stand where they stood, each with its rule.
-
         Example:
             >>> print(LayoutMap(Mesh(None, "model=4"), {r"d1\\.kernel": (None, "model")}).to_yaml())
             version: 1
@@ -154,11 +150,6 @@ class LayoutMap(Rules):
         from layoutmap import yaml_form
 
         mesh = self.mesh
-        comments = {
-            **self._file_comments,
-            **{("rules", pattern): comment for pattern, comment in self._comments.items()},
-            **{("activations", pattern): comment for pattern, comment in self.activations._comments.items()},
-        }
         return yaml_form.to_yaml(
             yaml_form.RulesFields(
                 dims=None if mesh is None else {dim.name: dim.size for dim in mesh.mesh_dims},
@@ -168,7 +159,6 @@ class LayoutMap(Rules):
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
                 uneven=self.uneven,
                 uneven_rules=self._uneven,
-                comments=comments,
             )
         )
 
@@ -235,13 +225,6 @@ class LayoutMap(Rules):
         made = cls(mesh, activations=fields.activations, uneven=fields.uneven)
         for pattern, specs in fields.rules.items():
             made.add(pattern, specs, uneven=fields.uneven_rules.get(pattern))
-        for place, comment in fields.comments.items():
-            of, pattern = place if len(place) == 2 else ("", "")
-            rules: Rules | None = {"rules": made, "activations": made.activations}.get(of)
-            if rules is not None and pattern in rules:
-                rules._comments[pattern] = comment
-            else:
-                made._file_comments[place] = comment
         return made
 
     @classmethod

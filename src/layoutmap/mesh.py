@@ -18,7 +18,14 @@ from typing import Any
 
 from layoutmap import wire
 from layoutmap.errors import MeshError
-from layoutmap.mesh_dims import UNSHARDED, MeshDimension, check_dims, kind_of, parse_mesh_dims
+from layoutmap.mesh_dims import (
+    UNSHARDED,
+    MeshDimension,
+    check_dims,
+    check_encodable,
+    kind_of,
+    parse_mesh_dims,
+)
 
 __all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "is_tensorflows"]
 
@@ -280,6 +287,7 @@ def _check_name(name: str) -> None:
         raise MeshError(
             f"mesh name {name!r} is not text", why=f"it is {kind_of(name)}", mend='leave it out, or pass ""'
         )
+    check_encodable(name, "mesh name")
     if _FORBIDDEN_IN_NAME.search(name):
         raise MeshError(
             f"mesh name {name!r} has a bar or a blank",
@@ -331,6 +339,8 @@ def _check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, .
             + (f", or sizes whose product is {len(devices)}" if devices else ", or None"),
         )
     known = [name for name in devices if name]
+    for name in known:
+        check_encodable(name, "device")
     split = next((name for name in known if _FORBIDDEN_IN_DEVICE.search(name)), None)
     if split is not None:
         raise MeshError(

@@ -10,14 +10,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layoutmap import wire
-from layoutmap.errors import MeshError
+from layoutmap.errors import MeshError, brief
 
-__all__ = ["UNSHARDED", "MeshDimension", "check_dims", "fill_in_size", "kind_of", "parse_mesh_dims"]
+__all__ = [
+    "UNSHARDED",
+    "MeshDimension",
+    "check_dims",
+    "check_encodable",
+    "fill_in_size",
+    "kind_of",
+    "parse_mesh_dims",
+]
 
 UNSHARDED = "unsharded"
 """The sharding spec of an axis that is not cut: every device holds all of it."""
 
 _FORBIDDEN = re.compile(r"[,|=:\s]")
+_HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 _MEND_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
 _MOST_DEVICES = 1 << 20  # more is a slip of the pen, and each place of a mesh takes memory
 
@@ -68,7 +77,7 @@ def parse_mesh_dims(
             entries = list(mesh_dims)
         except TypeError:
             raise MeshError(
-                f"mesh dims {mesh_dims!r} cannot be read",
+                f"mesh dims {brief(mesh_dims)} cannot be read",
                 why=f"they are {kind_of(mesh_dims)}",
                 mend=_MEND_DIMS,
             ) from None
@@ -81,8 +90,8 @@ def _read_dim(part: str, text: str) -> tuple[str, int]:
         return name.strip(), int(size)
     except ValueError:
         raise MeshError(
-            f"mesh dims {text!r} cannot be read",
-            why=f"{part.strip()!r} is not name=size, with a whole number as the size",
+            f"mesh dims {brief(text)} cannot be read",
+            why=f"{brief(part.strip())} is not name=size, with a whole number as the size",
             mend=_MEND_DIMS,
         ) from None
 
@@ -100,14 +109,26 @@ def _to_dim(entry: Any) -> MeshDimension:
         why = f"its name is {kind_of(pair[0])}, not text"
     elif isinstance(pair[1], bool) or not hasattr(pair[1], "__index__"):
         why = f"its size is {kind_of(pair[1])}, not a whole number"
+    elif operator.index(pair[1]).bit_length() > 63:
+        why = "its size has more than 63 bits"
     if why:
-        raise MeshError(f"mesh dim {entry!r} cannot be read", why=why, mend=_MEND_DIMS)
+        raise MeshError(f"mesh dim {brief(entry)} cannot be read", why=why, mend=_MEND_DIMS)  # pyright: ignore[reportUnknownArgumentType]
     return MeshDimension(pair[0], operator.index(pair[1]))
 
 
 def kind_of(value: object) -> str:
     """What a value is, in words, where it is not what was asked for."""
     return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def check_encodable(name: str, what: str) -> None:
+    """Raise if a name has half a surrogate pair: it could be written neither as text nor as protobuf."""
+    if _HALF_A_PAIR.search(name):
+        raise MeshError(
+            f"{what} {name!r} has half a surrogate pair",
+            why="no encoding can write it",
+            mend=f"name it {_HALF_A_PAIR.sub('_', name)!r}",
+        )
 
 
 def check_dims(dims: tuple[MeshDimension, ...]) -> None:
@@ -129,6 +150,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
             why, mend = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that cuts nothing"
             if dim.size == -1:
                 mend = "only create_mesh works a size of -1 out, from the devices there are"
+        check_encodable(dim.name, "mesh dim")
         if why:
             raise MeshError(
                 f"mesh dim {dim.name!r} of size {dim.size} is not allowed",
@@ -137,7 +159,11 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
                 mend=mend,
             )
         seen.add(dim.name)
-    size = math.prod(dim.size for dim in dims)
+    size = 1
+    for dim in dims:
+        size *= dim.size
+        if size > 10**18:  # so far out that the product of all may have more digits than Python writes
+            break
     if size > _MOST_DEVICES:
         raise MeshError(
             f"mesh of {size} devices is not allowed",

@@ -17,18 +17,21 @@ down.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
+import math
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
-from layoutmap.errors import LayoutMapError, PlanError
-from layoutmap.fitting import Uneven, as_uneven
+from layoutmap.errors import LayoutMapError, PlanError, brief
+from layoutmap.fitting import Uneven
 from layoutmap.layout import UNSHARDED, Layout
 from layoutmap.mesh import Mesh
-from layoutmap.plan import Plan, Problem
+from layoutmap.plan import Plan, Problem, Severity
 from layoutmap.rules import Match, Rule
-from layoutmap.variables import Assignment, Kind, Use, VariableSpec
+from layoutmap.variables import Assignment, Kind, Use, VariableSpec, itemsize
 
 __all__ = ["FORMAT", "VERSION", "fingerprint", "plan_from_json", "plan_to_json"]
 
@@ -36,8 +39,14 @@ FORMAT = "layoutmap plan"
 VERSION = 1
 _OTHERWISE = Match("", None).otherwise
 _ERROR: Uneven = "error"  # what a rule says of an axis that does not divide, if it says nothing
+_MOST = 2**63 - 1  # of elements, in one axis and in all; what tensors can have
+_DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*")
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates; no encoding can write it
+_MISSING: Any = object()
 
 T = TypeVar("T")
+Read = Callable[[Any, str], T]
+"""Makes a value of a part of the file; the text is the place of that part, for messages."""
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -66,25 +75,34 @@ def plan_from_json(text: str) -> Plan:
         PlanError: The text is no plan, or of a newer version; says where.
     """
     try:
-        data: Any = json.loads(text)
-    except ValueError as error:
+        data: Any = json.loads(text, object_pairs_hook=_Object)
+    except (ValueError, TypeError) as error:
         raise _refused("it is no JSON", str(error)) from error
-    top = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-    if top.get("format") != FORMAT:
+    except RecursionError:
+        raise _refused("it is no JSON of a plan", "it is nested too deeply to be read") from None
+    if not isinstance(data, _Object) or data.get("format") != FORMAT:
         raise _refused("it is no plan", f'it does not say "format": "{FORMAT}"')
-    if top.get("version") != VERSION:
+    top = _Fields(data, "plan")
+    version: Any = top("format", _text) and top("version", lambda each, _: each, None)
+    if type(version) is not int or version != VERSION:
         why = f"this layoutmap reads version {VERSION}"
-        raise _refused(f"version {top.get('version')!r}", why, "write it again with this layoutmap")
-    mesh = _read("mesh", top.get("mesh"), lambda m: Mesh(m.get("devices"), m["dims"], m.get("name", "")))
-    return Plan(
+        raise _refused(f"version {brief(version)}", why, "write it again with this layoutmap")
+    mesh = top("mesh", _mesh)
+    plan = Plan(
         mesh,
-        _read_all("variables", top.get("variables", []), lambda each: _read_variable(each, mesh)),
-        _read_all("problems", top.get("problems", []), _read_problem),
-        _read_all(
-            "activations", top.get("activations", []), lambda each: _read_match(each["path"], each, mesh)
-        ),
-        bool(top.get("free_activations", False)),
+        top("variables", _list_of(lambda each, place: _read_variable(each, place, mesh))),
+        top("problems", _list_of(_read_problem)),
+        top("activations", _list_of(lambda each, place: _read_activation(each, place, mesh))),
+        top("free_activations", _flag, False),
     )
+    top.check()
+    at: dict[tuple[str, str], int] = {}
+    for i, variable in enumerate(a.variable for a in plan):
+        first = at.setdefault((variable.model, variable.path), i)
+        if first != i:
+            why = f"variables[{first}] is the same one, and each is counted once"
+            raise _refused(f"variables[{i}]: {variable.path!r} is there twice", why, "delete one of the two")
+    return plan
 
 
 def fingerprint(plan: Plan) -> str:
@@ -94,20 +112,26 @@ def fingerprint(plan: Plan) -> str:
     a layer's output. Devices' names, the order of the variables, what kind they are, and which rule gave a layout have
     no part in it: two plans on one mesh have the same one exactly if their `diff` has no change but of kinds.
     """
-    variables = sorted(
+    variables = [
         (a.variable.model, a.variable.path, a.variable.shape, a.variable.dtype, _specs(a.layout))
         for a in plan
-    )
-    outputs = sorted((m.path, _specs(m.layout)) for m in plan.activations if m.layout is not None)
-    told = _line([list(_dims(plan.mesh).items()), variables, outputs])
+    ]
+    outputs = [(m.path, _specs(m.layout)) for m in plan.activations if m.layout is not None]
+    told = _line([list(_dims(plan.mesh).items()), sorted(variables, key=_order), sorted(outputs, key=_order)])
     return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _order(told: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What to sort by: specs are `None`, texts or tuples, which cannot be compared."""
+    return *told[:-1], _line(told[-1])
 
 
 # -- writing
 
 
 def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    return _HALF_A_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def _lines(items: Sequence[str]) -> str:
@@ -170,68 +194,229 @@ def _problem(problem: Problem) -> dict[str, Any]:
 # -- reading
 
 
+class _Object(dict[str, Any]):
+    """An object of the file; knows a key that is there twice, of which JSON itself keeps the last."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]):
+        super().__init__(pairs)
+        seen: set[str] = set()
+        self.twice = next((key for key, _ in pairs if key in seen or seen.add(key)), None)
+
+
+class _Fields:
+    """The fields of one object, each read by its key; what is missing, wrong or not known is told with its place."""
+
+    def __init__(self, item: Any, place: str):
+        self._item, self._place, self._asked = _object(item, place), place, list[str]()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._item
+
+    def __call__(self, key: str, read: Read[T], default: Any = _MISSING) -> T:
+        self._asked.append(key)
+        if key in self._item:
+            return read(self._item[key], key if self._place == "plan" else f"{self._place}.{key}")
+        if default is _MISSING:
+            raise _refused(f"{self._place} has no {key!r}", "a plan cannot be told without it")
+        return default
+
+    def check(self) -> None:
+        """Raise if the object has a key that nobody has asked for."""
+        for key in self._item:
+            if key not in self._asked:
+                near = difflib.get_close_matches(key, self._asked, 1)
+                fix = (
+                    f"did you mean {near[0]!r}?" if near else "delete it, or use the layoutmap that wrote it"
+                )
+                raise _refused(f"{self._place}: {brief(key)} is not known", "a plan has no such key", fix)
+
+
 def _refused(what: str, why: str, mend: str = "write it with plan.to_json()") -> PlanError:
     return PlanError(f"plan file: {what}", why=why, mend=mend)
 
 
-def _read(where: str, item: Any, read: Callable[[Any], T]) -> T:
-    """What `read` makes of a part of the file; what goes wrong is told with the place."""
-    if not isinstance(item, dict):
-        raise _refused(f"{where} is no object", f"it is {_line(item)[:60]}")
+def _wrong(place: str, value: Any, wanted: str) -> PlanError:
+    return _refused(f"{place} is no {wanted}", f"it is {brief(value)}")
+
+
+def _object(value: Any, place: str) -> _Object:
+    if not isinstance(value, _Object):
+        raise _wrong(place, value, "object")
+    if value.twice is not None:
+        why = "which of the two values is meant is not known"
+        raise _refused(f"{place}: key {value.twice!r} is there twice", why, "delete one of the two")
+    return value
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(place, value, "text")
+    return value
+
+
+def _flag(value: Any, place: str) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(place, value, "true or false")
+    return value
+
+
+def _number(value: Any, place: str) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:  # a bool is an int
+        raise _wrong(place, value, "whole number of 0 or more")
+    return value
+
+
+def _list_of(read: Read[T]) -> Read[tuple[T, ...]]:
+    def read_all(value: Any, place: str) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise _wrong(place, value, "list")
+        return tuple(read(each, f"{place}[{i}]") for i, each in enumerate(cast("list[Any]", value)))
+
+    return read_all
+
+
+def _one_of(*known: T) -> Read[T]:
+    def read(value: Any, place: str) -> T:
+        if isinstance(value, str):
+            for each in known:
+                if value == each:
+                    return each
+        why = f"it is {brief(value)}"
+        raise _refused(f"{place} is not known", why, f"use one of {', '.join(map(str, known))}")
+
+    return read
+
+
+def _or_null(read: Read[T]) -> Read[T | None]:
+    return lambda value, place: None if value is None else read(value, place)
+
+
+_texts, _shape_of_any = _list_of(_text), _list_of(_number)
+_uneven: Read[Uneven] = _one_of(*get_args(Uneven))
+
+
+def _shape(value: Any, place: str) -> tuple[int, ...]:
+    shape = _shape_of_any(value, place)
+    if math.prod(n for n in shape if n) > _MOST:
+        raise _wrong(place, value, "shape: it has too many elements")
+    return shape
+
+
+def _dtype(value: Any, place: str) -> str:
     try:
-        return read(item)
-    except KeyError as error:
-        raise _refused(f"{where} has no {error.args[0]!r}", "a plan cannot be told without it") from None
+        if not _DTYPE.fullmatch(_text(value, place)):
+            raise TypeError
+        itemsize(value)
+    except (TypeError, ValueError):
+        raise _wrong(place, value, "dtype") from None
+    return value
+
+
+def _mesh(item: Any, place: str) -> Mesh:
+    read = _Fields(item, place)
+    sizes = read("dims", _object)
+    dims = {name: _number(size, f"{place}.dims.{name}") for name, size in sizes.items()}
+    devices, name = read("devices", _or_null(_texts), None), read("name", _text, "")
+    read.check()
+    try:
+        return Mesh(devices, dims, name)
     except LayoutMapError as error:
-        raise _refused(f"{where}: {error.what}", error.why, error.mend) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise _refused(f"{where} is not as plans are written", str(error)) from error
+        raise _refused(f"{place}: {error.what}", error.why, error.mend) from error
 
 
-def _read_all(name: str, items: Any, read: Callable[[Any], T]) -> tuple[T, ...]:
-    if not isinstance(items, list):
-        raise _refused(f"{name} is no list", f"it is {_line(items)[:60]}")
-    listed = cast("list[Any]", items)
-    return tuple(_read(f"{name}[{i}]", item, read) for i, item in enumerate(listed))
+def _layout(mesh: Mesh) -> Read[Layout]:
+    def read(value: Any, place: str) -> Layout:
+        specs = _list_of(_spec)(value, place)
+        try:
+            return Layout(specs, mesh)
+        except LayoutMapError as error:
+            raise _refused(f"{place}: {error.what}", error.why, error.mend) from error
+
+    return read
 
 
-def _layout(specs: Any, mesh: Mesh) -> Layout:
-    return Layout(
-        [tuple(cast("list[str]", spec)) if isinstance(spec, list) else spec for spec in specs], mesh
-    )
+def _spec(value: Any, place: str) -> str | tuple[str, ...] | None:
+    return value if isinstance(value, str | None) else _texts(value, place)
 
 
-def _read_variable(item: Any, mesh: Mesh) -> Assignment:
+def _read_variable(item: Any, place: str, mesh: Mesh) -> Assignment:
+    read = _Fields(item, place)
+    use = read("use", _or_null(_texts), None)
+    shape = read("shape", _shape)
+    axes = read("axes", _or_null(_list_of(_shape_of_any)), None)
+    for name, each in (("use", use), ("axes", axes)):
+        if each is not None and len(each) != len(shape):
+            why = f"it is for {len(each)} axes, and the shape has {len(shape)}"
+            raise _refused(f"{place}.{name} does not fit the shape", why)
     variable = VariableSpec(
-        item["path"],
-        tuple(map(int, item["shape"])),
-        item["dtype"],
-        Kind(item.get("kind", Kind.WEIGHT)),
-        tuple(item.get("aliases", ())),
-        item.get("parent"),
-        None if item.get("axes") is None else tuple(tuple(map(int, of)) for of in item["axes"]),
-        None if item.get("parent_shape") is None else tuple(map(int, item["parent_shape"])),
-        item.get("model", ""),
-        Use(tuple(map(str, item["use"])), item.get("head_size")) if "use" in item else None,
+        read("path", _text),
+        shape,
+        read("dtype", _dtype),
+        read("kind", _one_of(*Kind), Kind.WEIGHT),
+        read("aliases", _texts, ()),
+        read("parent", _or_null(_text), None),
+        axes,
+        read("parent_shape", _or_null(_shape), None),
+        read("model", _text, ""),
+        None if use is None else Use(use, read("head_size", _or_null(_number), None)),
     )
-    match = _read_match(variable.path, item, mesh) if "rule" in item else None
-    return Assignment(variable, _layout(item["layout"], mesh), match, item.get("drawn_whole", ""))
+    layout = read("layout", _layout(mesh))
+    match = _read_match(variable.path, read, mesh, layout) if "rule" in read else None
+    drawn_whole = read("drawn_whole", _text, "")
+    read.check()
+    return Assignment(variable, layout, match, drawn_whole)
 
 
-def _read_match(path: str, item: Any, mesh: Mesh) -> Match:
+def _read_activation(item: Any, place: str, mesh: Mesh) -> Match:
+    read = _Fields(item, place)
+    layout = read("layout", _layout(mesh), None)
+    match = _read_match(read("path", _text), read, mesh, layout)
+    read.check()
+    return match
+
+
+def _read_match(path: str, read: _Fields, mesh: Mesh, layout: Layout | None) -> Match:
     rule = None
-    if item["rule"] is not None:
-        number, pattern = item["rule"]
-        asked = _layout(item.get("asked", item["layout"]), mesh)
-        rule = Rule(number, pattern, asked, as_uneven(item.get("uneven", _ERROR), pattern))
-    others = tuple(
-        Rule(number, pattern, _layout(specs, mesh), as_uneven(uneven[0] if uneven else _ERROR, pattern))
-        for number, pattern, specs, *uneven in item.get("others", ())
+    won = read("rule", _or_null(_row(_number, _text)))
+    if won is not None:
+        asked = read("asked", _layout(mesh), layout) or read("layout", _layout(mesh))
+        rule = Rule(won[0], won[1], asked, read("uneven", _uneven, _ERROR))
+    others = read("others", _list_of(_row(_number, _text, _layout(mesh), _uneven, least=3)), ())
+    return Match(
+        path,
+        rule,
+        tuple(Rule(*other) for other in others),
+        read("near_misses", _texts, ()),
+        read("otherwise", _text, _OTHERWISE),
     )
-    return Match(path, rule, others, tuple(item.get("near_misses", ())), item.get("otherwise", _OTHERWISE))
 
 
-def _read_problem(item: Any) -> Problem:
-    facts = tuple((name, value) for name, value in item.get("facts", ()))
-    texts = {name: item.get(name, "") for name in ("why", "mend", "model")}
-    return Problem(item["kind"], item["severity"], item["subject"], item["what"], facts, **texts)
+def _row(*reads: Read[Any], least: int = 2) -> Read[list[Any]]:
+    """Reads a list whose places have types of their own; those after the first `least` may be left out."""
+
+    def read(value: Any, place: str) -> list[Any]:
+        items = cast("list[Any]", value) if isinstance(value, list) else []
+        if not least <= len(items) <= len(reads):
+            raise _wrong(
+                place, value, f"list of {least}" + (f" to {len(reads)}" if least < len(reads) else "")
+            )
+        return [of(each, f"{place}[{i}]") for i, (of, each) in enumerate(zip(reads, items, strict=False))]
+
+    return read
+
+
+def _read_problem(item: Any, place: str) -> Problem:
+    read = _Fields(item, place)
+    facts = read("facts", _list_of(_row(_text, _text)), ())
+    problem = Problem(
+        read("kind", _text, ""),
+        read("severity", _one_of(*get_args(Severity))),
+        read("subject", _text),
+        read("what", _text),
+        tuple((name, value) for name, value in facts),
+        read("why", _text, ""),
+        read("mend", _text, ""),
+        read("model", _text, ""),
+    )
+    read.check()
+    return problem

@@ -17,7 +17,6 @@ from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import Layout, as_layout
 from layoutmap.mesh import Mesh
 from layoutmap.rule_index import RuleIndex
-from layoutmap.yaml_comments import Comment, as_comment
 
 __all__ = ["Match", "MeshSlot", "Rule", "Rules", "how_to_change", "nearest"]
 
@@ -112,7 +111,6 @@ class Rules(MutableMapping[str, Layout]):
         self._default_uneven: Uneven = as_uneven(uneven, self._written)
         self._rules: dict[str, Layout] = {}
         self._uneven: dict[str, Uneven] = {}  # of the rules that say it themselves
-        self._comments: dict[str, Comment] = {}  # of rules that have one; they say nothing to the program
         self._compiled: dict[str, re.Pattern[str]] = {}
         self._numbered: dict[str, Rule] = {}
         self._in_order: tuple[Rule, ...] = ()
@@ -243,7 +241,6 @@ class Rules(MutableMapping[str, Layout]):
         layout: Layout | Sequence[Any],
         *,
         uneven: Uneven | None = None,
-        comment: str = "",
     ) -> None:
         """Add a rule, after those that are there, and say more of it.
 
@@ -252,10 +249,9 @@ class Rules(MutableMapping[str, Layout]):
             layout: See `__setitem__`.
             uneven: `"error"`, `"replicate"` (the axis is left whole) or `"shrink"` (it is cut over as many of its mesh
                 dims as divide it); `None`: as the map says.
-            comment: What it is for, in one or more lines: `LayoutMap.to_yaml` writes them above the rule.
 
         Raises:
-            RuleError: See `__setitem__`; or the comment has a sign that no rules file can hold.
+            RuleError: See `__setitem__`.
 
         Example:
             >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"))
@@ -265,20 +261,9 @@ class Rules(MutableMapping[str, Layout]):
                1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
         """
         checked = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
-        try:
-            said = as_comment(comment)
-        except ValueError as error:
-            raise RuleError(
-                f"{self._rule} {pattern!r}: its comment cannot be written",
-                facts={"comment": repr(comment)},
-                why=str(error),
-                mend="leave that sign out",
-            ) from error
         self[pattern] = layout
         if checked is not None:
             self._uneven[pattern] = checked
-        if said != Comment():
-            self._comments[pattern] = said
 
     @property
     def uneven(self) -> Uneven:
@@ -289,7 +274,6 @@ class Rules(MutableMapping[str, Layout]):
         del self._rules[pattern]
         del self._compiled[pattern]
         self._uneven.pop(pattern, None)
-        self._comments.pop(pattern, None)
         self._index = None
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
@@ -308,7 +292,6 @@ class Rules(MutableMapping[str, Layout]):
             for rule in rules.rules:
                 if rule.uneven != self._default_uneven:
                     self._uneven[rule.pattern] = rule.uneven
-            self._comments.update(rules._comments)
 
     def _state(self) -> tuple[Any, ...]:
         return (
@@ -316,11 +299,10 @@ class Rules(MutableMapping[str, Layout]):
             dict(self._rules),
             dict(self._compiled),
             dict(self._uneven),
-            dict(self._comments),
         )
 
     def _restore(self, state: tuple[Any, ...]) -> None:
-        self._slot.mesh, self._rules, self._compiled, self._uneven, self._comments = state
+        self._slot.mesh, self._rules, self._compiled, self._uneven = state
         self._index = None
 
     def __contains__(self, pattern: object) -> bool:
@@ -387,7 +369,6 @@ class Rules(MutableMapping[str, Layout]):
         self._rules.clear()
         self._compiled.clear()
         self._uneven.clear()
-        self._comments.clear()
         self._index = None
 
     def __eq__(self, other: object) -> bool:
@@ -400,10 +381,10 @@ class Rules(MutableMapping[str, Layout]):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle takes along: its own mesh slot and dicts, and no index."""
-        mesh, rules, compiled, uneven, comments = self._state()
+        mesh, rules, compiled, uneven = self._state()
         own = {"_slot": MeshSlot(mesh), "_rules": rules, "_compiled": compiled, "_uneven": uneven}
         made_anew: dict[str, Any] = {"_numbered": {}, "_in_order": (), "_index": None}
-        return {**self.__dict__, **own, "_comments": comments, **made_anew}
+        return {**self.__dict__, **own, **made_anew}
 
     def _repr_html_(self) -> str:
         from layoutmap.report.html import table

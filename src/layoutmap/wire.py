@@ -12,11 +12,11 @@ Two things TensorFlow cannot say have a form here that TensorFlow refuses: an ax
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from layoutmap.errors import LayoutError, MeshError
+from layoutmap.errors import LayoutError, MeshError, brief
 
 __all__ = ["MATCH", "LayoutFields", "MeshFields"]
 
@@ -25,6 +25,8 @@ MATCH = "match"
 
 _LAYOUT_PREFIX = "sharding_specs:"
 _MESH_PREFIX = " mesh:"
+_WHOLE_NUMBER = re.compile("-?[0-9]{1,18}")
+_MOST = 10**18
 _MEND_MESH = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"
 _MEND_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_string() does"
 
@@ -124,12 +126,12 @@ def mesh_from_text(text: str) -> MeshFields:
         if len(parts) not in (2, 5, 6):
             raise ValueError(f"bars cut it into {len(parts)} fields, and a mesh has 2, 5 or 6")
         dims = tuple(_split_dim(part) for part in _split(parts[1]))
-        size = math.prod(size for _, size in dims)
+        size = _num_places(dims)
         if len(parts) == 2:
             return MeshFields(parts[0], dims, None, ())
         ids, local_ids = (tuple(_whole_number(i) for i in _split(part)) for part in parts[2:4])
     except ValueError as error:
-        raise MeshError(f"mesh text {text!r} cannot be read", why=str(error), mend=_MEND_MESH) from None
+        raise MeshError(f"mesh text {brief(text)} cannot be read", why=str(error), mend=_MEND_MESH) from None
     _check_global_ids(ids, size)
     everything = _split(parts[5]) if len(parts) == 6 else ()
     return MeshFields(parts[0], dims, _devices(size, local_ids, _split(parts[4]), everything), local_ids)
@@ -168,7 +170,7 @@ def mesh_from_proto(message: Any) -> MeshFields:
                 mend="make the mesh from dims and devices",
             )
     dims = tuple((dim.name, dim.size) for dim in proto.mesh_dimensions)
-    size = math.prod(size for _, size in dims)
+    size = _num_places(dims)
     ids = tuple(proto.global_device_ids)
     if not ids:
         return MeshFields(proto.name, dims, None, ())
@@ -203,7 +205,7 @@ def layout_from_text(text: str) -> LayoutFields:
     elif specs and not specs.endswith(","):
         why = "each spec is followed by a comma, the last one too"
     if why:
-        raise LayoutError(f"layout text {text!r} cannot be read", why=why, mend=_MEND_LAYOUT)
+        raise LayoutError(f"layout text {brief(text)} cannot be read", why=why, mend=_MEND_LAYOUT)
     return LayoutFields(tuple(tuple(s.split(":")) for s in specs.split(",")[:-1]), mesh_from_text(mesh))
 
 
@@ -274,11 +276,24 @@ def _split(text: str) -> tuple[str, ...]:
 def _split_dim(text: str) -> tuple[str, int]:
     name, equals, size = text.partition("=")
     if not equals:
-        raise ValueError(f"{text!r} is not name=size")
+        raise ValueError(f"{brief(text)} is not name=size")
     return name, _whole_number(size)
 
 
 def _whole_number(text: str) -> int:
-    if not text.removeprefix("-").isdecimal():  # int() would take blanks and underscores too
-        raise ValueError(f"{text!r} is not a whole number")
+    if not _WHOLE_NUMBER.fullmatch(
+        text
+    ):  # int() would take blanks, underscores and digits of other scripts, too
+        limit = " of at most 18 digits" if len(text) > 18 else ""
+        raise ValueError(f"{brief(text)} is not a whole number{limit}")
     return int(text)
+
+
+def _num_places(dims: tuple[tuple[str, int], ...]) -> int:
+    """The product of the sizes; of sizes that no mesh has, one that is too large, too."""
+    size = 1
+    for _, each in dims:
+        size *= each
+        if abs(size) > _MOST:
+            break
+    return size

@@ -13,8 +13,8 @@
 
 A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
 
-Comments are kept, and so are blank lines: those above an entry, and those at the end of its line. They go where it
-goes, and are no part of what the map says; see `layoutmap.yaml_comments`.
+Comments are for people, who edit the file as text: a map does not keep them, and `to_yaml` writes none. What of YAML a
+file may use is in `layoutmap.strict_yaml`.
 
 `layoutmap schema > rules.schema.json` writes a JSON Schema of the form. Editors check a file by it that begins with
 
@@ -27,15 +27,15 @@ it means.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from layoutmap.errors import RuleError
+from layoutmap.errors import RuleError, brief
 from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import UNSHARDED, ShardingSpec
-from layoutmap.yaml_comments import Comment, Place, read_comments, with_comments
+from layoutmap.strict_yaml import read_yaml
 
 __all__ = ["VERSION", "RulesFields", "from_yaml", "schema", "to_yaml"]
 
@@ -56,8 +56,7 @@ class RulesFields:
     """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
 
     The specs are those of variables in `rules`, and of what layers put out in `activations`.
-    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves. `comments` are
-    those of all entries, rules among them.
+    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves.
     """
 
     dims: Mapping[str, int] | None
@@ -67,7 +66,6 @@ class RulesFields:
     activations: Mapping[str, tuple[Any, ...]]
     uneven: Uneven = "error"
     uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
-    comments: Mapping[Place, Comment] = field(default_factory=dict[Place, Comment])
 
 
 def to_yaml(fields: RulesFields) -> str:
@@ -88,9 +86,13 @@ def to_yaml(fields: RulesFields) -> str:
     def in_one_line(dumper: Any, data: Flow) -> Any:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
+    def text_of_numpy(dumper: Any, data: str) -> Any:
+        return dumper.represent_str(str(data))
+
     def mapping_in_one_line(dumper: Any, data: FlowMapping) -> Any:
         return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
 
+    Dumper.add_multi_representer(str, text_of_numpy)
     Dumper.add_representer(Flow, in_one_line)
     Dumper.add_representer(FlowMapping, mapping_in_one_line)
 
@@ -116,49 +118,21 @@ def to_yaml(fields: RulesFields) -> str:
         data["activations"] = {p: Flow(map(written, specs)) for p, specs in fields.activations.items()}
     if fields.uneven != "error":
         data["uneven"] = fields.uneven
-    text = str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
-    return with_comments(text, fields.comments) if fields.comments else text
+    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
 
 
 def from_yaml(text: str) -> RulesFields:
     """Read a rules file.
 
     Raises:
-        RuleError: It is no YAML, has a key twice, a key that is not known, or another version.
+        RuleError: It is no YAML of the kind that rules files are (see `layoutmap.strict_yaml`), has a key that is not
+            known, or another version.
     """
-    import yaml
-
-    safe_loader: Any = yaml.SafeLoader
-
-    class Loader(safe_loader):
-        """Refuses a key that is there twice; YAML itself keeps the last without a word."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: set[Any] = set()
-            for key_node, _ in node.value:
-                key: Any = self.construct_object(key_node, deep=True)
-                if not isinstance(key, Hashable):
-                    continue  # refused below, with its place
-                if key in seen:
-                    raise RuleError(
-                        f"rules file: {key!r} is there twice",
-                        facts={"line": key_node.start_mark.line + 1},
-                        why="two rules for one pattern contradict each other",
-                        mend="delete one of them",
-                    )
-                seen.add(key)
-            return safe_loader.construct_mapping(self, node, deep)
-
-    try:
-        data: Any = yaml.load(text, Loader)
-    except RuleError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
-        raise RuleError("rules file cannot be read", why=str(error), mend=_MEND) from error
+    data = read_yaml(text)
     version: Any = _mapping(data, "it", None).get("version")
-    if isinstance(version, bool) or version not in tuple(_KEYS):
+    if version not in tuple(_KEYS):
         raise RuleError(
-            f"rules file of version {version!r}",
+            f"rules file of version {brief(version)}",
             why=f"this layoutmap reads versions 1 to {VERSION}",
             mend=f"write version: {VERSION} in its first line, or use the layoutmap that wrote it",
         )
@@ -166,21 +140,30 @@ def from_yaml(text: str) -> RulesFields:
     mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
     name: Any = (mesh or {}).get("name")
     devices: Any = (mesh or {}).get("devices")
-    for what, value, kind, called in (("name", name, str, "text"), ("devices", devices, list, "list")):
-        if not isinstance(value, kind | None):
+    if not isinstance(name, str | None):
+        raise RuleError("rules file: mesh name is no text", facts={"there": brief(name)}, mend=_MEND)
+    if devices is not None and not _are_texts(devices):
+        raise RuleError(
+            "rules file: mesh devices is no list of texts", facts={"there": brief(devices)}, mend=_MEND
+        )
+    dims = None if mesh is None else _mapping(mesh.get("dims"), "mesh dims", None)
+    for dim, size in (dims or {}).items():
+        if not isinstance(size, int):
             raise RuleError(
-                f"rules file: mesh {what} is no {called}", facts={"there": repr(value)}, mend=_MEND
+                f"rules file: the size of mesh dim {dim!r} is no whole number",
+                facts={"there": brief(size)},
+                why="it is the number of devices along the dim",
+                mend=f"write a number, as in {{{dim}: 4}}",
             )
     rules, uneven_rules = _split(_mapping(_or_none(top, "rules"), "rules", None), version)
     return RulesFields(
-        dims=None if mesh is None else _mapping(mesh.get("dims"), "mesh dims", None),
+        dims=dims,
         mesh_name=name or "",
         devices=None if devices is None else tuple(cast("list[str]", devices)),
         rules=_rules(rules, "rules", "rule"),
         activations=_rules(_or_none(top, "activations"), "activations", "activation rule"),
         uneven=as_uneven(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
-        comments=read_comments(text),
     )
 
 
@@ -212,26 +195,44 @@ def _rules(value: Any, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
         if not isinstance(specs, list):
             raise RuleError(
                 f"rules file: {rule} {pattern!r} has no list of sharding specs",
-                facts={"there": repr(specs)},
+                facts={"there": brief(specs)},
                 why="a layout has one sharding spec for each axis",
                 mend="write a list, as in [null, model]",
             )
-    return {pattern: tuple(map(_read, specs)) for pattern, specs in rules.items()}
+        for axis, spec in enumerate(cast("list[Any]", specs)):
+            if not isinstance(spec, str | None) and not _are_texts(spec):
+                raise RuleError(
+                    f"rules file: {rule} {pattern!r}: the sharding spec of axis {axis} cannot be read",
+                    facts={"there": brief(spec)},
+                    why="a spec is null, a mesh dim, or a list of mesh dims",
+                    mend="write null, model or [batch, model]",
+                )
+    return {
+        pattern: tuple(tuple(cast("list[str]", s)) if isinstance(s, list) else s for s in specs)
+        for pattern, specs in rules.items()
+    }
 
 
-def _read(spec: Any) -> Any:
-    return tuple(cast("list[Any]", spec)) if isinstance(spec, list) else spec
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in cast("list[Any]", value))
 
 
 def _mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RuleError(f"rules file: {what} is no mapping", facts={"there": repr(value)[:200]}, mend=_MEND)
+        raise RuleError(f"rules file: {what} is no mapping", facts={"there": brief(value)}, mend=_MEND)
     found = cast("dict[str, Any]", value)
+    for key in found:
+        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleError(
+                f"rules file: {what} has a key {key!r} that is no text",
+                why="YAML reads null and digits without quotes as no text",
+                mend=f"quote it: '{'null' if key is None else key}'",
+            )
     unknown = sorted(str(key) for key in found if keys is not None and key not in keys)
     if unknown:
         raise RuleError(
             f"rules file: {what} has a key {unknown[0]!r}",
             why=f"the keys are {', '.join(sorted(keys or ()))}",
-            mend="mend the key, or delete it",
+            mend="correct the key, or delete it",
         )
     return found
