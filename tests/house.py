@@ -24,6 +24,7 @@ VALUES = (
     "layout",
     "fitting",
     "rule_index",
+    "backtracking",
     "rules",
     "yaml_form",
     "tp_plan",

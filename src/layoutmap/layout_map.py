@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from layoutmap.errors import LayoutMapWarning, RuleError
 from layoutmap.fitting import Uneven
 from layoutmap.mesh import Mesh, as_mesh
-from layoutmap.rules import MeshSlot, Rules
+from layoutmap.rules import WRITING, MeshSlot, Rules
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -102,32 +102,30 @@ class LayoutMap(Rules):
         Raises:
             RuleError: See `__setitem__`.
         """
-        before = self._state()
-        super().update(rules, **more)
-        if isinstance(rules, LayoutMap):
-            try:
-                self._activations.update(rules._activations)
-            except BaseException:
-                self._restore(before)
-                raise
+        theirs = rules._activations if isinstance(rules, LayoutMap) else ()
+        new, new_activations = self._new_rules(rules, more), self._activations._new_rules(theirs, {})
+        with WRITING:
+            mesh, entries = self._checked(new, self.mesh)
+            mesh, activations = self._activations._checked(new_activations, mesh)
+            self._put(mesh, entries)
+            self._activations._put(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
         """Whether two maps have the same rules in the same order, on the same mesh, activations included.
 
         Any other mapping has no order and stands for a map without activations.
         """
-        theirs: object = other._activations if isinstance(other, LayoutMap) else {}
         same = super().__eq__(other)
+        theirs = other._activations if isinstance(other, LayoutMap) else {}
         return same if same is NotImplemented else same and self._activations == theirs
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along, its activations on its own mesh slot."""
-        state = super().__getstate__()
-        twin = copy.copy(self._activations)
-        twin._slot = state["_slot"]
-        return {**state, "_activations": twin}
+    def __copy__(self) -> Any:
+        twin = super().__copy__()
+        twin._activations = copy.copy(self._activations)
+        twin._activations._slot = twin._slot
+        return twin
 
     # -- using it
 
@@ -158,7 +156,7 @@ class LayoutMap(Rules):
                 rules={pattern: layout.sharding_specs for pattern, layout in self.items()},
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
                 uneven=self.uneven,
-                uneven_rules=self._uneven,
+                uneven_rules=self._uneven_rules(),
             )
         )
 
@@ -318,7 +316,7 @@ class LayoutMap(Rules):
         return apply(model, self, **options)
 
     def __repr__(self) -> str:
-        if self._uneven:  # only `add` can say it for one rule
+        if self._uneven_rules():  # only `add` can say it for one rule
             return f"LayoutMap.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
         parts = [repr(self.mesh), _written(self)]
         if self._activations:
