@@ -344,7 +344,7 @@ def _made_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str,
 
     weights = [
         a.variable
-        for a in plan(make_and_keep, LayoutMap(mesh), library="torch")
+        for a in plan(make_and_keep, LayoutMap(mesh), library="torch").assignments
         if a.variable.kind == "weight"
     ]
     return made[0], {path: v.shape for v in weights for path in (v.path, *v.aliases)}

@@ -96,7 +96,7 @@ def fingerprint(plan: Plan) -> str:
     """
     variables = sorted(
         (a.variable.model, a.variable.path, a.variable.shape, a.variable.dtype, _specs(a.layout))
-        for a in plan
+        for a in plan.assignments
     )
     outputs = sorted((m.path, _specs(m.layout)) for m in plan.activations if m.layout is not None)
     told = _line([list(_dims(plan.mesh).items()), variables, outputs])

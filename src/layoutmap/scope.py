@@ -220,7 +220,7 @@ class Scope:
         """A problem for each variable whose layout the engine cannot hold."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout, EngineError | None] = {}
-        for assignment in plan:
+        for assignment in plan.assignments:
             layout, path = assignment.layout, assignment.variable.path
             if assignment.match is None:
                 continue  # it follows another variable, whose problem is told there

@@ -40,9 +40,9 @@ class _PageData:
         self.layouts, self.forms, self.rules = _Shared(), _Shared(), _Shared()
         self.lists = _Shared()  # of rules that match too, and of near misses
         self.texts = _Shared()
-        self.number = {id(a): i for i, a in enumerate(plan)}
+        self.number = {id(a): i for i, a in enumerate(plan.assignments)}
         self.by_path: dict[str, list[int]] = {}
-        for i, a in enumerate(plan):
+        for i, a in enumerate(plan.assignments):
             for path in (a.variable.path, *a.variable.aliases):
                 self.by_path.setdefault(path, []).append(i)
 
@@ -50,7 +50,7 @@ class _PageData:
         plan, memory = self.plan, self.plan.memory
         rows = plan_rows(plan)
         row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
-        variables = [self._variable(a, row_of[id(a)]) for a in plan]
+        variables = [self._variable(a, row_of[id(a)]) for a in plan.assignments]
         return {
             "mesh": {
                 "name": plan.mesh.name,
@@ -131,7 +131,8 @@ def _groups(plan: Plan, findings: Sequence[Problem]) -> list[tuple[Problem, tupl
 def _bytes_by_use(plan: Plan, memory: Memory) -> dict[str, Mapping[str, int]]:
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     weights, slots = (
-        sum(a.variable.nbytes for a in plan if a.variable.kind is kind) for kind in (Kind.WEIGHT, Kind.SLOT)
+        sum(a.variable.nbytes for a in plan.assignments if a.variable.kind is kind)
+        for kind in (Kind.WEIGHT, Kind.SLOT)
     )
     whole = {"weights": weights, "gradients": weights, "slots": slots, "state": plan.nbytes - weights - slots}
     return {"device": device, "whole": whole}

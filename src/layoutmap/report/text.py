@@ -86,7 +86,7 @@ def plan_text(plan: Plan) -> str:
 
 def _rules_that_won(plan: Plan) -> list[Rule]:
     """The rules that decide on a variable, in their order."""
-    won = {a.match.rule.number: a.match.rule for a in plan if a.match and a.match.rule}
+    won = {a.match.rule.number: a.match.rule for a in plan.assignments if a.match and a.match.rule}
     return [won[number] for number in sorted(won)]
 
 
@@ -147,7 +147,7 @@ def warning_text(plan: Plan) -> str:
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
     biases and scales are small and mostly meant to be whole, and stand in the plan.
     """
-    ranks = {a.variable.path: len(a.variable.shape) for a in plan}
+    ranks = {a.variable.path: len(a.variable.shape) for a in plan.assignments}
     worth = [p for p in plan.warnings if p.kind != "no rule" or ranks[p.subject] > 1]
     if not worth:
         return ""

@@ -154,7 +154,7 @@ class AdapterContract:
             with layout_map.scope(library=self.library) as scope:
                 _model = make_model()
 
-            matched = [a for a in scope.plan if a.variable.kind in ("weight", "state", "rng")]
+            matched = [a for a in scope.plan.assignments if a.variable.kind in ("weight", "state", "rng")]
             expected = {a.variable.path: a.layout for a in matched}
             actual = {a.variable.path: a.layout for a in planned if a.variable.path in expected}
             assert expected == actual
