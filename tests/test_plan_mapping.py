@@ -25,7 +25,7 @@ def test_a_plan_is_a_whole_mapping():
     assert ["d1.kernel", "d1.bias"] == list(plan)
     assert ("d1.kernel" in plan, "d1" in plan, len(plan)) == (True, False, 2)
     assert (bias, None) == (plan.get("d1.bias"), plan.get("d1"))
-    with pytest.raises(KeyError, match="near misses: d1.kernel"):
+    with pytest.raises(KeyError, match=r"near misses: d1\.kernel"):
         plan["d1.kernal"]
 
 

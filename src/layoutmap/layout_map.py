@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.errors import LayoutMapWarning, RuleError
+from layoutmap.errors import LayoutMapWarning, MeshError, RuleError
 from layoutmap.fitting import Uneven
 from layoutmap.mesh import Mesh, as_mesh
+from layoutmap.mesh_dims import kind_of
 from layoutmap.rules import WRITING, MeshSlot, Rules
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class LayoutMap(Rules):
 
     Args:
         mesh: The mesh to which tuples of specs are bound, and on which variables without a rule are replicated.
-            `None` means the mesh of the first layout that is added.
+            Text such as `"batch=2,model=4"` means an abstract mesh of these dims; `None`, the mesh of the first layout
+            that is added.
         rules: Rules to begin with, in order.
         activations: Rules for what layers put out, in order; see `Activations`.
         uneven: What happens to an axis of a variable that does not divide: `"error"`, `"replicate"` (it is left whole)
@@ -62,6 +64,7 @@ class LayoutMap(Rules):
 
     Raises:
         RuleError: See `__setitem__`.
+        MeshError: The mesh is none, or the text says none.
 
     Example:
         >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"))
@@ -82,13 +85,13 @@ class LayoutMap(Rules):
 
     def __init__(
         self,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         rules: Mapping[str, Any] | None = None,
         activations: Mapping[str, Any] | None = None,
         *,
         uneven: Uneven = "error",
     ):
-        super().__init__(MeshSlot(as_mesh(mesh)), rules, uneven)
+        super().__init__(MeshSlot(_mesh_of(mesh)), rules, uneven)
         self._activations = Activations(self._slot, activations)
 
     @property
@@ -215,7 +218,7 @@ class LayoutMap(Rules):
         """
         from layoutmap import presets
 
-        mesh = as_mesh(mesh)
+        mesh = _mesh_of(mesh) or mesh
         return cls._of(presets.read(name, mesh, model_dim, fsdp_dim), mesh)
 
     @classmethod
@@ -276,6 +279,7 @@ class LayoutMap(Rules):
         """
         from layoutmap.tp_plan import is_maker, plan_of, tp_rules
 
+        mesh = _mesh_of(mesh) or mesh
         for name in (dim, batch_dim):
             if name is not None and name not in mesh:
                 raise RuleError(
@@ -330,6 +334,20 @@ class LayoutMap(Rules):
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + (self._activations._repr_html_() if self._activations else "")
+
+
+def _mesh_of(mesh: Any) -> Mesh | None:
+    """The mesh of a map, from what it is given."""
+    if isinstance(mesh, str):
+        return Mesh(None, mesh)
+    mesh = as_mesh(mesh)
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    raise MeshError(
+        f"{mesh!r} is no mesh",
+        why=f"it is {kind_of(mesh)}",
+        mend='pass a Mesh, as create_mesh("batch=2,model=4") makes one, or that text',
+    )
 
 
 def _made_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:

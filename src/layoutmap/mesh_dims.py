@@ -12,7 +12,16 @@ from typing import Any
 from layoutmap import wire
 from layoutmap.errors import MeshError
 
-__all__ = ["UNSHARDED", "MeshDimension", "check_dims", "fill_in_size", "kind_of", "parse_mesh_dims"]
+__all__ = [
+    "UNSHARDED",
+    "MeshDimension",
+    "as_int",
+    "as_text",
+    "check_dims",
+    "fill_in_size",
+    "kind_of",
+    "parse_mesh_dims",
+]
 
 UNSHARDED = "unsharded"
 """The sharding spec of an axis that is not cut: every device holds all of it."""
@@ -98,11 +107,26 @@ def _to_dim(entry: Any) -> MeshDimension:
         why = "a mesh dim is a pair of a name and a size"
     elif not isinstance(pair[0], str):
         why = f"its name is {kind_of(pair[0])}, not text"
-    elif isinstance(pair[1], bool) or not hasattr(pair[1], "__index__"):
+    elif as_int(pair[1]) is None:
         why = f"its size is {kind_of(pair[1])}, not a whole number"
     if why:
         raise MeshError(f"mesh dim {entry!r} cannot be read", why=why, mend=_MEND_DIMS)
-    return MeshDimension(pair[0], operator.index(pair[1]))
+    return MeshDimension(as_text(pair[0]), operator.index(pair[1]))
+
+
+def as_int(value: Any) -> int | None:
+    """Python's int for a whole number of any type, since those of numpy wrap; `None` for all else, bools included."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_text(text: str) -> str:
+    """Python's str for a text of a class derived from it, such as numpy's: what is written to files is plain."""
+    return str.__str__(text)
 
 
 def kind_of(value: object) -> str:

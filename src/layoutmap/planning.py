@@ -92,6 +92,7 @@ class _Planning:
         self.beaten: dict[int, tuple[Rule, str]] = {}
         self._by_path = {(v.model, v.path): v for v in variables}
         self._done: dict[tuple[str, str], Assignment] = {}
+        self._replicated: dict[int, Layout] = {}
         self._near: dict[object, tuple[str, ...]] = {}
 
     def assignments(self) -> list[Assignment]:
@@ -120,10 +121,15 @@ class _Planning:
             match = self._match(variable) if variable.kind in _MATCHED else None
         rule = match and match.rule
         if rule is None:
-            return Layout.replicated(self.mesh, len(variable.shape)), match, "error"
+            return self._whole(len(variable.shape)), match, "error"
         if variable.is_packed and rule.layout.rank == len(variable.rule_shape):
             return derived_layout(rule.layout, variable.axes or ()), match, "shrink"
         return rule.layout, match, rule.uneven
+
+    def _whole(self, rank: int) -> Layout:
+        if rank not in self._replicated:
+            self._replicated[rank] = Layout.replicated(self.mesh, rank)
+        return self._replicated[rank]
 
     def _match(self, variable: VariableSpec) -> Match:
         """What the map says of a variable under all its paths; the first rule of the map among them wins."""
@@ -168,7 +174,7 @@ class _Planning:
     def _as_parent(self, variable: VariableSpec) -> Layout:
         """The layout that a derived variable takes over."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
-        replicated = Layout.replicated(self.mesh, len(variable.shape))
+        replicated = self._whole(len(variable.shape))
         if parent is not None and not parent.is_packed:
             layout, shape = self._assignment(parent).layout, parent.shape
         else:  # it has made way for those that are derived from it, a packed form of it among them
