@@ -17,11 +17,12 @@ from layoutmap.limits import Limit
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import path_pattern, path_shape
 from layoutmap.plan import Plan, Problem, Severity, in_order
-from layoutmap.rules import Match, Rule, Rules, nearest
+from layoutmap.rules import Candidates, Match, Rule, Rules
 from layoutmap.variables import Assignment, Kind, VariableSpec
 
 __all__ = ["make_plan"]
 
+_MOST_COMPARISONS = 20_000  # for near misses of each sort: a second; nobody reads those of more
 _MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
 
@@ -93,6 +94,7 @@ class _Planning:
         self._by_path = {(v.model, v.path): v for v in variables}
         self._done: dict[tuple[str, str], Assignment] = {}
         self._replicated: dict[int, Layout] = {}
+        self._patterns = Candidates(layout_map, _MOST_COMPARISONS)
         self._near: dict[object, tuple[str, ...]] = {}
 
     def assignments(self) -> list[Assignment]:
@@ -138,7 +140,7 @@ class _Planning:
         if not winners:
             block = path_shape(variable.path)
             if block not in self._near:  # they take a while to find, and are the same in all repeated blocks
-                self._near[block] = tuple(nearest(variable.path, self.layout_map))
+                self._near[block] = tuple(self._patterns.nearest(variable.path))
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in answers, r.number))
         if len({r.layout for r in winners.values()}) > 1:
@@ -316,6 +318,7 @@ def _problems_of_rules(
     of: str,
 ) -> Iterator[Problem]:
     """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
+    candidates: Candidates | None = None
     for rule in rules.rules:
         if won[rule.number]:
             continue
@@ -332,7 +335,8 @@ def _problems_of_rules(
                 f"put it before rule {winner.number}, or delete it",
             )
             continue
-        near = nearest(rule.pattern, paths)
+        candidates = candidates or Candidates(paths, _MOST_COMPARISONS)
+        near = candidates.nearest(rule.pattern)
         yield Problem(
             "unused rule",
             "warning",

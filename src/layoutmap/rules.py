@@ -22,10 +22,11 @@ from layoutmap.layout import Layout, as_layout
 from layoutmap.mesh import Mesh
 from layoutmap.rule_index import RuleIndex
 
-__all__ = ["Match", "MeshSlot", "Rule", "Rules", "how_to_change", "nearest"]
+__all__ = ["Candidates", "Match", "MeshSlot", "Rule", "Rules", "how_to_change", "nearest"]
 
 _MISSING: Any = object()
 _CLOSE = 0.6
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,28 +537,49 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         >>> nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
         ['layers.3.self_attention.query_dense.kernel']
     """
-    wanted = _skeleton(text).split(".")
-    numbers = re.findall(r"\d+", text)
-    by_skeleton: dict[str, str] = {}
-    for candidate in candidates:
-        skeleton = _skeleton(candidate)
-        # Of repeated blocks one is named: that of the same number, if it is there.
-        if skeleton not in by_skeleton or (numbers and re.findall(r"\d+", candidate) == numbers):
-            by_skeleton[skeleton] = candidate
-    matcher = difflib.SequenceMatcher()
-    scored: list[tuple[float, str]] = []
-    for skeleton, candidate in by_skeleton.items():
-        parts = skeleton.split(".")
-        # A pattern that starts with .* says nothing of the path's first parts.
-        shared = min(len(parts), len(wanted))
-        matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
-        # The last word says what a variable is; to be another kind of variable is the least likely slip.
-        score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
-        if score < _CLOSE and _is_part_of(wanted, parts):
-            score = _CLOSE
-        if score >= _CLOSE:
-            scored.append((-score, candidate))
-    return [candidate for _, candidate in sorted(scored)[:count]]
+    return Candidates(candidates).nearest(text, count)
+
+
+class Candidates:
+    """Paths or patterns among which near misses are looked for many times; those of repeated blocks count as one.
+
+    Args:
+        candidates: The paths or patterns.
+        most: How many comparisons may be made in all, each of some 50 microseconds; where one search would need more
+            than are left, it finds nothing. `None`: any number.
+    """
+
+    def __init__(self, candidates: Iterable[str], most: int | None = None) -> None:
+        self._left = most
+        self._by_skeleton: dict[str, dict[tuple[str, ...], str]] = {}
+        for candidate in candidates:
+            numbers = tuple(_NUMBER.findall(candidate))
+            self._by_skeleton.setdefault(_skeleton(candidate), {}).setdefault(numbers, candidate)
+
+    def nearest(self, text: str, count: int = 3) -> list[str]:
+        """See `nearest`."""
+        if self._left is not None:
+            if len(self._by_skeleton) > self._left:
+                return []
+            self._left -= len(self._by_skeleton)
+        wanted = _skeleton(text).split(".")
+        numbers = tuple(_NUMBER.findall(text))
+        matcher = difflib.SequenceMatcher()
+        scored: list[tuple[float, str]] = []
+        for skeleton, block in self._by_skeleton.items():
+            # Of repeated blocks one is named: that of the same number, if it is there.
+            candidate = block.get(numbers) or next(iter(block.values()))
+            parts = skeleton.split(".")
+            # A pattern that starts with .* says nothing of the path's first parts.
+            shared = min(len(parts), len(wanted))
+            matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
+            # The last word says what a variable is; to be another kind of variable is the least likely slip.
+            score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
+            if score < _CLOSE and _is_part_of(wanted, parts):
+                score = _CLOSE
+            if score >= _CLOSE:
+                scored.append((-score, candidate))
+        return [candidate for _, candidate in sorted(scored)[:count]]
 
 
 def _is_part_of(wanted: Sequence[str], parts: Sequence[str]) -> bool:

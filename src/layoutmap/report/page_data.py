@@ -40,6 +40,7 @@ class _PageData:
         self.layouts, self.forms, self.rules = _Shared(), _Shared(), _Shared()
         self.lists = _Shared()  # of rules that match too, and of near misses
         self.texts = _Shared()
+        self._seen: dict[int, int] = {}  # layouts of the plan by identity, to their numbers
         self.number = {id(a): i for i, a in enumerate(plan.assignments)}
         self.by_path: dict[str, list[int]] = {}
         for i, a in enumerate(plan.assignments):
@@ -112,9 +113,12 @@ class _PageData:
 
     def _layout(self, layout: Layout) -> int:
         """The mesh dims that cut each axis, by number, and the text of it all."""
+        if id(layout) in self._seen:
+            return self._seen[id(layout)]
         dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}
         cut = tuple(tuple(dims[name] for name in layout.mesh_dims_of(i)) for i in range(layout.rank))
-        return self.layouts.number((cut, str(layout)))
+        self._seen[id(layout)] = self.layouts.number((cut, str(layout)))
+        return self._seen[id(layout)]
 
     def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, Any]:
         of = dict.fromkeys(i for p in members for i in self.by_path.get(p.subject, ()))

@@ -72,7 +72,8 @@ def plan_text(plan: Plan) -> str:
         count = sum(p.kind == "no rule" for p in plan.problems)
         lines += ["", f"warning: no rule matches these {count}, so every device holds them whole;"]
         lines[-1] += " a rule for each says that this is meant"
-        lines += [f"  {p.subject:<{max(len(q.subject) for q in no_rule)}}  {p.mend}" for p in no_rule]
+        width = max(len(p.subject) for p in no_rule)
+        lines += [f"  {p.subject:<{width}}  {p.mend}" for p in no_rule]
     for problem in grouped:
         if problem.kind != "no rule":
             lines += ["", f"warning: {problem}"]
