@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 __all__ = ["doubling_text"]
@@ -45,6 +46,13 @@ class _Part:
     last: list[int] = field(default_factory=list[int])
 
 
+_CATEGORIES: dict[str, Callable[[str], bool]] = {
+    "DIGIT": str.isdigit,
+    "SPACE": str.isspace,
+    "WORD": lambda char: char.isalnum() or char == "_",
+}
+
+
 class _TooMuch(Exception):
     """The regex is too large to be judged, or has something that is not known."""
 
@@ -61,14 +69,14 @@ def doubling_text(pattern: re.Pattern[str]) -> str | None:
     if not _REPEATED_GROUP.search(pattern.pattern):
         return None
     try:
-        from re import _parser  # type: ignore[attr-defined]
+        parser: Any = import_module("re._parser")
 
         automaton = _Automaton(pattern.flags)
-        end = automaton.read(_parser.parse(pattern.pattern, pattern.flags)).last
+        end = automaton.read(parser.parse(pattern.pattern, pattern.flags)).last
         # Where a match may end, it does: `re.match` asks for no more, and nothing is tried again.
         pivots = [p for p in range(len(automaton.chars)) if p not in end]
         return min(filter(None, map(automaton.text_of_two_ways, pivots)), key=len, default=None)
-    except (ImportError, AttributeError, TypeError, ValueError, RecursionError, _TooMuch):
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError, RecursionError, _TooMuch):
         return None
 
 
@@ -148,8 +156,7 @@ class _Automaton:
             return found | self._other_case(found) if self.flags & re.IGNORECASE else found
         if op == "CATEGORY":
             name = str(value).removeprefix("CATEGORY_")
-            of = {"DIGIT": str.isdigit, "SPACE": str.isspace, "WORD": lambda c: c.isalnum() or c == "_"}
-            inside = of[name.removeprefix("NOT_")]
+            inside = _CATEGORIES[name.removeprefix("NOT_")]
             wanted = not name.startswith("NOT_")
             found = sum(1 << code for code in range(256) if inside(chr(code)) == wanted)
             return found | (name in ("WORD", "NOT_DIGIT", "NOT_SPACE")) << _OTHER  # taken to be a letter
@@ -169,9 +176,9 @@ class _Automaton:
 
     def text_of_two_ways(self, pivot: int) -> str | None:
         """A text that leads from a position back to it in two ways."""
-        start = (pivot, pivot, False)
+        start: tuple[int, int, bool] = (pivot, pivot, False)
         came: dict[tuple[int, int, bool], tuple[tuple[int, int, bool], int] | None] = {start: None}
-        waiting = deque([start])
+        waiting: deque[tuple[int, int, bool]] = deque([start])
         while waiting:
             here = waiting.popleft()
             for there, chars in self._next(here):

@@ -119,7 +119,7 @@ class LayoutMap(Rules):
         Any other mapping has no order and stands for a map without activations.
         """
         same = super().__eq__(other)
-        theirs = other._activations if isinstance(other, LayoutMap) else {}
+        theirs: object = other._activations if isinstance(other, LayoutMap) else {}
         return same if same is NotImplemented else same and self._activations == theirs
 
     __hash__ = None  # type: ignore[assignment]

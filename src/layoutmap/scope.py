@@ -414,9 +414,9 @@ def plan(
     unbuilt = dry.session.unbuilt()
     found = dry.plan
     final = make_plan(
-        [a.variable for a in found],
+        [a.variable for a in found.assignments],
         layout_map,
-        drawn_whole={a.variable.path: a.drawn_whole for a in found},
+        drawn_whole={a.variable.path: a.drawn_whole for a in found.assignments},
         layers=dry.layers,
         free_activations=dry.free_activations,
     ).with_problems([problem for problem in found.problems if problem.kind in ("not held", "cannot run")])
