@@ -212,7 +212,9 @@ def test_every_missing_rule_is_reported(name):
     for number, pattern in enumerate(hub_models.rules(name), 1):
         layout_map = hub_models.rules(name)
         expected = {
-            a.variable.path for a in make_plan(variables, layout_map) if a.match.rule.number == number
+            a.variable.path
+            for a in make_plan(variables, layout_map).assignments
+            if a.match.rule.number == number
         }
         del layout_map[pattern]
 
