@@ -24,6 +24,7 @@ VALUES = (
     "layout",
     "fitting",
     "rule_index",
+    "backtracking",
     "rules",
     "strict_yaml",
     "yaml_form",

@@ -64,7 +64,7 @@ def test_a_plan_is_printed_and_written(folder, capsys):
     kept = lm.Plan.from_json((folder / "plan.json").read_text())
 
     assert (0, f"{kept}\n\n{kept.memory}\n") == (code, out)
-    assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept]
+    assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept.assignments]
 
 
 def test_a_plan_is_written_as_a_page(folder, capsys):

@@ -350,7 +350,7 @@ def another():
     """The same model on a mesh of another shape, with other rules, one block more, and one variable less."""
     before = one_of_each()
     layout_map = lm.LayoutMap(lm.Mesh(None, "batch=4,model=2"), {r".*\.up\.kernel": ("model", "batch")})
-    kept = [a.variable for a in before if a.variable.path != "flat"]
+    kept = [a.variable for a in before.assignments if a.variable.path != "flat"]
     return make_plan([*kept, VariableSpec("blocks.2.up.kernel", (16, 64), "bfloat16")], layout_map)
 
 

@@ -144,12 +144,15 @@ def test_the_bytes_of_the_page_are_those_of_the_plan(drawn):
     rows = plan_rows(plan)
 
     assert [plan.nbytes, plan.device_nbytes] == data["bytes"]
-    assert [(a.variable.path, a.variable.nbytes, a.shard_nbytes if a.fits else None) for a in plan] == [
-        (path, *data["forms"][form][3:]) for path, form, *_ in data["variables"]
-    ]
+    assert [
+        (a.variable.path, a.variable.nbytes, a.shard_nbytes if a.fits else None) for a in plan.assignments
+    ] == [(path, *data["forms"][form][3:]) for path, form, *_ in data["variables"]]
     assert [row.path for row in rows] == [path for path, *_ in data["rows"]]
     assert [
-        i for a in plan for i, row in enumerate(rows) if any(a is other for other in row.assignments)
+        i
+        for a in plan.assignments
+        for i, row in enumerate(rows)
+        if any(a is other for other in row.assignments)
     ] == [row for _, _, _, row, *_ in data["variables"]]
 
 

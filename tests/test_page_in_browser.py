@@ -238,7 +238,7 @@ SORTED_BY = {
 def test_sort(browser, show, column):
     """A column's head sorts up, then down, then as the model has it; equal ones keep the model's order."""
     show(PLAN, all=1)
-    in_order = list(PLAN)
+    in_order = PLAN.assignments
     for wanted in (
         sorted(in_order, key=SORTED_BY[column]),
         sorted(in_order, key=SORTED_BY[column], reverse=True),
@@ -265,7 +265,7 @@ FILTERS = {
 def test_filters(browser, show, name):
     """Each button leaves the variables that Python says are so, and its tally counts them."""
     show(PLAN, all=1)
-    wanted = [a.variable.path for a in PLAN if FILTERS[name](a)]
+    wanted = [a.variable.path for a in PLAN.assignments if FILTERS[name](a)]
     press(browser, name)
 
     assert wanted == rows(browser)

@@ -167,7 +167,9 @@ def test_what_needs_no_rule():
 
     assert () == plan.problems
     assert plan["d1.kernel"].layout == plan["optimizer.d1.kernel.momentum"].layout
-    others = [a for a in plan if a.variable.path not in ("d1.kernel", "optimizer.d1.kernel.momentum")]
+    others = [
+        a for a in plan.assignments if a.variable.path not in ("d1.kernel", "optimizer.d1.kernel.momentum")
+    ]
     assert all(a.layout.is_fully_replicated() for a in others)
 
 
@@ -277,9 +279,9 @@ def test_every_variable_is_assigned_exactly_once_in_order(drawn):
     """A plan has one assignment for each variable, in the order given: what the map says, made to fit as it says."""
     variables, layout_map, plan = drawn
 
-    assert variables == [a.variable for a in plan]
+    assert variables == [a.variable for a in plan.assignments]
     assert len(variables) == len(plan)
-    for a in plan:
+    for a in plan.assignments:
         if a.variable.follows:
             continue
         rule = layout_map.match(a.variable.path).rule if a.variable.kind is not Kind.METRIC else None
@@ -293,7 +295,7 @@ def test_every_variable_is_assigned_exactly_once_in_order(drawn):
 def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
     """A rule is, if it matches the variable and not its parent; else each axis is cut as the parent's axes it is of."""
     _, layout_map, plan = drawn
-    for a in plan:
+    for a in plan.assignments:
         v = a.variable
         if not v.follows:
             continue
@@ -317,9 +319,9 @@ def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
 def test_bytes_are_those_of_all_shards(drawn):
     """What the devices hold together is what their shards hold; what does not fit is left out."""
     _, _, plan = drawn
-    fitting = [a for a in plan if a.fits]
+    fitting = [a for a in plan.assignments if a.fits]
 
-    assert sum(a.variable.nbytes for a in plan) == plan.nbytes
+    assert sum(a.variable.nbytes for a in plan.assignments) == plan.nbytes
     assert sum(a.shard_nbytes for a in fitting) == plan.device_nbytes
     for a in fitting:
         size = a.layout.mesh.size
@@ -332,7 +334,7 @@ def test_bytes_are_those_of_all_shards(drawn):
 def test_a_plan_has_an_error_exactly_where_something_does_not_fit(drawn):
     """Each variable that does not fit its layout has an error of its own, or follows one that has; no other has one."""
     _, _, plan = drawn
-    own = {a.variable.path for a in plan if not a.fits and (a.match or not a.variable.follows)}
+    own = {a.variable.path for a in plan.assignments if not a.fits and (a.match or not a.variable.follows)}
 
     assert own == {p.subject for p in plan.errors}
     assert all(p.severity in ("error", "warning", "note") for p in plan.problems)
@@ -342,7 +344,7 @@ def test_a_plan_has_an_error_exactly_where_something_does_not_fit(drawn):
 def test_every_rule_is_used_or_told_of(drawn):
     """A rule wins at least one variable, or a warning says that it is unused or shadowed."""
     _, layout_map, plan = drawn
-    winners = {a.match.rule.pattern for a in plan if a.match and a.match.rule}
+    winners = {a.match.rule.pattern for a in plan.assignments if a.match and a.match.rule}
     told = {p.subject for p in plan.warnings if p.kind in ("unused rule", "shadowed rule")}
 
     assert set(layout_map) == winners | told

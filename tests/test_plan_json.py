@@ -67,7 +67,7 @@ def any_plans(draw):
                 ),
                 drawn_whole=draw(texts),
             )
-            for a in plan
+            for a in plan.assignments
         ),
         problems=(*plan.problems, Problem("k", "note", *(draw(texts) for _ in range(2)), why=draw(texts))),
     )

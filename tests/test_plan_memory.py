@@ -37,7 +37,7 @@ def test_what_could_be_cut_can_be(drawn):
         assert cut.saved_nbytes == variable.nbytes - shard.nbytes
     assert sorted((cut.saved_nbytes for cut in cuts), reverse=True) == [cut.saved_nbytes for cut in cuts]
     told = {cut.assignment.variable.path for cut in cuts}
-    for a in plan:
+    for a in plan.assignments:
         if (
             a.fits
             and not a.variable.follows

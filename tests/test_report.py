@@ -107,7 +107,7 @@ def test_every_variable_is_in_exactly_one_row():
     plan = transformer()
     rows = plan_rows(plan)
 
-    assert sorted(a.variable.path for a in plan) == sorted(
+    assert sorted(a.variable.path for a in plan.assignments) == sorted(
         a.variable.path for r in rows for a in r.assignments
     )
     assert plan.nbytes == sum(row.nbytes for row in rows)

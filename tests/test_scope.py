@@ -36,7 +36,7 @@ class Lazy(keras.Model):
 
 
 def assignments(plan):
-    return {a.variable.path: a.layout for a in plan}
+    return {a.variable.path: a.layout for a in plan.assignments}
 
 
 def test_scope_build_and_apply_give_one_result():
@@ -61,7 +61,9 @@ def test_a_plan_grows_as_weights_are_made():
 
     assert 0 == len(scope.plan)
     model(np.ones((1, 8), "float32"))
-    assert ["d1.kernel", "d1.bias", "d2.kernel", "d2.bias"] == [a.variable.path for a in scope.plan]
+    assert ["d1.kernel", "d1.bias", "d2.kernel", "d2.bias"] == [
+        a.variable.path for a in scope.plan.assignments
+    ]
     assert (
         repr(scope)
         == "<Scope: <Plan: 4 variables on batch=2, model=4, 1.1 KiB, 352 B per device; no problems>>"

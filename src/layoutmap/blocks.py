@@ -6,6 +6,7 @@ shards with such indices, and everything that moves values between layouts, proc
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -26,7 +27,7 @@ def whole_index(shape: Sequence[int]) -> Index:
         >>> whole_index((2, 3))
         (slice(0, 2, None), slice(0, 3, None))
     """
-    return tuple(slice(0, n) for n in shape)
+    return tuple(slice(0, operator.index(n)) for n in shape)
 
 
 def with_ends(index: Sequence[slice], shape: Sequence[int]) -> Index:
@@ -51,13 +52,13 @@ def with_ends(index: Sequence[slice], shape: Sequence[int]) -> Index:
             why=why,
             mend="give one slice for each axis, from where to where",
         )
-    ends = (part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+    ends = (part.indices(operator.index(n))[:2] for part, n in zip(index, shape, strict=True))
     return tuple(slice(start, max(start, stop)) for start, stop in ends)
 
 
 def block_shape(index: Index) -> tuple[int, ...]:
     """The shape of the block at an index."""
-    return tuple(part.stop - part.start for part in index)
+    return tuple(operator.index(part.stop) - operator.index(part.start) for part in index)
 
 
 def intersect(a: Index, b: Index) -> Index | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from layoutmap.engines import ENGINES, get_engine
 from layoutmap.errors import EngineError, MeshError
-from layoutmap.mesh import Mesh, MeshDimension
+from layoutmap.mesh import Mesh, MeshDimension, device_names
 from layoutmap.mesh_dims import fill_in_size, parse_mesh_dims
 
 __all__ = ["create_mesh", "default_engine_name", "devices"]
@@ -51,7 +51,7 @@ def create_mesh(
     """
     dims = parse_mesh_dims(mesh_dims)
     open_size = any(dim.size == -1 for dim in dims)
-    names = None if devices is None else tuple(devices)
+    names = None if devices is None else device_names(devices, dims)
     if names is None and device_type is None and engine is None and not open_size:
         return Mesh(None, dims, mesh_name)
     if names is not None:

@@ -62,7 +62,20 @@ def format_message(what: str, facts: Mapping[str, object], why: str, mend: str) 
     return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair could not be printed
 
 
-class LayoutMapError(ValueError):
+class _Told(Exception):
+    """What errors and warnings have in common: their parts, and the text made of them."""
+
+    def __init__(
+        self, what: str, *, facts: Mapping[str, object] | None = None, why: str = "", mend: str = ""
+    ):
+        self.what = what
+        self.facts = dict(facts or {})
+        self.why = why
+        self.mend = mend
+        super().__init__(format_message(what, self.facts, why, mend))
+
+
+class LayoutMapError(_Told, ValueError):
     """Any error of this library.
 
     Args:
@@ -80,15 +93,6 @@ class LayoutMapError(ValueError):
           why   2 are needed
           mend  pass 2 devices
     """
-
-    def __init__(
-        self, what: str, *, facts: Mapping[str, object] | None = None, why: str = "", mend: str = ""
-    ):
-        self.what = what
-        self.facts = dict(facts or {})
-        self.why = why
-        self.mend = mend
-        super().__init__(format_message(what, self.facts, why, mend))
 
 
 class MeshError(LayoutMapError):
@@ -127,5 +131,5 @@ class ParityError(LayoutMapError):
     """A sharded model whose numbers are not those of one device."""
 
 
-class LayoutMapWarning(UserWarning):
-    """A layout map that works and may not do what was meant."""
+class LayoutMapWarning(_Told, UserWarning):
+    """A layout map that works and may not do what was meant; it has the parts of a `LayoutMapError`."""

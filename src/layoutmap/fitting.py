@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from layoutmap.errors import RuleError, brief
-from layoutmap.layout import Layout
+from layoutmap.layout import Layout, as_shape
 
 __all__ = ["Axes", "Uneven", "as_uneven", "derived_layout", "fitted"]
 
@@ -68,7 +68,7 @@ def fitted(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
     specs = list(layout.sharding_specs)
     for axis in bad:
         dims = layout.mesh_dims_of(axis) if uneven == "shrink" else ()
-        specs[axis] = _largest(dims, shape[axis], layout)
+        specs[axis] = _largest(dims, as_shape(shape)[axis] or 0, layout)
     return Layout(specs, layout.mesh)
 
 

@@ -7,16 +7,16 @@ arithmetic on values; no framework is needed and nothing is allocated.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from layoutmap import wire
 from layoutmap.errors import LayoutError, LayoutMapError
 from layoutmap.mesh import UNSHARDED, Mesh, as_mesh, is_tensorflows
+from layoutmap.mesh_dims import as_int, as_text
 
-__all__ = ["UNSHARDED", "Layout", "ShardingSpec"]
+__all__ = ["UNSHARDED", "Layout", "ShardingSpec", "as_shape"]
 
 ShardingSpec = str | tuple[str, ...]
 """How one axis is cut: a mesh dim, several (major to minor), or `UNSHARDED`."""
@@ -51,6 +51,8 @@ class Layout:
 
     sharding_specs: tuple[ShardingSpec, ...]
     mesh: Mesh
+    shard_counts: tuple[int, ...] = field(compare=False)
+    """The number of pieces of every axis."""
 
     def __init__(self, sharding_specs: Iterable[str | Sequence[str] | None], mesh: Mesh):
         mesh = as_mesh(mesh)
@@ -63,11 +65,17 @@ class Layout:
         _check_specs(sharding_specs, mesh)
         specs = tuple(_normalize(spec, mesh) for spec in sharding_specs)
         used: set[str] = set()
+        known = {UNSHARDED, *mesh.dim_names}
         for axis, spec in enumerate(specs):
             for dim in _dims_of(spec):
-                _check_dim(dim, used, specs, axis, mesh)
+                if dim == UNSHARDED or dim in used or dim not in known:
+                    _refuse_dim(dim, used, specs, axis, mesh)
+                used.add(dim)
         object.__setattr__(self, "sharding_specs", specs)
         object.__setattr__(self, "mesh", mesh)
+        sizes = mesh.dim_sizes
+        counts = tuple(math.prod(sizes[dim] for dim in _dims_of(spec)) for spec in specs)
+        object.__setattr__(self, "shard_counts", counts)
 
     # -- making layouts
 
@@ -101,7 +109,8 @@ class Layout:
             >>> Layout.batch_sharded(Mesh(None, "x=2"), "x", rank=3).sharding_specs
             ('x', 'unsharded', 'unsharded')
         """
-        axis = _check_axis(axis, _check_rank(rank))
+        rank = _check_rank(rank)
+        axis = _check_axis(axis, rank)
         return cls([batch_dim if i == axis else UNSHARDED for i in range(rank)], mesh)
 
     @classmethod
@@ -111,7 +120,8 @@ class Layout:
         Raises:
             LayoutError: The rank is 0, or there is no such mesh dim.
         """
-        if not _check_rank(rank):
+        rank = _check_rank(rank)
+        if not rank:
             raise LayoutError(
                 "a layout of rank 0 has no inner axis",
                 why="a scalar has no axes to cut",
@@ -157,12 +167,7 @@ class Layout:
         Raises:
             LayoutError: There is no such axis.
         """
-        return math.prod(self.mesh.dim_size(dim) for dim in self.mesh_dims_of(axis))
-
-    @property
-    def shard_counts(self) -> tuple[int, ...]:
-        """The number of pieces of every axis."""
-        return tuple(self.num_shards(axis) for axis in range(self.rank))
+        return self.shard_counts[_check_axis(axis, self.rank)]
 
     @property
     def num_distinct_shards(self) -> int:
@@ -188,12 +193,13 @@ class Layout:
         Raises:
             MeshError: There is no such device.
         """
+        sizes = self.mesh.dim_sizes
         at = dict(zip(self.mesh.dim_names, self.mesh.coords(device_index), strict=True))
         offset: list[int] = []
         for spec in self.sharding_specs:
             number = 0
             for dim in _dims_of(spec):
-                number = number * self.mesh.dim_size(dim) + at[dim]
+                number = number * sizes[dim] + at[dim]
             offset.append(number)
         return tuple(offset)
 
@@ -211,6 +217,7 @@ class Layout:
             2
         """
         counts = self.shard_counts
+        offset_tuple = tuple(-1 if (i := as_int(n)) is None else i for n in offset_tuple)
         why = ""
         if len(offset_tuple) != self.rank:
             why = f"the layout has rank {self.rank}, not {len(offset_tuple)}"
@@ -238,7 +245,7 @@ class Layout:
         Raises:
             LayoutError: The rank differs, an axis cannot be cut evenly, or a size is below -1.
         """
-        shape = _check_shape(global_shape)
+        shape = as_shape(global_shape)
         self.check_rank(shape)
         for axis in self.uneven_axes(shape):
             raise self.uneven_error(shape, axis)
@@ -252,7 +259,7 @@ class Layout:
         Raises:
             LayoutError: The rank differs, or a size is below -1.
         """
-        shape = _check_shape(local_shape)
+        shape = as_shape(local_shape)
         self.check_rank(shape)
         return tuple(
             n if n is None or n < 0 else n * count for n, count in zip(shape, self.shard_counts, strict=True)
@@ -295,11 +302,8 @@ class Layout:
 
     def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
         """The axes of a shape of this rank that cannot be cut evenly."""
-        return tuple(
-            axis
-            for axis, n in enumerate(global_shape)
-            if n is not None and n >= 0 and n % self.num_shards(axis)
-        )
+        sizes = zip(as_shape(global_shape), self.shard_counts, strict=True)
+        return tuple(axis for axis, (n, count) in enumerate(sizes) if n is not None and n >= 0 and n % count)
 
     def check_rank(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
         """Raise if a tensor of this shape cannot have this layout because of its rank.
@@ -322,7 +326,7 @@ class Layout:
 
     def uneven_error(self, shape: tuple[int | None, ...], axis: int, name: str = "layout") -> LayoutError:
         """The error that says that one axis of a tensor cannot be cut evenly."""
-        size, count = shape[axis] or 0, self.num_shards(axis)
+        size, count = as_shape(shape)[axis] or 0, self.num_shards(axis)
         whole = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
         return LayoutError(
             f"{name}: axis {axis} cannot be split evenly",
@@ -449,12 +453,11 @@ def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
     if spec is None:
         return UNSHARDED
     if isinstance(spec, str):
-        return spec
+        return as_text(spec)
     names: tuple[Any, ...] = tuple(spec) if isinstance(spec, (tuple, list)) else (None,)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if all(isinstance(dim, str) for dim in names):
-        if len(names) == 1:
-            return names[0]
-        return names or UNSHARDED
+        names = tuple(map(as_text, names))
+        return names[0] if len(names) == 1 else names or UNSHARDED
     raise LayoutError(
         f"sharding spec {spec!r} cannot be read",
         facts={"mesh": str(mesh)},
@@ -463,46 +466,44 @@ def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
     )
 
 
-def _check_dim(dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh) -> None:
-    why, mend = "", _choices(mesh)
+def _refuse_dim(dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh) -> None:
+    why, mend = f"the mesh has no dim {dim!r}", _choices(mesh)
     if dim == wire.MATCH:
         why = "'match' is for TensorFlow's own use and lays nothing out"
     elif dim == UNSHARDED:  # beside other dims: alone it never comes here
         why = "an axis that is cut over a mesh dim is not unsharded"
         mend = f"name mesh dims only, or {UNSHARDED!r} alone"
-    elif dim not in mesh:
-        why = f"the mesh has no dim {dim!r}"
     elif dim in used:
         why = f"mesh dim {dim!r} is used twice, and one dim can cut only one axis"
         mend = f"leave axis {axis} unsharded, or cut it over another dim"
-    if why:
-        raise LayoutError(
-            f"layout {format_specs(specs)}: spec {dim!r} of axis {axis} is not allowed",
-            facts={"mesh": str(mesh)},
-            why=why,
-            mend=mend,
-        )
-    used.add(dim)
+    raise LayoutError(
+        f"layout {format_specs(specs)}: spec {dim!r} of axis {axis} is not allowed",
+        facts={"mesh": str(mesh)},
+        why=why,
+        mend=mend,
+    )
 
 
 def _check_rank(rank: int) -> int:
-    if isinstance(rank, bool) or not hasattr(rank, "__index__") or rank < 0:
+    found = as_int(rank)
+    if found is None or found < 0:
         raise LayoutError(
             f"a layout of rank {rank!r}",
             why="the rank is the number of a tensor's axes, 0 or more",
             mend="pass the tensor's number of axes",
         )
-    return operator.index(rank)
+    return found
 
 
 def _check_axis(axis: int, rank: int) -> int:
-    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+    found = as_int(axis)
+    if found is None:
         raise LayoutError(
             f"axis {axis!r} of a layout of rank {rank}",
             why=f"it is {_kind(axis)}, and axes are numbered",
             mend="pass the axis's number, from 0",
         )
-    if not 0 <= axis < rank:
+    if not 0 <= found < rank:
         why = (
             f"its axes are 0 to {rank - 1}"
             if rank > 1
@@ -511,22 +512,33 @@ def _check_axis(axis: int, rank: int) -> int:
             else "it has no axes"
         )
         raise LayoutError(
-            f"axis {operator.index(axis)} of a layout of rank {rank}",
+            f"axis {found} of a layout of rank {rank}",
             why=why,
             mend="count axes from 0, forwards" if rank else "a scalar's layout cannot be cut",
         )
-    return operator.index(axis)
+    return found
 
 
-def _check_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+def as_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
+    """A shape in Python's ints, those of numpy wrap; `None` and -1 stand for a size that is not known.
+
+    Raises:
+        LayoutError: A size is no whole number, or below -1.
+    """
     sizes = tuple(shape)
-    if any(n is not None and n < -1 for n in sizes):
-        raise LayoutError(
-            f"the shape {sizes} has a negative size",
-            why="an axis has 0 elements or more; None or -1 stands for a size that is not known",
-            mend="give the sizes of the tensor",
-        )
-    return sizes
+    if all(type(n) is int and n >= 0 for n in sizes):
+        return sizes
+    found = tuple(None if n is None else as_int(n) for n in sizes)
+    why = ""
+    for given, n in zip(sizes, found, strict=True):
+        if n is None and given is not None:
+            why = f"{given!r} is {_kind(given)}, not a whole number"
+        elif n is not None and n < -1:
+            why = "an axis has 0 elements or more; None or -1 stands for a size that is not known"
+    if why:
+        kind = "a negative size" if why.startswith("an axis") else "a size that is no number of elements"
+        raise LayoutError(f"the shape {sizes} has {kind}", why=why, mend="give the sizes of the tensor")
+    return found
 
 
 def as_layout(value: Any, mesh: Mesh | None = None) -> Layout:

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.errors import LayoutMapWarning, RuleError
+from layoutmap.errors import LayoutMapWarning, MeshError, RuleError
 from layoutmap.fitting import Uneven
 from layoutmap.mesh import Mesh, as_mesh
-from layoutmap.rules import MeshSlot, Rules
+from layoutmap.mesh_dims import kind_of
+from layoutmap.rules import WRITING, MeshSlot, Rules
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -53,7 +54,8 @@ class LayoutMap(Rules):
 
     Args:
         mesh: The mesh to which tuples of specs are bound, and on which variables without a rule are replicated.
-            `None` means the mesh of the first layout that is added.
+            Text such as `"batch=2,model=4"` means an abstract mesh of these dims; `None`, the mesh of the first layout
+            that is added.
         rules: Rules to begin with, in order.
         activations: Rules for what layers put out, in order; see `Activations`.
         uneven: What happens to an axis of a variable that does not divide: `"error"`, `"replicate"` (it is left whole)
@@ -62,6 +64,7 @@ class LayoutMap(Rules):
 
     Raises:
         RuleError: See `__setitem__`.
+        MeshError: The mesh is none, or the text says none.
 
     Example:
         >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"))
@@ -82,13 +85,13 @@ class LayoutMap(Rules):
 
     def __init__(
         self,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         rules: Mapping[str, Any] | None = None,
         activations: Mapping[str, Any] | None = None,
         *,
         uneven: Uneven = "error",
     ):
-        super().__init__(MeshSlot(as_mesh(mesh)), rules, uneven)
+        super().__init__(MeshSlot(_mesh_of(mesh)), rules, uneven)
         self._activations = Activations(self._slot, activations)
 
     @property
@@ -102,32 +105,30 @@ class LayoutMap(Rules):
         Raises:
             RuleError: See `__setitem__`.
         """
-        before = self._state()
-        super().update(rules, **more)
-        if isinstance(rules, LayoutMap):
-            try:
-                self._activations.update(rules._activations)
-            except BaseException:
-                self._restore(before)
-                raise
+        theirs = rules._activations if isinstance(rules, LayoutMap) else ()
+        new, new_activations = self._new_rules(rules, more), self._activations._new_rules(theirs, {})
+        with WRITING:
+            mesh, entries = self._checked(new, self.mesh)
+            mesh, activations = self._activations._checked(new_activations, mesh)
+            self._put(mesh, entries)
+            self._activations._put(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
         """Whether two maps have the same rules in the same order, on the same mesh, activations included.
 
         Any other mapping has no order and stands for a map without activations.
         """
-        theirs: object = other._activations if isinstance(other, LayoutMap) else {}
         same = super().__eq__(other)
+        theirs: object = other._activations if isinstance(other, LayoutMap) else {}
         return same if same is NotImplemented else same and self._activations == theirs
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along, its activations on its own mesh slot."""
-        state = super().__getstate__()
-        twin = copy.copy(self._activations)
-        twin._slot = state["_slot"]
-        return {**state, "_activations": twin}
+    def __copy__(self) -> Any:
+        twin = super().__copy__()
+        twin._activations = copy.copy(self._activations)
+        twin._activations._slot = twin._slot
+        return twin
 
     # -- using it
 
@@ -158,7 +159,7 @@ class LayoutMap(Rules):
                 rules={pattern: layout.sharding_specs for pattern, layout in self.items()},
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
                 uneven=self.uneven,
-                uneven_rules=self._uneven,
+                uneven_rules=self._uneven_rules(),
             )
         )
 
@@ -217,7 +218,7 @@ class LayoutMap(Rules):
         """
         from layoutmap import presets
 
-        mesh = as_mesh(mesh)
+        mesh = _mesh_of(mesh) or mesh
         return cls._of(presets.read(name, mesh, model_dim, fsdp_dim), mesh)
 
     @classmethod
@@ -278,6 +279,7 @@ class LayoutMap(Rules):
         """
         from layoutmap.tp_plan import is_maker, plan_of, tp_rules
 
+        mesh = _mesh_of(mesh) or mesh
         for name in (dim, batch_dim):
             if name is not None and name not in mesh:
                 raise RuleError(
@@ -318,7 +320,7 @@ class LayoutMap(Rules):
         return apply(model, self, **options)
 
     def __repr__(self) -> str:
-        if self._uneven:  # only `add` can say it for one rule
+        if self._uneven_rules():  # only `add` can say it for one rule
             return f"LayoutMap.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
         parts = [repr(self.mesh), _written(self)]
         if self._activations:
@@ -334,6 +336,20 @@ class LayoutMap(Rules):
         return super()._repr_html_() + (self._activations._repr_html_() if self._activations else "")
 
 
+def _mesh_of(mesh: Any) -> Mesh | None:
+    """The mesh of a map, from what it is given."""
+    if isinstance(mesh, str):
+        return Mesh(None, mesh)
+    mesh = as_mesh(mesh)
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    raise MeshError(
+        f"{mesh!r} is no mesh",
+        why=f"it is {kind_of(mesh)}",
+        mend='pass a Mesh, as create_mesh("batch=2,model=4") makes one, or that text',
+    )
+
+
 def _made_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """A model as a dry run leaves it, with shapes and no values, and the shapes of its variables under all paths."""
     from layoutmap.scope import plan
@@ -346,7 +362,7 @@ def _made_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str,
 
     weights = [
         a.variable
-        for a in plan(make_and_keep, LayoutMap(mesh), library="torch")
+        for a in plan(make_and_keep, LayoutMap(mesh), library="torch").assignments
         if a.variable.kind == "weight"
     ]
     return made[0], {path: v.shape for v in weights for path in (v.path, *v.aliases)}

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from layoutmap import wire
@@ -21,13 +22,15 @@ from layoutmap.errors import MeshError
 from layoutmap.mesh_dims import (
     UNSHARDED,
     MeshDimension,
+    as_int,
+    as_text,
     check_dims,
     check_encodable,
     kind_of,
     parse_mesh_dims,
 )
 
-__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "is_tensorflows"]
+__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "device_names", "is_tensorflows"]
 
 _DEVICE_TYPE = re.compile(r"(?:^|device:)([A-Za-z]+):\d+$", re.IGNORECASE)
 _FORBIDDEN_IN_DEVICE = re.compile(r"[,|\s]")
@@ -92,14 +95,14 @@ class Mesh:
     ):
         dims = parse_mesh_dims(mesh_dims)
         check_dims(dims)
-        names = None if devices is None else _device_names(devices, dims)
+        names = None if devices is None else device_names(devices, dims)
         size = math.prod(dim.size for dim in dims)
         _check_devices(names, dims, size)
         _check_name(mesh_name)
         local = _local_ids(local_device_ids, names, dims, size)
         object.__setattr__(self, "devices", names)
         object.__setattr__(self, "mesh_dims", dims)
-        object.__setattr__(self, "name", mesh_name)
+        object.__setattr__(self, "name", as_text(mesh_name))
         object.__setattr__(self, "local_device_ids", local)
 
     @property
@@ -120,7 +123,9 @@ class Mesh:
     @property
     def strides(self) -> tuple[int, ...]:
         """For each mesh dim, how far apart in the device order two neighbours along it are."""
-        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        return (
+            tuple(accumulate(reversed(self.shape[1:]), operator.mul, initial=1))[::-1] if self.shape else ()
+        )
 
     @property
     def is_abstract(self) -> bool:
@@ -131,6 +136,11 @@ class Mesh:
     def device_type(self) -> str | None:
         """`"CPU"`, `"GPU"` or `"TPU"`; `None` on an abstract mesh."""
         return next((device_type_of(name) for name in self.devices or () if name), None)
+
+    @property
+    def dim_sizes(self) -> dict[str, int]:
+        """The size of each mesh dim by its name."""
+        return {dim.name: dim.size for dim in self.mesh_dims}
 
     def __getitem__(self, dim_name: str) -> MeshDimension:
         for dim in self.mesh_dims:
@@ -172,16 +182,15 @@ class Mesh:
             >>> Mesh(None, "x=4,y=2").coords(5)
             (2, 1)
         """
-        if not 0 <= device_index < self.size:
+        index = as_int(device_index)
+        if index is None or not 0 <= index < self.size:
             raise MeshError(
-                f"device index {device_index} is outside the mesh",
+                f"device index {device_index!r} is outside the mesh",
                 facts={"mesh": str(self)},
                 why=f"the mesh has {self.size} devices" if self.size > 1 else "the mesh has one device",
                 mend=f"use an index from 0 to {self.size - 1}" if self.size > 1 else "use index 0",
             )
-        return tuple(
-            device_index // stride % size for stride, size in zip(self.strides, self.shape, strict=True)
-        )
+        return tuple(index // stride % size for stride, size in zip(self.strides, self.shape, strict=True))
 
     def unravel_index(self) -> list[dict[str, int]]:
         """The coordinates of all devices, by dim name, in device order.
@@ -259,7 +268,12 @@ class Mesh:
         return f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local})"
 
 
-def _device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
+def device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
+    """The names of a mesh's devices, checked.
+
+    Raises:
+        MeshError: They are one text, or cannot be iterated, or one of them is no text.
+    """
     mend = 'pass names, as in ["CPU:0", "CPU:1"], or None for an abstract mesh'
     why = ""
     names: tuple[Any, ...] = ()
@@ -279,7 +293,7 @@ def _device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tu
                 why=f"it is {kind_of(name)}; a mesh is a value, and holds the names of devices",
                 mend=mend,
             )
-    return names
+    return tuple(map(as_text, names))
 
 
 def _check_name(name: str) -> None:
@@ -306,10 +320,11 @@ def _local_ids(
 ) -> tuple[int, ...]:
     if given is None:
         return _known_ids(devices, size)
-    local = tuple(operator.index(i) for i in given)
+    ids = tuple(given)
+    local = tuple(-1 if (i := as_int(id_)) is None else i for id_ in ids)
     if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):
         raise MeshError(
-            f"local device ids {_shorten(tuple(map(str, local)))} do not fit the mesh",
+            f"local device ids {_shorten(tuple(map(str, ids)))} do not fit the mesh",
             facts={"mesh": ", ".join(map(str, dims))},
             why=f"they are places in the mesh, 0 to {size - 1}, each once and ascending",
             mend="list the places of this process's devices in ascending order, or leave them out",

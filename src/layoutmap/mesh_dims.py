@@ -15,6 +15,8 @@ from layoutmap.errors import MeshError, brief
 __all__ = [
     "UNSHARDED",
     "MeshDimension",
+    "as_int",
+    "as_text",
     "check_dims",
     "check_encodable",
     "fill_in_size",
@@ -107,13 +109,28 @@ def _to_dim(entry: Any) -> MeshDimension:
         why = "a mesh dim is a pair of a name and a size"
     elif not isinstance(pair[0], str):
         why = f"its name is {kind_of(pair[0])}, not text"
-    elif isinstance(pair[1], bool) or not hasattr(pair[1], "__index__"):
+    elif as_int(pair[1]) is None:
         why = f"its size is {kind_of(pair[1])}, not a whole number"
     elif operator.index(pair[1]).bit_length() > 63:
         why = "its size has more than 63 bits"
     if why:
         raise MeshError(f"mesh dim {brief(entry)} cannot be read", why=why, mend=_MEND_DIMS)  # pyright: ignore[reportUnknownArgumentType]
-    return MeshDimension(pair[0], operator.index(pair[1]))
+    return MeshDimension(as_text(pair[0]), operator.index(pair[1]))
+
+
+def as_int(value: Any) -> int | None:
+    """Python's int for a whole number of any type, since those of numpy wrap; `None` for all else, bools included."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_text(text: str) -> str:
+    """Python's str for a text of a class derived from it, such as numpy's: what is written to files is plain."""
+    return str.__str__(text)
 
 
 def kind_of(value: object) -> str:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from layoutmap.errors import PlanError, format_message
 from layoutmap.mesh import Mesh
@@ -62,9 +64,12 @@ class Problem:
         return format_message(self.what, dict(self.facts), self.why, self.mend)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Plan:
-    """Where every variable of a model goes.
+@dataclass(frozen=True, repr=False)
+class Plan(Mapping[str, Assignment]):
+    """Where every variable of a model goes: a mapping from path to `Assignment`.
+
+    A variable is found under each of its paths, and iteration gives its first one. Where several models have a variable
+    of one path, the keys are `"model: path"`, and the path alone is a `PlanError` that names them.
 
     Args:
         mesh: The mesh.
@@ -92,21 +97,61 @@ class Plan:
     activations: tuple[Match, ...] = ()
     free_activations: bool = False
 
-    def __iter__(self) -> Iterator[Assignment]:
-        return iter(self.assignments)
+    @cached_property
+    def _by_key(self) -> dict[str, Assignment]:
+        counts = Counter(a.variable.path for a in self.assignments)
+        found: dict[str, Assignment] = {}
+        for a in self.assignments:
+            v = a.variable
+            key = name = v.path if counts[v.path] == 1 else f"{v.model}: {v.path}"
+            number = 1
+            while key in found:  # two models of one name
+                number += 1
+                key = f"{name} ({number})"
+            found[key] = a
+        return found
+
+    @cached_property
+    def _by_path(self) -> dict[str, list[str]]:
+        """The keys of the variables that have a path; a variable's own path is before another's alias."""
+        own: dict[str, list[str]] = {}
+        aliases: dict[str, list[str]] = {}
+        for key, a in self._by_key.items():
+            own.setdefault(a.variable.path, []).append(key)
+            for path in dict.fromkeys(a.variable.aliases):
+                aliases.setdefault(path, []).append(key)
+        return {**aliases, **own}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_key)
 
     def __len__(self) -> int:
         return len(self.assignments)
 
+    def __contains__(self, path: object) -> bool:
+        return path in self._by_key or path in self._by_path
+
     def __getitem__(self, path: str) -> Assignment:
-        names = full_names([a.variable for a in self.assignments])
-        for name, assignment in zip(names, self.assignments, strict=True):
-            if path in (name, assignment.variable.path, *assignment.variable.aliases):
-                return assignment
-        near = nearest(path, [p for a in self.assignments for p in (a.variable.path, *a.variable.aliases)])
+        if path in self._by_key:
+            return self._by_key[path]
+        keys = self._by_path.get(path, ())
+        if len(keys) == 1:
+            return self._by_key[keys[0]]
+        if keys:
+            raise PlanError(
+                f"{path}: {len(keys)} variables of the plan have this path",
+                facts={"variables": ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "")},
+                why="several models are in one plan",
+                mend=f"name the model too: plan[{keys[0]!r}]",
+            )
+        near = nearest(path, self._by_path)
         raise KeyError(
             f"the plan has no variable {path!r}" + (f"; near misses: {', '.join(near)}" if near else "")
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without what is worked out of them."""
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
     @property
     def errors(self) -> tuple[Problem, ...]:

@@ -104,7 +104,7 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
 
 
 def _by_path(plan: Plan) -> dict[tuple[str, str], Assignment]:
-    return {a.variable.key: a for a in plan}
+    return {a.variable.key: a for a in plan.assignments}
 
 
 def _of_variables(

@@ -97,7 +97,7 @@ def plan_from_json(text: str) -> Plan:
     )
     top.check()
     at: dict[tuple[str, str], int] = {}
-    for i, variable in enumerate(a.variable for a in plan):
+    for i, variable in enumerate(a.variable for a in plan.assignments):
         first = at.setdefault((variable.model, variable.path), i)
         if first != i:
             why = f"variables[{first}] is the same one, and each is counted once"
@@ -114,7 +114,7 @@ def fingerprint(plan: Plan) -> str:
     """
     variables = [
         (a.variable.model, a.variable.path, a.variable.shape, a.variable.dtype, _specs(a.layout))
-        for a in plan
+        for a in plan.assignments
     ]
     outputs = [(m.path, _specs(m.layout)) for m in plan.activations if m.layout is not None]
     told = _line([list(_dims(plan.mesh).items()), sorted(variables, key=_order), sorted(outputs, key=_order)])

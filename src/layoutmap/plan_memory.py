@@ -64,7 +64,7 @@ class Memory:
 
 def memory_of(plan: Plan) -> Memory:
     """Count, by kind; what does not fit its layout is left out."""
-    fitting = [a for a in plan if a.fits]
+    fitting = [a for a in plan.assignments if a.fits]
     weights = sum(a.shard_nbytes for a in fitting if a.variable.kind is Kind.WEIGHT)
     slots = sum(a.shard_nbytes for a in fitting if a.variable.kind is Kind.SLOT)
     cuts = sorted(_cuts(plan, fitting), key=lambda cut: -cut.saved_nbytes)

@@ -17,11 +17,12 @@ from layoutmap.limits import Limit
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import path_pattern, path_shape
 from layoutmap.plan import Plan, Problem, Severity, in_order
-from layoutmap.rules import Match, Rule, Rules, nearest
+from layoutmap.rules import Candidates, Match, Rule, Rules
 from layoutmap.variables import Assignment, Kind, VariableSpec, has_several_models
 
 __all__ = ["make_plan"]
 
+_MOST_COMPARISONS = 20_000  # for near misses of each sort: a second; nobody reads those of more
 _MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
 
@@ -93,6 +94,8 @@ class _Planning:
         self.beaten: dict[int, tuple[Rule, str]] = {}
         self._by_path = {v.key: v for v in variables}
         self._done: dict[tuple[str, str], Assignment] = {}
+        self._replicated: dict[int, Layout] = {}
+        self._patterns = Candidates(layout_map, _MOST_COMPARISONS)
         self._near: dict[object, tuple[str, ...]] = {}
 
     def assignments(self) -> list[Assignment]:
@@ -121,10 +124,15 @@ class _Planning:
             match = self._match(variable) if variable.kind in _MATCHED else None
         rule = match and match.rule
         if rule is None:
-            return Layout.replicated(self.mesh, len(variable.shape)), match, "error"
+            return self._whole(len(variable.shape)), match, "error"
         if variable.is_packed and rule.layout.rank == len(variable.rule_shape):
             return derived_layout(rule.layout, variable.axes or ()), match, "shrink"
         return rule.layout, match, rule.uneven
+
+    def _whole(self, rank: int) -> Layout:
+        if rank not in self._replicated:
+            self._replicated[rank] = Layout.replicated(self.mesh, rank)
+        return self._replicated[rank]
 
     def _match(self, variable: VariableSpec) -> Match:
         """What the map says of a variable under all its paths; the first rule of the map among them wins."""
@@ -133,7 +141,7 @@ class _Planning:
         if not winners:
             block = path_shape(variable.path)
             if block not in self._near:  # they take a while to find, and are the same in all repeated blocks
-                self._near[block] = tuple(nearest(variable.path, self.layout_map))
+                self._near[block] = tuple(self._patterns.nearest(variable.path))
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in answers, r.number))
         if len({r.layout for r in winners.values()}) > 1:
@@ -168,7 +176,7 @@ class _Planning:
     def _as_parent(self, variable: VariableSpec) -> Layout:
         """The layout that a derived variable takes over."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
-        replicated = Layout.replicated(self.mesh, len(variable.shape))
+        replicated = self._whole(len(variable.shape))
         if parent is not None and not parent.is_packed:
             layout, shape = self._assignment(parent).layout, parent.shape
         else:  # it has made way for those that are derived from it, a packed form of it among them
@@ -315,6 +323,7 @@ def _problems_of_rules(
     of: str,
 ) -> Iterator[Problem]:
     """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
+    candidates: Candidates | None = None
     for rule in rules.rules:
         if won[rule.number]:
             continue
@@ -331,7 +340,8 @@ def _problems_of_rules(
                 f"put it before rule {winner.number}, or delete it",
             )
             continue
-        near = nearest(rule.pattern, paths)
+        candidates = candidates or Candidates(paths, _MOST_COMPARISONS)
+        near = candidates.nearest(rule.pattern)
         yield Problem(
             "unused rule",
             "warning",

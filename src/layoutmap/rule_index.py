@@ -10,8 +10,9 @@ their order.
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = ["RuleIndex", "required_literals"]
 
@@ -25,38 +26,77 @@ _COMMENT = re.compile(r"\(\?(?:#|[A-Za-z]*x)")
 class RuleIndex:
     """The rules of a layout map, filed by text that a path must contain.
 
+    Rules are filed when a path is looked up: those added since one by one, and all of them anew whenever their number
+    has doubled, since which piece is the rarest is known only then. Other threads may look up and add meanwhile.
+
     Args:
         patterns: The regexes, in the order of the rules.
     """
 
-    def __init__(self, patterns: Sequence[re.Pattern[str]]):
-        # Flags are written in a pattern, and most change what its characters mean: such a rule is always tried.
-        literals = [required_literals(p.pattern) if p.flags == re.UNICODE else [] for p in patterns]
-        pieces = [{piece for text in texts for piece in _pieces(text)} for texts in literals]
-        frequency = Counter(piece for each in pieces for piece in each)
-        self._matchers = [p.match for p in patterns]
-        self._longest = [max(texts, key=len, default="") for texts in literals]
-        self._always: list[int] = []
-        self._filed: dict[str, list[int]] = {}
-        for number, each in enumerate(pieces):
-            if each:
-                rarest = min(each, key=lambda piece: (frequency[piece], -len(piece), piece))
-                self._filed.setdefault(rarest, []).append(number)
-            else:
-                self._always.append(number)
-        self._widths = sorted({len(piece) for piece in self._filed})
+    def __init__(self, patterns: Iterable[re.Pattern[str]] = ()):
+        self._patterns = list(patterns)
+        self._filing = threading.Lock()
+        self._matchers: list[Callable[[str], object]] = []
+        self._longest: list[str] = []
+        self._pieces: list[set[str]] = []
+        self._frequency: Counter[str] = Counter()
+        self._files = _Files()
+        self._filed = self._filed_at_once = 0
+
+    def append(self, pattern: re.Pattern[str]) -> None:
+        """Add a regex, after those that are there."""
+        self._patterns.append(pattern)
 
     def matches(self, path: str) -> Iterator[int]:
         """The numbers of the rules that match, first to last."""
-        filed = self._filed
-        candidates = list(self._always)
-        for width in self._widths:
-            for piece in set(_cut(path, width)) & filed.keys():
-                candidates += filed[piece]
+        if self._filed != len(self._patterns):
+            self._file_new()
+        files = self._files
+        candidates = list(files.always)
+        for width in files.widths:
+            for piece in set(_cut(path, width)) & files.by_piece.keys():
+                candidates += files.by_piece[piece]
         candidates.sort()
         for number in candidates:
             if self._longest[number] in path and self._matchers[number](path):
                 yield number
+
+    def _file_new(self) -> None:
+        with self._filing:
+            start = len(self._pieces)
+            for pattern in self._patterns[start:]:
+                # Flags are written in a pattern, and most change what its characters mean: it is always tried then.
+                literals = required_literals(pattern.pattern) if pattern.flags == re.UNICODE else []
+                pieces = {piece for text in literals for piece in _pieces(text)}
+                self._frequency.update(pieces)
+                self._matchers.append(pattern.match)
+                self._longest.append(max(literals, key=len, default=""))
+                self._pieces.append(pieces)
+            files = self._files
+            if len(self._pieces) >= 2 * self._filed_at_once:
+                start, files = 0, _Files()
+                self._filed_at_once = len(self._pieces)
+            for number in range(start, len(self._pieces)):
+                files.add(number, self._pieces[number], self._frequency)
+            self._files, self._filed = files, len(self._pieces)
+
+
+class _Files:
+    """The numbers of the rules: those always tried, and the others by a piece of text."""
+
+    def __init__(self) -> None:
+        self.always: list[int] = []
+        self.by_piece: dict[str, list[int]] = {}
+        self.widths: list[int] = []
+
+    def add(self, number: int, pieces: set[str], frequency: Mapping[str, int]) -> None:
+        if not pieces:
+            self.always.append(number)
+            return
+        rarest = min(pieces, key=lambda piece: (frequency[piece], -len(piece), piece))
+        self.by_piece.setdefault(rarest, []).append(number)
+        if len(rarest) not in self.widths:
+            self.widths.append(len(rarest))
 
 
 def _pieces(literal: str) -> Iterable[str]:

@@ -7,21 +7,26 @@ kept and can be asked for, since "which rule won, and why not mine?" is the ques
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+import threading
+import warnings
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
+from dataclasses import dataclass, replace
 from typing import Any
 
-from layoutmap.errors import LayoutMapError, RuleError
+from layoutmap.backtracking import doubling_text
+from layoutmap.errors import LayoutMapError, LayoutMapWarning, RuleError
 from layoutmap.fitting import Uneven, as_uneven
 from layoutmap.layout import Layout, as_layout
 from layoutmap.mesh import Mesh
 from layoutmap.rule_index import RuleIndex
 
-__all__ = ["Match", "MeshSlot", "Rule", "Rules", "how_to_change", "nearest"]
+__all__ = ["Candidates", "Match", "MeshSlot", "Rule", "Rules", "how_to_change", "nearest"]
 
 _MISSING: Any = object()
 _CLOSE = 0.6
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,10 @@ class Match:
         return f"{self.path}: {self.rule} -> {_given(self.rule)}{lost}\n{change}"
 
 
+_NewRule = tuple[Any, Any, Any]
+"""A pattern, a layout and `uneven` (`None`: as the map says), unchecked."""
+
+
 @dataclass(slots=True)
 class MeshSlot:
     """The mesh that the rules of one map share; `None` until the first layout brings it."""
@@ -83,12 +92,58 @@ class MeshSlot:
     mesh: Mesh | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One rule as a map keeps it: what is seen of it, its compiled pattern, and whether it says `uneven` itself."""
+
+    rule: Rule
+    compiled: re.Pattern[str]
+    says_uneven: bool
+
+
+class _Table:
+    """The rules of a map by pattern, in order, and their index.
+
+    A table only grows, and a map that takes rules out begins another: so a lookup needs no lock, whatever another
+    thread does to the map meanwhile.
+    """
+
+    def __init__(self, entries: Iterable[_Entry] = ()) -> None:
+        self.entries: dict[str, _Entry] = {}
+        self.in_order: list[Rule] = []
+        self.index = RuleIndex()
+        for entry in entries:
+            self.append(entry)
+
+    def append(self, entry: _Entry) -> None:
+        number = len(self.in_order) + 1
+        if entry.rule.number != number:
+            entry = replace(entry, rule=replace(entry.rule, number=number))
+        self.in_order.append(entry.rule)
+        self.index.append(entry.compiled)
+        self.entries[entry.rule.pattern] = entry
+
+    def layouts(self) -> dict[str, Layout]:
+        return {rule.pattern: rule.layout for rule in self.in_order.copy()}
+
+    def copy(self) -> _Table:
+        return _Table(self.entries.copy().values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Table, (list(self.entries.copy().values()),)
+
+
+WRITING = threading.RLock()
+"""Held while a map changes, never while a path is looked up."""
+
+
 class Rules(MutableMapping[str, Layout]):
     """A dict from regex over a path to a layout: what `LayoutMap` and its `activations` are.
 
     Reading (`rules[path]`, `rules.get(path)`) looks the path up: an exact key first, then `re.match` over the rules in
     insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`, `items`, ...)
-    is the dict of the rules themselves.
+    is the dict of the rules themselves. One thread may change it while others look paths up; they see it before a
+    change or after it.
 
     Args:
         slot: The mesh to which tuples of specs are bound, shared with the other rules of a map.
@@ -109,14 +164,8 @@ class Rules(MutableMapping[str, Layout]):
     def __init__(self, slot: MeshSlot, rules: Mapping[str, Any] | None = None, uneven: Uneven = "error"):
         self._slot = slot
         self._default_uneven: Uneven = as_uneven(uneven, self._written)
-        self._rules: dict[str, Layout] = {}
-        self._uneven: dict[str, Uneven] = {}  # of the rules that say it themselves
-        self._compiled: dict[str, re.Pattern[str]] = {}
-        self._numbered: dict[str, Rule] = {}
-        self._in_order: tuple[Rule, ...] = ()
-        self._index: RuleIndex | None = None  # made when a path is looked up, dropped when a rule changes
-        for pattern, layout in (rules or {}).items():
-            self[pattern] = layout
+        self._table = _Table()
+        Rules.update(self, rules or {})
 
     # -- looking up a path
 
@@ -141,48 +190,35 @@ class Rules(MutableMapping[str, Layout]):
               change it     the first rule that matches wins: put one before rule 1, or change that
         """
         won, *lost = self.matching_rules(path) or [None]
-        near = () if won else tuple(nearest(path, self._rules))
+        near = () if won else tuple(nearest(path, self))
         return Match(path, won, tuple(rule for rule in lost if rule), near, self._otherwise)
 
     def matching_rules(self, path: str) -> list[Rule]:
         """All rules that match a path, the one that wins first."""
-        rules = self.rules
-        found = [rules[number] for number in self._lookup(path)]
-        exact = self._rules.get(path)
+        table = self._table
+        found = [table.in_order[number] for number in table.index.matches(path)]
+        exact = table.entries.get(path)
         if exact is not None:
-            found.sort(key=lambda rule: rule.pattern != path)
-            if not found or found[0].pattern != path:  # a key that does not match itself, such as "a[0]"
-                found.insert(0, self._numbered[path])
+            found = [exact.rule, *(rule for rule in found if rule.pattern != path)]
         return found
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rules, in order, numbered from 1."""
-        if self._index is None:
-            self._numbered = {
-                p: Rule(i, p, layout, self._uneven.get(p, self._default_uneven))
-                for i, (p, layout) in enumerate(self._rules.items(), 1)
-            }
-            self._in_order = tuple(self._numbered.values())
-            self._index = RuleIndex(list(self._compiled.values()))
-        return self._in_order
+        return tuple(self._table.in_order)
 
     @property
     def mesh(self) -> Mesh | None:
         """The mesh of the map; `None` while it has neither a mesh nor a rule."""
         return self._slot.mesh
 
-    def _lookup(self, path: str) -> Iterator[int]:
-        _ = self.rules
-        assert self._index is not None
-        return self._index.matches(path)
-
     def _first(self, path: str) -> Rule | None:
-        rules = self.rules
-        if path in self._numbered:
-            return self._numbered[path]
-        number = next(self._lookup(path), None)
-        return None if number is None else rules[number]
+        table = self._table
+        exact = table.entries.get(path)
+        if exact is not None:
+            return exact.rule
+        number = next(table.index.matches(path), None)
+        return None if number is None else table.in_order[number]
 
     # -- the dict of rules
 
@@ -196,44 +232,11 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does
                 not have, or lies on another mesh than the rest of the map. Nothing is changed then.
+
+        Warns:
+            LayoutMapWarning: The pattern can take exponential time to fail, as `(a+)+$` does.
         """
-        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RuleError(
-                f"{self._rule} {pattern!r} is not text",
-                why=f"a rule is a regex over {self._paths}",
-                mend=f'write it as in {self._written}[r"{self._example}"]',
-            )
-        if pattern in self._rules:
-            raise RuleError(
-                f"{self._rule} {pattern!r} is in the map already",
-                facts={"there": self._rules[pattern], "new": layout},
-                why="two layouts for one pattern contradict each other",
-                mend=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
-            )
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise RuleError(
-                f"{self._rule} {pattern!r} is not a regex", why=_why(error), mend=_mend(pattern)
-            ) from error
-        try:
-            value = as_layout(layout, self._slot.mesh)
-        except LayoutMapError as error:
-            raise RuleError(
-                f"{self._rule} {pattern!r}: {error.what}", facts=error.facts, why=error.why, mend=error.mend
-            ) from error
-        mesh = self._slot.mesh
-        if mesh is not None and value.mesh != mesh:
-            raise RuleError(
-                f"{self._rule} {pattern!r}: its layout is on another mesh",
-                facts=_difference(mesh, value.mesh),
-                why="one program runs all variables of a model on one mesh",
-                mend="use the map's mesh, or make another map",
-            )
-        self._slot.mesh = value.mesh
-        self._rules[pattern] = value
-        self._compiled[pattern] = compiled
-        self._index = None
+        self._add([(pattern, layout, None)])
 
     def add(
         self,
@@ -260,10 +263,79 @@ class Rules(MutableMapping[str, Layout]):
             LayoutMap on model=4, 1 rules
                1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
         """
-        checked = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
-        self[pattern] = layout
-        if checked is not None:
-            self._uneven[pattern] = checked
+        self._add([(pattern, layout, uneven)])
+
+    def _add(self, new: Iterable[_NewRule]) -> None:
+        new = list(new)
+        with WRITING:
+            self._put(*self._checked(new, self._slot.mesh))
+
+    def _checked(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[_Entry]]:
+        """The rules as entries, and the mesh with them; nothing is changed."""
+        made: dict[str, _Entry] = {}
+        for pattern, layout, uneven in new:
+            entry = self._entry(pattern, layout, uneven, mesh, made)
+            made[entry.rule.pattern] = entry
+            mesh = entry.rule.layout.mesh
+        return mesh, list(made.values())
+
+    def _put(self, mesh: Mesh | None, entries: Iterable[_Entry]) -> None:
+        self._slot.mesh = mesh
+        for entry in entries:
+            self._table.append(entry)
+
+    def _entry(
+        self, pattern: Any, layout: Any, uneven: Any, mesh: Mesh | None, beside: Mapping[str, _Entry]
+    ) -> _Entry:
+        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleError(
+                f"{self._rule} {pattern!r} is not text",
+                why=f"a rule is a regex over {self._paths}",
+                mend=f'write it as in {self._written}[r"{self._example}"]',
+            )
+        pattern = str.__str__(pattern)  # and not a class derived from it, such as numpy's
+        there = self._table.entries.get(pattern) or beside.get(pattern)
+        if there is not None:
+            raise RuleError(
+                f"{self._rule} {pattern!r} is in the map already",
+                facts={"there": there.rule.layout, "new": layout},
+                why="two layouts for one pattern contradict each other",
+                mend=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
+            )
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise RuleError(
+                f"{self._rule} {pattern!r} is not a regex", why=_why(error), mend=_mend(pattern)
+            ) from error
+        try:
+            value = as_layout(layout, mesh)
+        except LayoutMapError as error:
+            raise RuleError(
+                f"{self._rule} {pattern!r}: {error.what}", facts=error.facts, why=error.why, mend=error.mend
+            ) from error
+        if mesh is not None and value.mesh != mesh:
+            raise RuleError(
+                f"{self._rule} {pattern!r}: its layout is on another mesh",
+                facts=_difference(mesh, value.mesh),
+                why="one program runs all variables of a model on one mesh",
+                mend="use the map's mesh, or make another map",
+            )
+        own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
+        self._warn_of_backtracking(compiled)
+        number = len(self._table.in_order) + len(beside) + 1
+        return _Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
+
+    def _warn_of_backtracking(self, compiled: re.Pattern[str]) -> None:
+        text = doubling_text(compiled)
+        if text is not None:
+            warning = LayoutMapWarning(
+                f"{self._rule} {compiled.pattern!r} can take for ever on a path that it does not match",
+                facts={"for example": f"a path with {text!r} many times in a row"},
+                why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
+                mend="write it with one way to match, as in [^.]+ for a part of a path",
+            )
+            warnings.warn(warning, stacklevel=_level_of_user())
 
     @property
     def uneven(self) -> Uneven:
@@ -271,10 +343,10 @@ class Rules(MutableMapping[str, Layout]):
         return self._default_uneven
 
     def __delitem__(self, pattern: str) -> None:
-        del self._rules[pattern]
-        del self._compiled[pattern]
-        self._uneven.pop(pattern, None)
-        self._index = None
+        with WRITING:
+            rest = self._table.entries.copy()
+            del rest[pattern]
+            self._table = _Table(rest.values())
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
         """Add rules, in order: all of them, or none if one cannot be added.
@@ -282,52 +354,44 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             RuleError: See `__setitem__`.
         """
-        before = self._state()
-        try:
-            super().update(rules, **more)
-        except BaseException:
-            self._restore(before)
-            raise
+        self._add(self._new_rules(rules, more))
+
+    def _new_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
         if isinstance(rules, Rules):
-            for rule in rules.rules:
-                if rule.uneven != self._default_uneven:
-                    self._uneven[rule.pattern] = rule.uneven
+            new: list[_NewRule] = [
+                (r.pattern, r.layout, r.uneven if r.uneven != self._default_uneven else None)
+                for r in rules.rules
+            ]
+        elif hasattr(rules, "keys"):
+            new = [(pattern, rules[pattern], None) for pattern in rules.keys()]  # noqa: SIM118
+        else:
+            new = [(pattern, layout, None) for pattern, layout in rules]
+        return [*new, *((pattern, layout, None) for pattern, layout in more.items())]
 
-    def _state(self) -> tuple[Any, ...]:
-        return (
-            self._slot.mesh,
-            dict(self._rules),
-            dict(self._compiled),
-            dict(self._uneven),
-        )
-
-    def _restore(self, state: tuple[Any, ...]) -> None:
-        self._slot.mesh, self._rules, self._compiled, self._uneven = state
-        self._index = None
+    def _uneven_rules(self) -> dict[str, Uneven]:
+        """The rules that say themselves what happens to an axis that does not divide."""
+        entries = self._table.entries.copy().items()
+        return {pattern: entry.rule.uneven for pattern, entry in entries if entry.says_uneven}
 
     def __contains__(self, pattern: object) -> bool:
-        return pattern in self._rules
+        return pattern in self._table.entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rules)
+        return iter(list(self._table.entries))
 
     def __reversed__(self) -> Iterator[str]:
-        return reversed(self._rules)
+        return reversed(list(self._table.entries))
 
     def __len__(self) -> int:
-        return len(self._rules)
+        return len(self._table.entries)
 
-    def keys(self) -> Any:
-        """The patterns, in order."""
-        return self._rules.keys()
+    def values(self) -> ValuesView[Layout]:
+        """The layouts, in order, as they are now."""
+        return self._table.layouts().values()
 
-    def values(self) -> Any:
-        """The layouts, in order."""
-        return self._rules.values()
-
-    def items(self) -> Any:
-        """Pairs of pattern and layout, in order."""
-        return self._rules.items()
+    def items(self) -> ItemsView[str, Layout]:
+        """Pairs of pattern and layout, in order, as they are now."""
+        return self._table.layouts().items()
 
     def pop(self, pattern: str, default: Any = _MISSING) -> Any:
         """Take a rule out and give its layout; without that rule, `default`.
@@ -335,13 +399,14 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             KeyError: There is no such rule and no default.
         """
-        if pattern not in self._rules:
-            if default is _MISSING:
-                raise KeyError(pattern)
-            return default
-        layout = self._rules[pattern]
-        del self[pattern]
-        return layout
+        with WRITING:
+            entry = self._table.entries.get(pattern)
+            if entry is not None:
+                del self[pattern]
+                return entry.rule.layout
+        if default is _MISSING:
+            raise KeyError(pattern)
+        return default
 
     def popitem(self) -> tuple[str, Layout]:
         """Take the last rule out.
@@ -349,10 +414,11 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             KeyError: There are no rules.
         """
-        if not self._rules:
-            raise KeyError("popitem(): layout map is empty")
-        pattern = next(reversed(self._rules))
-        return pattern, self.pop(pattern)
+        with WRITING:
+            if not self:
+                raise KeyError("popitem(): layout map is empty")
+            pattern = next(reversed(self))
+            return pattern, self.pop(pattern)
 
     def setdefault(self, pattern: str, default: Any = None) -> Layout:
         """The layout of the rule with this very pattern; adds it if there is none.
@@ -360,31 +426,31 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             RuleError: It has to be added and cannot; see `__setitem__`.
         """
-        if pattern not in self._rules:
-            self[pattern] = default
-        return self._rules[pattern]
+        with WRITING:
+            if pattern not in self:
+                self[pattern] = default
+            return self._table.entries[pattern].rule.layout
 
     def clear(self) -> None:
         """Take all rules out. The mesh stays."""
-        self._rules.clear()
-        self._compiled.clear()
-        self._uneven.clear()
-        self._index = None
+        with WRITING:
+            self._table = _Table()
 
     def __eq__(self, other: object) -> bool:
-        """Whether two have the same rules in the same order, on the same mesh; any other mapping has no order."""
+        """Whether two have the same rules in the same order, on the same mesh; any other mapping has no order.
+
+        Rules for variables and rules for activations are never equal.
+        """
         if isinstance(other, Rules):
-            return self.mesh == other.mesh and self.rules == other.rules
-        return self._rules == other if isinstance(other, Mapping) else NotImplemented
+            return self._rule == other._rule and self.mesh == other.mesh and self.rules == other.rules
+        return self._table.layouts() == other if isinstance(other, Mapping) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along: its own mesh slot and dicts, and no index."""
-        mesh, rules, compiled, uneven = self._state()
-        own = {"_slot": MeshSlot(mesh), "_rules": rules, "_compiled": compiled, "_uneven": uneven}
-        made_anew: dict[str, Any] = {"_numbered": {}, "_in_order": (), "_index": None}
-        return {**self.__dict__, **own, **made_anew}
+    def __copy__(self) -> Any:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, _slot=MeshSlot(self._slot.mesh), _table=self._table.copy())
+        return twin
 
     def _repr_html_(self) -> str:
         from layoutmap.report.html import table
@@ -393,9 +459,10 @@ class Rules(MutableMapping[str, Layout]):
         return table(self._title(), (self._rule, "pattern", "layout"), rows)
 
     def __str__(self) -> str:
-        width = max((len(p) for p in self._rules), default=0)
-        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {_given(rule)}" for rule in self.rules]
-        return "\n".join([f"{self._title()}, {len(self)} rules", *rows])
+        rules = self.rules
+        width = max((len(rule.pattern) for rule in rules), default=0)
+        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {_given(rule)}" for rule in rules]
+        return "\n".join([f"{self._title()}, {len(rules)} rules", *rows])
 
     def name_of(self, rule: Rule) -> str:
         """What messages call one of these rules: `rule 2  .*kernel`, `activation rule 1  blocks`."""
@@ -403,6 +470,14 @@ class Rules(MutableMapping[str, Layout]):
 
     def _title(self) -> str:
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` at which a warning of the function that asks names the user's line."""
+    frame, level = inspect.currentframe(), -1
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == "layoutmap":
+        frame, level = frame.f_back, level + 1
+    return level + 1
 
 
 def how_to_change(rule: Rule, paths: Sequence[str]) -> str:
@@ -462,28 +537,49 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         >>> nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
         ['layers.3.self_attention.query_dense.kernel']
     """
-    wanted = _skeleton(text).split(".")
-    numbers = re.findall(r"\d+", text)
-    by_skeleton: dict[str, str] = {}
-    for candidate in candidates:
-        skeleton = _skeleton(candidate)
-        # Of repeated blocks one is named: that of the same number, if it is there.
-        if skeleton not in by_skeleton or (numbers and re.findall(r"\d+", candidate) == numbers):
-            by_skeleton[skeleton] = candidate
-    matcher = difflib.SequenceMatcher()
-    scored: list[tuple[float, str]] = []
-    for skeleton, candidate in by_skeleton.items():
-        parts = skeleton.split(".")
-        # A pattern that starts with .* says nothing of the path's first parts.
-        shared = min(len(parts), len(wanted))
-        matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
-        # The last word says what a variable is; to be another kind of variable is the least likely slip.
-        score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
-        if score < _CLOSE and _is_part_of(wanted, parts):
-            score = _CLOSE
-        if score >= _CLOSE:
-            scored.append((-score, candidate))
-    return [candidate for _, candidate in sorted(scored)[:count]]
+    return Candidates(candidates).nearest(text, count)
+
+
+class Candidates:
+    """Paths or patterns among which near misses are looked for many times; those of repeated blocks count as one.
+
+    Args:
+        candidates: The paths or patterns.
+        most: How many comparisons may be made in all, each of some 50 microseconds; where one search would need more
+            than are left, it finds nothing. `None`: any number.
+    """
+
+    def __init__(self, candidates: Iterable[str], most: int | None = None) -> None:
+        self._left = most
+        self._by_skeleton: dict[str, dict[tuple[str, ...], str]] = {}
+        for candidate in candidates:
+            numbers = tuple(_NUMBER.findall(candidate))
+            self._by_skeleton.setdefault(_skeleton(candidate), {}).setdefault(numbers, candidate)
+
+    def nearest(self, text: str, count: int = 3) -> list[str]:
+        """See `nearest`."""
+        if self._left is not None:
+            if len(self._by_skeleton) > self._left:
+                return []
+            self._left -= len(self._by_skeleton)
+        wanted = _skeleton(text).split(".")
+        numbers = tuple(_NUMBER.findall(text))
+        matcher = difflib.SequenceMatcher()
+        scored: list[tuple[float, str]] = []
+        for skeleton, block in self._by_skeleton.items():
+            # Of repeated blocks one is named: that of the same number, if it is there.
+            candidate = block.get(numbers) or next(iter(block.values()))
+            parts = skeleton.split(".")
+            # A pattern that starts with .* says nothing of the path's first parts.
+            shared = min(len(parts), len(wanted))
+            matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
+            # The last word says what a variable is; to be another kind of variable is the least likely slip.
+            score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
+            if score < _CLOSE and _is_part_of(wanted, parts):
+                score = _CLOSE
+            if score >= _CLOSE:
+                scored.append((-score, candidate))
+        return [candidate for _, candidate in sorted(scored)[:count]]
 
 
 def _is_part_of(wanted: Sequence[str], parts: Sequence[str]) -> bool:

@@ -220,8 +220,8 @@ class Scope:
         """A problem for each variable whose layout the engine cannot hold."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout, EngineError | None] = {}
-        several = has_several_models(a.variable for a in plan)
-        for assignment in plan:
+        several = has_several_models(a.variable for a in plan.assignments)
+        for assignment in plan.assignments:
             layout, path = assignment.layout, assignment.variable.path
             if assignment.match is None:
                 continue  # it follows another variable, whose problem is told there
@@ -416,9 +416,9 @@ def plan(
     unbuilt = dry.session.unbuilt()
     found = dry.plan
     final = make_plan(
-        [a.variable for a in found],
+        [a.variable for a in found.assignments],
         layout_map,
-        drawn_whole={a.variable.key: a.drawn_whole for a in found},
+        drawn_whole={a.variable.key: a.drawn_whole for a in found.assignments},
         layers=dry.layers,
         free_activations=dry.free_activations,
     ).with_problems([problem for problem in found.problems if problem.kind in ("not held", "cannot run")])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache, cached_property
 
+from layoutmap.errors import LayoutError
 from layoutmap.fitting import Axes
-from layoutmap.layout import Layout
+from layoutmap.layout import Layout, as_shape
 from layoutmap.rules import Match
 
 __all__ = [
@@ -86,6 +89,12 @@ class VariableSpec:
     model: str = ""
     use: Use | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("shape", "parent_shape"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, as_shape(given))
+
     @property
     def key(self) -> tuple[str, str]:
         """What tells it apart from all other variables of its scope: its model and its path."""
@@ -112,7 +121,7 @@ class VariableSpec:
         return math.ceil(math.prod(self.shape) * itemsize(self.dtype))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assignment:
     """A variable and the layout it was given.
 
@@ -128,18 +137,18 @@ class Assignment:
     match: Match | None = None
     drawn_whole: str = ""
 
-    @property
+    @cached_property
     def fits(self) -> bool:
         """Whether the variable can have this layout: its rank is right, and every axis is cut evenly."""
         shape = self.variable.shape
         return self.layout.rank == len(shape) and not self.layout.uneven_axes(shape)
 
-    @property
+    @cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of the piece that one device holds."""
         return self.layout.shard_shape(self.variable.shape)
 
-    @property
+    @cached_property
     def shard_nbytes(self) -> int:
         """Size in bytes of the piece that one device holds."""
         return math.ceil(math.prod(self.shard_shape) * itemsize(self.variable.dtype))
@@ -179,26 +188,35 @@ def full_names(variables: Sequence[VariableSpec]) -> list[str]:
     return [f"{v.model}: {v.path}" if several and v.model else v.path for v in variables]
 
 
-# Element types that numpy does not know by name: bytes per element.
-_ITEMSIZES = {
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int4": 0.5,
-    "uint4": 0.5,
-    "string": 8,
-}
+# Names of element types say their bits, as in bfloat16, float8_e4m3fn, int4; `x2` says how many are packed into one.
+_BITS = re.compile(r"[a-z]+?(\d+)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
+_ITEMSIZES = {"bool": 1, "string": 8}
 
 
+@cache
 def itemsize(dtype: str) -> float:
     """Bytes per element of an element type, by name.
 
     Example:
-        >>> itemsize("float32"), itemsize("bfloat16")
-        (4, 2)
+        >>> itemsize("float32"), itemsize("int4"), itemsize("float4_e2m1fn_x2")
+        (4, 0.5, 1)
+
+    Raises:
+        LayoutError: There is no such type.
     """
     if dtype in _ITEMSIZES:
         return _ITEMSIZES[dtype]
+    named = _BITS.fullmatch(dtype)
+    if named:
+        bits = int(named[1]) * int(named[2] or 1)
+        return bits / 8 if bits % 8 else bits // 8
     import numpy as np  # late: loading it takes longer than all the rest of this package
 
-    return np.dtype(dtype).itemsize
+    try:
+        return np.dtype(dtype).itemsize
+    except TypeError:
+        raise LayoutError(
+            f"element type {dtype!r} is not known",
+            why="the bytes of a variable are its number of elements times the size of one",
+            mend='name a type as numpy does, as in "float32" or "bfloat16"',
+        ) from None

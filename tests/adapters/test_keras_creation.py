@@ -289,7 +289,7 @@ def test_the_global_seed_generator_stays_plain():
 
     assert not is_pending(seed)
     assert not hasattr(seed, "layout")
-    assert not [a for a in scope.plan if "global" in a.variable.path]
+    assert not [a for a in scope.plan.assignments if "global" in a.variable.path]
     model(X, training=True)
 
 
@@ -316,7 +316,9 @@ def test_a_layer_that_existed_before_joins_a_scoped_model():
         model = keras.Sequential([keras.Input((4,)), old, L.Dense(8, name="new")])
 
     assert np.array_equal(expected, old.kernel.numpy())
-    assert {"old.kernel", "old.bias", "new.kernel", "new.bias"} == {a.variable.path for a in scope.plan}
+    assert {"old.kernel", "old.bias", "new.kernel", "new.bias"} == {
+        a.variable.path for a in scope.plan.assignments
+    }
     assert model.layers[0].kernel.layout == model.layers[1].kernel.layout
 
 

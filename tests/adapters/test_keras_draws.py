@@ -74,4 +74,4 @@ def test_a_name_given_in_place_is_kept():
 
     plan = lm.plan(make_model, lm.LayoutMap(lm.create_mesh("model=2")))
 
-    assert ["named_7.inner.kernel", "named_3.inner.kernel"] == [a.variable.path for a in plan]
+    assert ["named_7.inner.kernel", "named_3.inner.kernel"] == [a.variable.path for a in plan.assignments]

@@ -335,7 +335,7 @@ def test_a_model_built_three_times():
     layout_map = make_map({r"d1\.kernel": (None, "model"), r".*": ()})
     plans = []
     for _ in range(3):
-        plans.append([a.variable.path for a in lm.plan(make_model, layout_map)])
+        plans.append([a.variable.path for a in lm.plan(make_model, layout_map).assignments])
         L.Dense(3).build((None, 2))
 
     assert ["d1.kernel", "d1.bias", "d2.kernel", "d2.bias"] == plans[0] == plans[1] == plans[2]

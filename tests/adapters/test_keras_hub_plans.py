@@ -46,7 +46,7 @@ OF_KERAS_HUB = {
 def specs(name):
     """The weights of a tiny model, as a dry run tells them."""
     plan = lm.plan(lambda: hub_models.make(name), hub_models.rules(name), strict=True)
-    return tuple(a.variable for a in plan if a.variable.kind in (Kind.WEIGHT, Kind.STATE))
+    return tuple(a.variable for a in plan.assignments if a.variable.kind in (Kind.WEIGHT, Kind.STATE))
 
 
 def renamed(variable, word, new):
@@ -66,7 +66,7 @@ def with_rule(layout_map, old, new):
 
 def winners(plan):
     """Which rule decides on each weight."""
-    return [a.match.rule and a.match.rule.number for a in plan]
+    return [a.match.rule and a.match.rule.number for a in plan.assignments]
 
 
 @functools.cache
@@ -78,7 +78,9 @@ def published_plan(name):
 
 
 def num_parameters(plan):
-    return sum(math.prod(a.variable.shape) for a in plan if a.variable.kind in (Kind.WEIGHT, Kind.STATE))
+    return sum(
+        math.prod(a.variable.shape) for a in plan.assignments if a.variable.kind in (Kind.WEIGHT, Kind.STATE)
+    )
 
 
 @pytest.mark.parametrize("name", few(published.models(), "llama3_8b", "gemma_2b"))
@@ -139,7 +141,7 @@ def test_heads_of_keys_that_are_too_few_are_whole(name):
     plan = lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name, "model=8"), strict=True)
     whole = [
         a.variable.path
-        for a in plan
+        for a in plan.assignments
         if a.match and a.match.rule and a.match.layout != a.layout and a.layout.is_fully_replicated()
     ]
 
@@ -152,7 +154,7 @@ def test_no_two_rules_speak_of_one_weight(name):
     """The order of a file's rules does not matter."""
     plan = make_plan(specs(name), hub_models.rules(name))
 
-    assert [] == [a.match for a in plan if a.match.others]
+    assert [] == [a.match for a in plan.assignments if a.match.others]
 
 
 @pytest.mark.parametrize("name", few(hub_models.FAMILIES, "llama"))
@@ -212,7 +214,9 @@ def test_every_missing_rule_is_reported(name):
     for number, pattern in enumerate(hub_models.rules(name), 1):
         layout_map = hub_models.rules(name)
         expected = {
-            a.variable.path for a in make_plan(variables, layout_map) if a.match.rule.number == number
+            a.variable.path
+            for a in make_plan(variables, layout_map).assignments
+            if a.match.rule.number == number
         }
         del layout_map[pattern]
 

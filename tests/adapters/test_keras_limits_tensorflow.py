@@ -71,7 +71,7 @@ def test_what_is_wanted_whole_is_put_together(layer, shape, rules):
     notes = [problem for problem in plan.problems if problem.kind == "cannot run"]
     assert {"note"} == {note.severity for note in notes}
     assert {note.subject for note in notes} <= {
-        a.variable.path for a in plan if not a.layout.is_fully_replicated()
+        a.variable.path for a in plan.assignments if not a.layout.is_fully_replicated()
     }
     assert not plan.errors
 

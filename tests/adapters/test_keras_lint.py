@@ -149,7 +149,7 @@ def test_a_familys_rules_are_passed_and_each_other_order_of_a_kernels_specs_is_f
         config |= {"intermediate_dim": 128}
     layout_map = hub_models.rules(name)
     both = lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name, fsdp_dim="batch"))
-    variables = [a.variable for a in both]
+    variables = [a.variable for a in both.assignments]
     right = make_plan(variables, layout_map)
     assert () == both.problems == both.lint().problems == right.problems == right.lint().problems
 

@@ -93,7 +93,7 @@ def test_states_of_a_recurrent_layer_are_placed():
     model(x)
 
     np.testing.assert_allclose(np.asarray(model(x)), np.asarray(expected(x)), rtol=1e-5, atol=1e-6)
-    assert {"r.states.0", "r.states.1"} <= {a.variable.path for a in scope.plan}
+    assert {"r.states.0", "r.states.1"} <= {a.variable.path for a in scope.plan.assignments}
     assert all(hasattr(v, "layout") for v in model.variables)
 
 

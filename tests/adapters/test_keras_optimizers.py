@@ -102,7 +102,9 @@ def test_every_variable_of_an_optimizer_has_a_path_of_its_own(optimizer):
     """The plan and the adapter call an optimizer's variables by the same names, none of them twice."""
     with make_map().scope() as scope:
         model = trained(optimizer=optimizer)
-    planned = collections.Counter(a.variable.path for a in scope.plan if a.variable.kind == "slot")
+    planned = collections.Counter(
+        a.variable.path for a in scope.plan.assignments if a.variable.kind == "slot"
+    )
 
     assert {1} == set(planned.values())
     assert set(planned) == {f"optimizer.{path}" for path in slots_of(model)}
@@ -185,7 +187,9 @@ def test_two_models_have_slots_of_the_same_paths():
             kept.append(keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")], name=name))
             kept.append(keras.optimizers.SGD(momentum=0.9))
             kept[-1].build(kept[-2].trainable_variables)
-    named = [a.variable.model for a in scope.plan if a.variable.path == "optimizer.d1.kernel.momentum"]
+    named = [
+        a.variable.model for a in scope.plan.assignments if a.variable.path == "optimizer.d1.kernel.momentum"
+    ]
 
     assert ["teacher", "student"] == named
 
@@ -214,6 +218,6 @@ def test_a_sequential_model_that_grows():
     model(X)
 
     assert ["a.kernel", "a.bias", "b.kernel", "b.bias", "c.kernel", "c.bias"] == [
-        a.variable.path for a in scope.plan
+        a.variable.path for a in scope.plan.assignments
     ]
     assert [layout_map["a.kernel"]] * 3 == [layer.kernel.layout for layer in model.layers]

@@ -183,7 +183,7 @@ def test_every_variable_has_its_path_its_layout_and_the_plain_value(name, when):
     actual = [f.path for f in found]
     assert expand(text, actual) == actual
     assert not [f.path for f in found if is_pending(f.variable)]
-    assert [f.path for f in found] == [a.variable.path for a in scope.plan]
+    assert [f.path for f in found] == [a.variable.path for a in scope.plan.assignments]
     for f in found:
         assert (
             layout_map[f.path] or lm.Layout.replicated(layout_map.mesh, f.variable.ndim)
@@ -292,7 +292,7 @@ def test_two_models_in_one_scope_are_told_apart():
         model(np.ones((1, 4), "float32"))
 
     assert teacher.d1.kernel.layout == student.d1.kernel.layout == layout_map["d1.kernel"]
-    assert {"holder", "holder_1"} == {a.variable.model for a in scope.plan}
+    assert {"holder", "holder_1"} == {a.variable.model for a in scope.plan.assignments}
     assert "holder_1: d1.kernel" in str(scope.plan)
 
 

@@ -155,7 +155,7 @@ class TestFirstValues:
     def test_little_is_drawn_whole_and_the_plan_names_it(self):
         """Only what cannot be drawn in pieces is drawn whole; the plan says what and why."""
         _, scope = assert_as_plain(zoo)
-        whole = {a.variable.path: a.drawn_whole for a in scope.plan if a.drawn_whole}
+        whole = {a.variable.path: a.drawn_whole for a in scope.plan.assignments if a.drawn_whole}
 
         assert {"orthogonal", "eye"} <= set(whole)
         assert {"xavier_uniform", "kaiming_normal", "trunc_normal", "of_bfloat16"}.isdisjoint(whole)
@@ -266,7 +266,7 @@ class TestTies:
         model, scope = assert_as_plain(make_model)
 
         assert model["head"].weight is model["tokens"].weight
-        assert [("head.weight",)] == [a.variable.aliases for a in scope.plan]
+        assert [("head.weight",)] == [a.variable.aliases for a in scope.plan.assignments]
 
     def test_a_shared_layer_is_one(self):
         """A module that two attributes hold has its weights once."""
@@ -277,7 +277,7 @@ class TestTies:
 
         _, scope = assert_as_plain(make_model)
 
-        assert [("1.weight",), ("1.bias",)] == [a.variable.aliases for a in scope.plan]
+        assert [("1.weight",), ("1.bias",)] == [a.variable.aliases for a in scope.plan.assignments]
 
     def test_a_rule_may_name_any_path(self):
         """A rule that matches an alias lays out the weight."""
@@ -370,7 +370,7 @@ class TestScopes:
             models = [nn.Linear(96, 96), nn.Linear(96, 96), nn.Embedding(128, 64)]
 
         assert ["Linear", "Linear_1", "Embedding"] == list(
-            dict.fromkeys(a.variable.model for a in scope.plan)
+            dict.fromkeys(a.variable.model for a in scope.plan.assignments)
         )
         for model in models:
             assert ("model", "unsharded") == variables(model)["weight"].layout.sharding_specs
@@ -385,7 +385,9 @@ class TestScopes:
 
         plan = lm.plan(make_model, make_map(), library="torch")
 
-        assert {"0.weight": (64, 96), "0.bias": (64,)} == {a.variable.path: a.variable.shape for a in plan}
+        assert {"0.weight": (64, 96), "0.bias": (64,)} == {
+            a.variable.path: a.variable.shape for a in plan.assignments
+        }
 
     def test_a_model_around_one_of_an_inner_scope(self):
         """What an inner scope laid out keeps its layout."""

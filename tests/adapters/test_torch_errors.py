@@ -68,7 +68,7 @@ class TestRefusedBeforeAnythingIsMade:
             build(make_model)
         plan = lm.plan(make_model, make_map(), library="torch")
 
-        assert ["0.weight", "0.bias"] == [a.variable.path for a in plan]
+        assert ["0.weight", "0.bias"] == [a.variable.path for a in plan.assignments]
         assert ["not built"] == [p.kind for p in plan.problems if "no weights yet" in p.what]
 
     def test_a_sparse_tensor(self):

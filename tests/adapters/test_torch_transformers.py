@@ -97,7 +97,7 @@ def test_a_model_of_full_size_is_planned(name):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     plan = lm.plan(lambda: getattr(transformers, kind)(FULL[name]()), layout_map, library="torch")
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    weights = {a.variable.path: a.variable.shape for a in plan if a.variable.kind == "weight"}
+    weights = {a.variable.path: a.variable.shape for a in plan.assignments if a.variable.kind == "weight"}
 
     assert {path: tuple(p.shape) for path, p in on_meta(kind, FULL[name]).named_parameters()} == weights
     assert () == plan.errors

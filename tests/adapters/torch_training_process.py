@@ -69,7 +69,9 @@ def train(rules, mesh, tokens, targets):
         "random state": same_state,
         "held": held,
         "planned": sum(
-            np.prod(a.shard_shape, dtype=int).item() for a in scope.plan if a.variable.kind == "weight"
+            np.prod(a.shard_shape, dtype=int).item()
+            for a in scope.plan.assignments
+            if a.variable.kind == "weight"
         ),
         "losses": max(abs(a - b) for a, b in zip(losses[::2], losses[1::2], strict=True)),
         "norms": max(abs(a - b) for a, b in zip(norms[::2], norms[1::2], strict=True)),

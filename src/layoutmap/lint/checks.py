@@ -198,7 +198,7 @@ def _through_a_head(w: Weight, axis: int, heads: int, size: int) -> Problem:
 
 
 def _whole_tables(linted: Linted) -> Iterator[Problem]:
-    weights = [a for a in linted.plan if a.variable.kind is Kind.WEIGHT and a.fits]
+    weights = [a for a in linted.plan.assignments if a.variable.kind is Kind.WEIGHT and a.fits]
     held = sum(a.shard_nbytes for a in weights)
     rows = {w.shape[axis] for w in linted.weights for axis in w.axes("rows")}
     tables = [w for w in linted.weights if w.axes("rows") or (w.axes("in") and rows & {*w.sizes("out")})]
@@ -252,8 +252,8 @@ def _contradictions(linted: Linted) -> Iterator[Problem]:
             if w.dims(axis) and w.dims(axis) != kernel.dims(of[w.use.roles[axis]]):
                 yield _otherwise(w.assignment, w.path, kernel.assignment, kernel.name)
                 break
-    assignments = {(a.variable.model, a.variable.path): a for a in linted.plan}
-    for a in linted.plan:
+    assignments = {(a.variable.model, a.variable.path): a for a in linted.plan.assignments}
+    for a in linted.plan.assignments:
         v = a.variable
         parent = assignments.get((v.model, v.parent or ""))
         if not v.follows or v.axes is None or a.match is None or parent is None or not a.fits:
@@ -280,7 +280,7 @@ def _otherwise(a: Assignment, path: str, kernel: Assignment, name: str) -> Probl
 
 
 def _unused_dims(linted: Linted) -> Iterator[Problem]:
-    layouts = [a.layout for a in linted.plan if a.variable.kind is Kind.WEIGHT]
+    layouts = [a.layout for a in linted.plan.assignments if a.variable.kind is Kind.WEIGHT]
     layouts += [match.layout for match in linted.plan.activations if match.layout is not None]
     used = {dim for layout in layouts for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
     mesh = linted.plan.mesh

@@ -92,7 +92,7 @@ class Linted:
         self.batch_dim = batch_dim
         self.weights = [
             Weight(a, a.variable.use)
-            for a in plan
+            for a in plan.assignments
             if a.variable.use is not None and a.variable.kind is Kind.WEIGHT and a.fits
         ]
 

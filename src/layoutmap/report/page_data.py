@@ -40,9 +40,10 @@ class _PageData:
         self.layouts, self.forms, self.rules = _Shared(), _Shared(), _Shared()
         self.lists = _Shared()  # of rules that match too, and of near misses
         self.texts = _Shared()
-        self.number = {id(a): i for i, a in enumerate(plan)}
+        self._seen: dict[int, int] = {}  # layouts of the plan by identity, to their numbers
+        self.number = {id(a): i for i, a in enumerate(plan.assignments)}
         self.by_path: dict[str, list[int]] = {}
-        for i, a in enumerate(plan):
+        for i, a in enumerate(plan.assignments):
             for path in (a.variable.path, *a.variable.aliases):
                 self.by_path.setdefault(path, []).append(i)
 
@@ -50,7 +51,7 @@ class _PageData:
         plan, memory = self.plan, self.plan.memory
         rows = plan_rows(plan)
         row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
-        variables = [self._variable(a, row_of[id(a)]) for a in plan]
+        variables = [self._variable(a, row_of[id(a)]) for a in plan.assignments]
         return {
             "mesh": {
                 "name": plan.mesh.name,
@@ -112,9 +113,12 @@ class _PageData:
 
     def _layout(self, layout: Layout) -> int:
         """The mesh dims that cut each axis, by number, and the text of it all."""
+        if id(layout) in self._seen:
+            return self._seen[id(layout)]
         dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}
         cut = tuple(tuple(dims[name] for name in layout.mesh_dims_of(i)) for i in range(layout.rank))
-        return self.layouts.number((cut, str(layout)))
+        self._seen[id(layout)] = self.layouts.number((cut, str(layout)))
+        return self._seen[id(layout)]
 
     def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, Any]:
         of = dict.fromkeys(
@@ -136,7 +140,8 @@ def _groups(plan: Plan, findings: Sequence[Problem]) -> list[tuple[Problem, tupl
 def _bytes_by_use(plan: Plan, memory: Memory) -> dict[str, Mapping[str, int]]:
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     weights, slots = (
-        sum(a.variable.nbytes for a in plan if a.variable.kind is kind) for kind in (Kind.WEIGHT, Kind.SLOT)
+        sum(a.variable.nbytes for a in plan.assignments if a.variable.kind is kind)
+        for kind in (Kind.WEIGHT, Kind.SLOT)
     )
     whole = {"weights": weights, "gradients": weights, "slots": slots, "state": plan.nbytes - weights - slots}
     return {"device": device, "whole": whole}

@@ -58,9 +58,9 @@ class Row:
 
 def plan_rows(plan: Plan) -> list[Row]:
     """The rows of a plan, in the order of their first variables."""
-    layouts = {(a.variable.model, a.variable.path): (a.variable.shape, a.layout) for a in plan}
+    layouts = {(a.variable.model, a.variable.path): (a.variable.shape, a.layout) for a in plan.assignments}
     groups: dict[tuple[object, ...], list[Assignment]] = {}
-    for a in plan:
+    for a in plan.assignments:
         v = a.variable
         rule = a.match.rule.number if a.match and a.match.rule else None
         parent = layouts.get((v.model, v.parent or ""))
@@ -80,7 +80,7 @@ def plan_rows(plan: Plan) -> list[Row]:
                 a.drawn_whole,
             )
         groups.setdefault(key, []).append(a)
-    several = has_several_models(a.variable for a in plan)
+    several = has_several_models(a.variable for a in plan.assignments)
     rows: list[Row] = []
     for (model, follows, kind, *_), group in groups.items():
         path = f"optimizer.*.{kind}" if follows else merge_paths([a.variable.path for a in group])

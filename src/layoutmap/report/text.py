@@ -64,7 +64,7 @@ def plan_text(plan: Plan) -> str:
     lines += ["", f"Plan: {plan_line(plan)}"]
     whole = plan.largest_drawn_whole
     if whole:
-        names = dict(zip((a.variable.key for a in plan), full_names([a.variable for a in plan]), strict=True))
+        names = dict(zip((a.variable.key for a in plan.assignments), full_names([a.variable for a in plan.assignments]), strict=True))
         named = names[whole.variable.key]
         lines.append(f"largest variable drawn whole: {named}, {size(whole.variable.nbytes)}")
     for problem in group_problems(plan.errors):
@@ -91,7 +91,7 @@ def plan_text(plan: Plan) -> str:
 
 def _rules_that_won(plan: Plan) -> list[Rule]:
     """The rules that decide on a variable, in their order."""
-    won = {a.match.rule.number: a.match.rule for a in plan if a.match and a.match.rule}
+    won = {a.match.rule.number: a.match.rule for a in plan.assignments if a.match and a.match.rule}
     return [won[number] for number in sorted(won)]
 
 
@@ -152,8 +152,8 @@ def warning_text(plan: Plan) -> str:
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
     biases and scales are small and mostly meant to be whole, and stand in the plan.
     """
-    several = has_several_models(a.variable for a in plan)
-    ranks = {(several * a.variable.model, a.variable.path): len(a.variable.shape) for a in plan}
+    several = has_several_models(a.variable for a in plan.assignments)
+    ranks = {(several * a.variable.model, a.variable.path): len(a.variable.shape) for a in plan.assignments}
     worth = [p for p in plan.warnings if p.kind != "no rule" or ranks[p.model, p.subject] > 1]
     if not worth:
         return ""

@@ -151,9 +151,9 @@ class AdapterContract:
         with layout_map.scope(library=self.library) as scope:
             _model = make_model()
 
-        matched = [a for a in scope.plan if a.variable.kind in ("weight", "state", "rng")]
+        matched = [a for a in scope.plan.assignments if a.variable.kind in ("weight", "state", "rng")]
         expected = {a.variable.path: a.layout for a in matched}
-        actual = {a.variable.path: a.layout for a in planned if a.variable.path in expected}
+        actual = {a.variable.path: a.layout for a in planned.assignments if a.variable.path in expected}
         assert expected == actual
         assert expected
 
@@ -257,7 +257,7 @@ class AdapterContract:
         with pytest.raises(lm.PlanError) as caught:
             layout_map.build(make_model, library=self.library)
 
-        matched = {a.variable.path for a in planned if a.match is not None}
+        matched = {a.variable.path for a in planned.assignments if a.match is not None}
         assert matched == {problem.subject for problem in caught.value.problems}
 
     def test_a_plan_makes_no_array(self, name: str):
