@@ -126,7 +126,7 @@ def _variable(assignment: Assignment) -> dict[str, Any]:
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
     written: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
-    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model"):
+    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model", "trainable"):
         if getattr(variable, field) != getattr(usual, field):
             written[field] = getattr(variable, field)
     if variable.use is not None:
@@ -213,6 +213,7 @@ def _read_variable(item: Any, mesh: Mesh) -> Assignment:
         None if item.get("parent_shape") is None else tuple(map(int, item["parent_shape"])),
         item.get("model", ""),
         Use(tuple(map(str, item["use"])), item.get("head_size")) if "use" in item else None,
+        item.get("trainable", True),
     )
     match = _read_match(variable.path, item, mesh) if "rule" in item else None
     return Assignment(variable, _layout(item["layout"], mesh), match, item.get("drawn_whole", ""))

@@ -58,6 +58,7 @@ class VariableSpec:
         parent_shape: The parent's shape, as the rules know it; `None`: that of the variable with that path.
         model: The name of the model, to tell apart the variables of several models that one scope builds.
         use: What its layer does with its axes, where that is known.
+        trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").nbytes
@@ -74,6 +75,12 @@ class VariableSpec:
     parent_shape: tuple[int, ...] | None = None
     model: str = ""
     use: Use | None = None
+    trainable: bool = True
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is a weight that training changes, so that it has a gradient."""
+        return self.kind is Kind.WEIGHT and self.trainable
 
     @property
     def follows(self) -> bool:

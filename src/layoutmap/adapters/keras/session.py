@@ -14,13 +14,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
-from layoutmap.active import entered
+from layoutmap.active import entered, is_entered
 from layoutmap.adapters.keras import hooks
 from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, limits_of
 from layoutmap.adapters.keras.draws import draw_of, draw_of_seed, why_whole
@@ -69,7 +69,6 @@ class KerasSession:
         self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
         self._ahead: tuple[int, dict[int, Assignment]] = (0, {})
         self._outputs: tuple[int, dict[int, tuple[str, Layout | None]]] = (-1, {})
-        self._open = threading.local()
         self.inside = threading.local()  # for ports: how deep in calls of layers a thread is
         self._settling = False
         self._failed = False
@@ -80,14 +79,10 @@ class KerasSession:
     @contextmanager
     def defer(self) -> Iterator[None]:
         """While open, variables are born without values; leaving the outermost one settles what is pending."""
-        depth = getattr(self._open, "depth", 0)
-        self._open.depth = depth + 1
-        try:
-            with hooks.installed(self.port.quiet), entered(self):
-                yield
-        finally:
-            self._open.depth = depth
-        if not depth:
+        inside = self._is_open
+        with hooks.installed(self.port.quiet), entered(self):
+            yield
+        if not inside:
             if hooks.in_stateless_scope() and self.port.is_tracing():
                 hooks.settle_after_stateless_scope(self._settle_if_closed)
             else:
@@ -199,13 +194,17 @@ class KerasSession:
 
     # -- settling
 
+    def _outside(self) -> AbstractContextManager[Any]:
+        """Leave any tracing that goes on. A plan makes no arrays, and to leave some tracing starts a backend."""
+        return nullcontext() if self.home.plan_only else self.port.outside()
+
     def settle(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value.
 
         Raises:
             PlanError: Something does not fit. Nothing has been made or moved then.
         """
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             waiting = self._known()
             news = self._num_births != self._num_planned  # also of what an early read has made by itself
             if not news and not any(is_pending(v) or self._layout_of(v) is None for v in waiting):
@@ -279,7 +278,7 @@ class KerasSession:
 
     @property
     def _is_open(self) -> bool:
-        return getattr(self._open, "depth", 0) > 0
+        return is_entered(self)
 
     def make_now(self, variable: Any) -> None:
         """Give a pending variable its value, since somebody reads it.
@@ -287,7 +286,7 @@ class KerasSession:
         Inside the scope that is an early read, and only this variable is made. After it, an exception or a plan that
         does not fit has left the scope unsettled: that is done now, or raises again.
         """
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             if is_pending(variable) and hooks.is_global_seed(variable):
                 self._make_plain(variable)
             elif not self._is_open and not self._settling:
@@ -300,7 +299,7 @@ class KerasSession:
 
     def assign_now(self, variable: Any, value: Any) -> None:
         """Give one pending variable an assigned value; its initializer never runs."""
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             if self._failed and not self._is_open and not self._settling:
                 self.settle()
             entry = self._entry_of(variable)
@@ -321,7 +320,7 @@ class KerasSession:
         Raises:
             PlanError: Something does not fit. Nothing has been made then.
         """
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             if self._num_births not in (self._num_planned, self._ahead[0]):
                 entries = self._describe()
                 found = self._assign(entries, complete=False)
@@ -330,7 +329,7 @@ class KerasSession:
 
     def path_of(self, variable: Any) -> str:
         """The object path of a variable, for messages."""
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             return self._entry_of(variable).spec.path
 
     def _assignment_of(self, entry: Entry) -> Assignment:
@@ -382,7 +381,8 @@ class KerasSession:
     def _make_plain(self, variable: Any) -> None:
         settle(variable)
         variable._layout = None
-        variable._deferred_initialize()
+        with self.port.outside():
+            variable._deferred_initialize()
         self._forget(id(variable))
 
     def _place(self, variable: Any, assignment: Assignment, value: Any) -> None:

@@ -207,6 +207,7 @@ class TorchSession:
                         tuple(found.aliases),
                         model=name,
                         use=use_of(found, sizes),
+                        trainable=found.is_buffer or tensor.requires_grad,
                     ),
                 )
 
