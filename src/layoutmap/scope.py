@@ -276,9 +276,9 @@ def scope(
     Inside the `with` block, and at the first call of what was built in it, every variable is born without a value,
     matched by its object path, and then made in its layout. All rules are checked before anything is made.
 
-    The scope works with the rules as they are when it is opened. A change of the map inside the block or after it counts
-    for scopes that are opened later; what these models make afterwards, in `compile` or `fit`, follows the rules as
-    they were.
+    The scope works with the rules as they are when it is opened. A change of the map inside the block or after it
+    counts for scopes that are opened later; what these models make afterwards, in `compile` or `fit`, follows the
+    rules as they were.
 
     The scope belongs to the code between its `with` and its end, in the thread and the task that opened it. A thread or
     a task of `asyncio` that is started inside builds plain models unless it opens a scope itself; a generator that is

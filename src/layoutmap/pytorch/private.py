@@ -49,6 +49,7 @@ __all__ = [
     "dispatch_modes",
     "dtensor",
     "enabled_local_tensor_mode",
+    "function_modes",
     "plainly",
     "replicates_plain_tensors",
     "set_replicates_plain_tensors",
@@ -147,6 +148,11 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
 def dispatch_modes() -> list[Any]:
     """The dispatch modes that are active on this thread."""
     return _get_current_dispatch_mode_stack()
+
+
+def function_modes() -> list[Any]:
+    """The function modes that are active on this thread."""
+    return _get_current_function_mode_stack()
 
 
 class _Modes(threading.local):

@@ -81,15 +81,14 @@ def _setstate(module: torch.nn.Module, state: dict[str, Any]) -> None:
 
 @contextmanager
 def refused(library: str) -> Generator[None]:
-    """While open on this thread, a torch module that gets a parameter is refused: the scope sees another library's.
+    """While open, a torch module that gets a parameter in the scope is refused: the scope sees another library's.
 
     Args:
         library: The library that the scope was opened for.
     """
-    thread = threading.get_ident()
 
     def refuse(module: torch.nn.Module, name: str, parameter: Any) -> None:
-        if threading.get_ident() == thread and has_forward(module) and not is_of_keras(module):
+        if current() is not None and has_forward(module) and not is_of_keras(module):
             raise ScopeError(
                 f"{type(module).__name__}: a torch module is built in a scope for {library} models",
                 facts={"parameter": name},

@@ -15,7 +15,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.errors import EngineError
-from layoutmap.pytorch.private import TorchDispatchMode, members_of_module, patch_module_apply, storage_key
+from layoutmap.pytorch.private import (
+    TorchDispatchMode,
+    dispatch_modes,
+    function_modes,
+    members_of_module,
+    patch_module_apply,
+    storage_key,
+)
 
 __all__ = ["Recorder", "intercepted"]
 
@@ -43,8 +50,30 @@ class Recorder(Protocol):
 @contextmanager
 def intercepted(tape: Recorder) -> Generator[None]:
     """While open, this thread's operations go to a tape."""
-    with _converting(tape), _Reads(tape), _Operations(tape):
+    with (
+        _converting(tape),
+        _active(_Reads(tape), function_modes),
+        _active(_Operations(tape), dispatch_modes),
+    ):
         yield
+
+
+@contextmanager
+def _active(mode: Any, active: Callable[[], list[Any]]) -> Generator[None]:
+    """Enter a mode, and leave just this one, even if others have been entered since: torch leaves the innermost.
+
+    Another thread, which may be the one that closes a generator, cannot leave it; the tape then does nothing any more.
+    """
+    mode.__enter__()
+    try:
+        yield
+    finally:
+        modes = active()
+        places = [place for place, each in enumerate(modes) if each is mode]
+        for each in reversed(modes[places[-1] :] if places else []):
+            each.__exit__(None, None, None)
+        for each in modes[places[-1] + 1 :] if places else []:
+            each.__enter__()
 
 
 class _Operations(TorchDispatchMode):
@@ -129,7 +158,7 @@ def _converting(tape: Recorder) -> Generator[None]:
     try:
         yield
     finally:
-        _open.tapes = _open.tapes[:-1]
+        _open.tapes = tuple(each for each in getattr(_open, "tapes", ()) if each is not tape)
         with _lock:
             _num_open -= 1
             if not _num_open:
