@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_a_scope_works_with_the_rules_as_they_were(library):
     rest = {r".*bias$": (None,), r".*0\.(kernel|weight)$": (None, None)}
     layout_map = lm.LayoutMap(MESH, {pattern: (None, "model"), **rest})
     with layout_map.scope(library=library) as opened:
-        model = half_frozen(library)
+        model: Any = half_frozen(library)
         del layout_map[pattern]
         layout_map[pattern] = ("model", None)
     before = {a.variable.path: a.layout for a in opened.plan}

@@ -161,7 +161,7 @@ def check_order(mesh: Mesh) -> None:
     """
     if not all(map(_NAME.match, mesh.devices or ("",))):
         return  # it gets the first devices, in their order; or it names devices of another framework
-    ranks = np.array([_rank(name) for name in mesh.devices]).reshape(mesh.shape)
+    ranks = np.array([_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
     raise EngineError(
