@@ -150,7 +150,7 @@ def _variable(assignment: Assignment) -> dict[str, Any]:
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
     written: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
-    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model"):
+    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model", "trainable"):
         if getattr(variable, field) != getattr(usual, field):
             written[field] = getattr(variable, field)
     if variable.use is not None:
@@ -359,6 +359,7 @@ def _read_variable(item: Any, place: str, mesh: Mesh) -> Assignment:
         read("parent_shape", _or_null(_shape), None),
         read("model", _text, ""),
         None if use is None else Use(use, read("head_size", _or_null(_number), None)),
+        read("trainable", _flag, True),
     )
     layout = read("layout", _layout(mesh))
     match = _read_match(variable.path, read, mesh, layout) if "rule" in read else None

@@ -65,7 +65,7 @@ class Memory:
 def memory_of(plan: Plan) -> Memory:
     """Count, by kind; what does not fit its layout is left out."""
     fitting = [a for a in plan.assignments if a.fits]
-    weights = sum(a.shard_nbytes for a in fitting if a.variable.kind is Kind.WEIGHT)
+    weights = sum(a.shard_nbytes for a in fitting if a.variable.is_trained)
     slots = sum(a.shard_nbytes for a in fitting if a.variable.kind is Kind.SLOT)
     cuts = sorted(_cuts(plan, fitting), key=lambda cut: -cut.saved_nbytes)
     return Memory(weights, weights, slots, plan.device_nbytes - weights - slots, tuple(cuts))

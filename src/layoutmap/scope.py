@@ -6,6 +6,7 @@ made. A plan stops before the last step.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import warnings
@@ -24,7 +25,7 @@ from layoutmap.adapters import (
 from layoutmap.adapters.protocol import Session
 from layoutmap.draws import Draw
 from layoutmap.engines import Engine, get_engine
-from layoutmap.errors import EngineError, LayoutMapWarning, MeshError, ScopeError, format_message
+from layoutmap.errors import EngineError, LayoutMapWarning, ScopeError, format_message
 from layoutmap.layout import Layout
 from layoutmap.layout_map import LayoutMap
 from layoutmap.limits import Limit
@@ -42,7 +43,7 @@ class Scope:
     """An open or finished scope: its plan, and what it offers its adapter.
 
     Attributes:
-        layout_map: The rules.
+        layout_map: A copy of the rules, as they were when the scope was opened.
         plan: What has been planned so far; grows as models make their weights.
         layers: The paths of all layers so far, if the adapter tells them.
     """
@@ -58,7 +59,7 @@ class Scope:
         progress: bool | None = None,
         draws: str = "exact",
     ):
-        self.layout_map = layout_map
+        self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
         self.strict = strict
         self.batch_dim = batch_dim
         self.plan = Plan(layout_map.mesh or Mesh(None, ()), ())
@@ -217,7 +218,7 @@ class Scope:
         return Layout.batch_sharded(self.mesh, dim, len(shape))
 
     def _not_held(self, plan: Plan) -> Iterator[Problem]:
-        """A problem for each variable whose layout the engine cannot hold."""
+        """A problem for each variable whose layout the engine cannot hold; no device is asked for."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout, EngineError | None] = {}
         several = has_several_models(a.variable for a in plan.assignments)
@@ -228,11 +229,9 @@ class Scope:
             if layout not in refusals:
                 refusals[layout] = None
                 try:
-                    engine.native(layout, layout.rank)
+                    engine.check_layout(layout)
                 except EngineError as error:
                     refusals[layout] = error
-                except MeshError:
-                    pass  # a dry run needs no devices
             error = refusals[layout]
             if error is not None:
                 facts = tuple((name, str(value)) for name, value in error.facts.items())
@@ -279,8 +278,16 @@ def scope(
     Inside the `with` block, and at the first call of what was built in it, every variable is born without a value,
     matched by its object path, and then made in its layout. All rules are checked before anything is made.
 
+    The scope works with the rules as they are when it is opened. A change of the map inside the block or after it
+    counts for scopes that are opened later; what these models make afterwards, in `compile` or `fit`, follows the
+    rules as they were.
+
+    The scope belongs to the code between its `with` and its end, in the thread and the task that opened it. A thread or
+    a task of `asyncio` that is started inside builds plain models unless it opens a scope itself; a generator that is
+    closed late ends its own scope and no other one.
+
     Args:
-        layout_map: The rules.
+        layout_map: The rules. They are copied.
         strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
         batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
         library: The model library, as in `"keras"`; `None` means the one that is imported.
@@ -417,7 +424,7 @@ def plan(
     found = dry.plan
     final = make_plan(
         [a.variable for a in found.assignments],
-        layout_map,
+        dry.layout_map,
         drawn_whole={a.variable.key: a.drawn_whole for a in found.assignments},
         layers=dry.layers,
         free_activations=dry.free_activations,
@@ -516,6 +523,14 @@ def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
             why="the batch is split over one of the mesh's dims",
             mend=f"use one of {', '.join(map(repr, opened.mesh.dim_names))}, or leave it out",
         )
+    replicated = opened.replicated(0)
+    try:
+        opened.engine.check_layout(replicated)
+    except EngineError:
+        return opened  # the plan says so, with all its other problems
+    # Arrays are to come, so what simulates devices begins, which no question does; and before the session does, inside
+    # of which some of it cannot begin.
+    opened.native(replicated, 0)
     return opened
 
 

@@ -72,6 +72,7 @@ class VariableSpec:
         model: The name of the model, to tell apart the variables of several models that one scope builds. No two
             variables of a scope have both one model and one path.
         use: What its layer does with its axes, where that is known.
+        trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").nbytes
@@ -88,6 +89,12 @@ class VariableSpec:
     parent_shape: tuple[int, ...] | None = None
     model: str = ""
     use: Use | None = None
+    trainable: bool = True
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is a weight that training changes, so that it has a gradient."""
+        return self.kind is Kind.WEIGHT and self.trainable
 
     def __post_init__(self) -> None:
         for name in ("shape", "parent_shape"):

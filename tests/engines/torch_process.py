@@ -22,7 +22,7 @@ def normal(seed):
 
 def other_numbers(number, with_programs):
     """What is said when one process makes one variable more than the others."""
-    layout = Layout(["x", None], Mesh(None, {"x": dist.get_world_size()}))
+    layout = Layout(["x", None], Mesh(None, {"x": len(engine().devices())}))
     keys = ["first", "second"][: 1 + (number == 1)]
     program = Program("normal", 0, normal) if with_programs else None
     draw = Draw(whole=lambda: np.zeros(SHAPE, np.float32), program=program)
@@ -33,7 +33,7 @@ def other_numbers(number, with_programs):
 def other_states(number):
     """What is said when the processes were seeded differently."""
     torch.manual_seed(number)
-    layout = Layout(["x", None], Mesh(None, {"x": dist.get_world_size()}))
+    layout = Layout(["x", None], Mesh(None, {"x": len(engine().devices())}))
     assignment = Assignment(VariableSpec("w", SHAPE, "float32"), layout)
     draw = Draw(
         whole=lambda: torch.rand(SHAPE), blocks=lambda indices: [torch.rand(SHAPE)[i] for i in indices]

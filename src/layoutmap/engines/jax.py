@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -59,7 +60,10 @@ class JaxEngine:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mesh_of_native: dict[jax.sharding.Mesh, Mesh] = {}
+        # Two meshes of ours, an abstract one and the same one bound, are one mesh of JAX's. Arrays are on the first
+        # that was used, for as long as JAX's lives, but for those that were made on another one.
+        self._mesh_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
+        self._mesh_of_array: dict[int, tuple[weakref.ref[Any], Mesh]] = {}  # by id: JAX's arrays have no hash
         self._programs: OrderedDict[Hashable, ShardedProgram | str] = OrderedDict()
         self._reasons: OrderedDict[Hashable, str] = OrderedDict()
 
@@ -88,6 +92,9 @@ class JaxEngine:
             return mesh
         return mesh.with_devices(map(name_of, devices), local_device_ids=here)
 
+    def check_layout(self, layout: Layout) -> None:
+        """Nothing: JAX can hold every layout."""
+
     def native(self, layout: Layout, rank: int) -> NamedSharding:
         """The `NamedSharding` of a layout, with one entry for each axis.
 
@@ -97,13 +104,11 @@ class JaxEngine:
         """
         layout.check_rank((None,) * rank)
         sharding = named_sharding(layout)
-        # Two meshes of ours, an abstract one and the same one bound, are one mesh of JAX's: the last that was used
-        # is the one that `layout_of` gives back.
-        self._mesh_of_native[sharding.mesh] = layout.mesh  # type: ignore[index]
+        self._mesh_of_native.setdefault(sharding.mesh, layout.mesh)  # type: ignore[arg-type]
         return sharding
 
     def mesh_of(self, native_mesh: jax.sharding.Mesh) -> Mesh:
-        """The mesh of a `jax.sharding.Mesh`: the one it was made from, or one of its devices and axis names.
+        """The mesh of a `jax.sharding.Mesh`: the first it was made from, or one of its devices and axis names.
 
         The types of its axes (`Auto`, `Explicit`) say how JAX's compiler treats them, not where things are, and are
         not kept: `native` always makes `Auto` axes.
@@ -127,7 +132,8 @@ class JaxEngine:
         specs: list[Any] = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
         if any(spec is PartitionSpec.UNCONSTRAINED for spec in specs):
             return None
-        return Layout(specs, self.mesh_of(sharding.mesh))
+        _, made_on = self._mesh_of_array.get(id(array), (None, None))
+        return Layout(specs, made_on or self.mesh_of(sharding.mesh))
 
     def holds(self, array: object) -> bool:
         """Whether an object is a `jax.Array` (a traced one is)."""
@@ -179,13 +185,15 @@ class JaxEngine:
                     sharding, draw = shardings[key], used[key]
                     program = self._program(assignment, draw, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
-                        made[key] = _settled(program(seeds[key]))
+                        array = _settled(program(seeds[key]))
                     else:
                         whole = _drawn_whole(assignment, draw, seeds.get(key), across=bool(devices))
                         if devices:
                             checksums[key] = zlib.crc32(np.ascontiguousarray(whole).view(np.uint8).data)
-                        made[key] = _from_blocks(assignment, sharding, whole.__getitem__)
+                        array = _from_blocks(assignment, sharding, whole.__getitem__)
                         del whole
+                    made[key] = self._noted(array, assignment.layout)
+                    del array
                     if progress is not None:
                         progress(key)
                 check_equal_everywhere(checksums, devices)
@@ -228,7 +236,7 @@ class JaxEngine:
         """
         sharding = self._checked(assignment)
         with jax.core.eval_context():
-            return _from_blocks(assignment, sharding, read)
+            return self._noted(_from_blocks(assignment, sharding, read), assignment.layout)
 
     def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
         """The shards that this process holds, each index once, with both ends."""
@@ -255,11 +263,14 @@ class JaxEngine:
         sharding = self._sharding(layout, array.shape)
         if isinstance(array, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(array, sharding)
-        if isinstance(array, jax.Array) and (sharding.is_fully_addressable or not array.is_fully_addressable):
-            return _settled(jax.device_put(array, sharding))
-        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-            return _settled(jax.device_put(array, sharding))
-        return _cut(np.asarray(array), sharding)
+        movable = isinstance(array, jax.Array) and (
+            sharding.is_fully_addressable or not array.is_fully_addressable
+        )
+        if movable or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            moved = _settled(jax.device_put(array, sharding))
+        else:
+            moved = _cut(np.asarray(array), sharding)
+        return self._noted(moved, layout, given=array)
 
     def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> Any:
         """The array: JAX has no variables of its own."""
@@ -344,10 +355,33 @@ class JaxEngine:
             )
         sharding = self._sharding(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
         if why_whole(closed):
-            return _settled(jax.jit(of_arrays, out_shardings=sharding)(arrays))
-        return _settled(ShardedProgram(closed, sharding)(arrays))
+            return self._noted(_settled(jax.jit(of_arrays, out_shardings=sharding)(arrays)), layout)
+        return self._noted(_settled(ShardedProgram(closed, sharding)(arrays)), layout)
 
     # -- parts
+
+    def _noted(self, array: Any, layout: Layout, *, given: Any = None) -> Any:
+        """An array that was made in a layout; its mesh is noted where JAX's own stands for another one of ours.
+
+        Args:
+            array: The array.
+            layout: Its layout.
+            given: What it was made from, and may be itself: that keeps its layout.
+        """
+        first = self._mesh_of_native[array.sharding.mesh]
+        _, made_on = self._mesh_of_array.get(id(array), (None, first))
+        if made_on == layout.mesh:
+            return array
+        if array is given:
+            pieces = [shard.data for shard in array.addressable_shards]
+            array = jax.make_array_from_single_device_arrays(
+                array.shape, array.sharding, pieces, dtype=array.dtype
+            )
+        if first != layout.mesh:
+            key = id(array)
+            forget = weakref.ref(array, lambda _: self._mesh_of_array.pop(key, None))
+            self._mesh_of_array[key] = forget, layout.mesh
+        return array
 
     def _sharding(self, layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NamedSharding:
         layout.check_rank(shape, name)

@@ -51,6 +51,16 @@ class Engine(Protocol):
         """
         ...
 
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout that no array of the framework can have, on any machine.
+
+        The answer depends on the layout alone: no device is asked for and nothing is started, so that plans can ask.
+
+        Raises:
+            EngineError: The engine cannot hold such a layout; `native` refuses it too.
+        """
+        ...
+
     def native(self, layout: Layout, rank: int) -> Any:
         """The framework's own form of a layout: a `NamedSharding`, a `dtensor.Layout`, a `(DeviceMesh, placements)`.
 

@@ -37,7 +37,7 @@ from layoutmap.engines.tensorflow_arrays import (
     whole,
 )
 from layoutmap.engines.tensorflow_canary import check_training
-from layoutmap.engines.tensorflow_devices import bound_mesh, device_names
+from layoutmap.engines.tensorflow_devices import bound_mesh, device_names, native_specs
 from layoutmap.engines.tensorflow_processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.tensorflow_programs import PieceProgram, trace
 from layoutmap.engines.tensorflow_variable import DVariable
@@ -93,6 +93,14 @@ class TensorFlowEngine:
             MeshError: The machine has too few devices, or not the ones that are named.
         """
         return bound_mesh(mesh)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout that no tensor of DTensor can have, on any machine. Nothing is started.
+
+        Raises:
+            EngineError: An axis is sharded over several mesh dims.
+        """
+        native_specs(layout)
 
     def native(self, layout: Layout, rank: int) -> Any:
         """The `tf.experimental.dtensor.Layout` of a layout.

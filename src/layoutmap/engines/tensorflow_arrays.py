@@ -32,6 +32,7 @@ __all__ = [
     "layout_of",
     "move",
     "native_of",
+    "note",
     "relayout_in_trace",
     "run_on",
     "shards_of",
@@ -48,14 +49,17 @@ default_mesh_lock = threading.RLock()
 """Held while DTensor's default mesh is set, which it does for itself, too, where it makes a variable or a relayout."""
 
 _lock = threading.Lock()
+# Two meshes of ours, an abstract one and the same one bound, are one of DTensor's, which makes it anew for each layout.
+# Tensors are on the first that was used, but for those that were made on another one.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
+_MADE_ON = "_layoutmap_mesh"
 
 
 def native_of(layout: Layout) -> Any:
-    """DTensor's layout; the mesh is remembered, so that `layout_of` gives the one that was used last."""
+    """DTensor's layout; the mesh is remembered, for `layout_of`."""
     native = native_layout(layout)
     with _lock:
-        _mesh_of_native[native.mesh.to_string()] = layout.mesh
+        _mesh_of_native.setdefault(native.mesh.to_string(), layout.mesh)
         while len(_mesh_of_native) > _MAX_MESHES:
             _mesh_of_native.popitem(last=False)
     return native
@@ -68,10 +72,19 @@ def layout_of(array: Any) -> Layout | None:
     if not dtensor.is_dtensor(array):
         return None
     native = dtensor.fetch_layout(array)
-    text = native.mesh.to_string()
+    return Layout(list(native.sharding_specs), getattr(array, _MADE_ON, None) or _mesh_of(native.mesh))
+
+
+def _mesh_of(native_mesh: Any) -> Mesh:
     with _lock:
-        mesh = _mesh_of_native.get(text)
-    return Layout(list(native.sharding_specs), mesh or to_mesh(native.mesh))
+        known = _mesh_of_native.get(native_mesh.to_string())
+    return known or to_mesh(native_mesh)
+
+
+def note(array: Any, mesh: Mesh) -> Any:
+    """Note on a tensor or variable the mesh that it was made on: two of ours may be one of DTensor's."""
+    setattr(array, _MADE_ON, mesh)
+    return array
 
 
 def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> Any:
@@ -165,7 +178,7 @@ def from_blocks(
             held[_ends(index)] = np.array(read(index), copy=copy or None, order="C")
         with tf.device(device):
             components.append(tf.constant(held[_ends(index)]))
-    return dtensor.pack(components, native)
+    return note(dtensor.pack(components, native), layout.mesh)
 
 
 @contextmanager
@@ -201,7 +214,10 @@ def move(array: Any, layout: Layout) -> Any:
         return _constrained(array, native_of(layout))
     present = layout_of(array)
     if present is not None and native_of(present) == native_of(layout):
-        return tensor_of(array)
+        tensor = tensor_of(array)
+        if tensor is array and present.mesh == layout.mesh:
+            return tensor
+        return note(tf.identity(tensor) if tensor is array else tensor, layout.mesh)
 
     @tf.custom_gradient
     def moved(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -212,7 +228,7 @@ def move(array: Any, layout: Layout) -> Any:
 
     if tensor_of(array).dtype.is_floating:
         with tf.device(None):
-            return moved(tensor_of(array))
+            return note(moved(tensor_of(array)), layout.mesh)
     return _moved(tensor_of(array), layout)
 
 

@@ -18,7 +18,7 @@ from layoutmap.errors import EngineError, MeshError
 from layoutmap.layout import UNSHARDED, Layout
 from layoutmap.mesh import Mesh
 
-__all__ = ["bound_mesh", "device_names", "native_layout", "native_mesh", "to_mesh"]
+__all__ = ["bound_mesh", "device_names", "native_layout", "native_mesh", "native_specs", "to_mesh"]
 
 dtensor: Any = tf.experimental.dtensor
 
@@ -129,6 +129,15 @@ def native_mesh(mesh: Mesh) -> Any:
 @functools.lru_cache(_MAX_NATIVES)
 def native_layout(layout: Layout) -> Any:
     """DTensor's layout of a layout; its mesh has the machine's devices."""
+    return dtensor.Layout(native_specs(layout), native_mesh(layout.mesh))
+
+
+def native_specs(layout: Layout) -> list[str]:
+    """DTensor's sharding specs of a layout; no device is asked for.
+
+    Raises:
+        EngineError: An axis is sharded over several mesh dims.
+    """
     specs: list[str] = []
     for axis, spec in enumerate(layout.sharding_specs):
         # A mesh dim of size 1 cuts nothing, so of several dims only the larger ones count.
@@ -142,7 +151,7 @@ def native_layout(layout: Layout) -> Any:
                 f"{layout.num_shards(axis)} in their place",
             )
         specs.append(spec if isinstance(spec, str) else (cutting or [UNSHARDED])[0])
-    return dtensor.Layout(specs, native_mesh(layout.mesh))
+    return specs
 
 
 def to_mesh(native: Any) -> Mesh:

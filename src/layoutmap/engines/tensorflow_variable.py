@@ -17,6 +17,7 @@ from layoutmap.engines.tensorflow_arrays import (
     default_mesh_lock,
     layout_of,
     move,
+    note,
     relayout_in_trace,
     whole,
 )
@@ -108,6 +109,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         value = initial_value if present is not None else move(initial_value, used)
         with default_mesh_lock:
             super().__init__(value, *args, **kwargs)
+        note(self, used.mesh)
 
     @property
     def layout(self) -> Layout:

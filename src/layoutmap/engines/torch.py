@@ -42,7 +42,7 @@ from layoutmap.engines.torch_arrays import (
     torch_dtype,
     whole,
 )
-from layoutmap.engines.torch_devices import bound_mesh, device_names
+from layoutmap.engines.torch_devices import bound_mesh, check_order, device_names
 from layoutmap.engines.torch_processes import (
     across,
     check_equal_everywhere,
@@ -107,6 +107,14 @@ class TorchEngine:
             MeshError: The machine has too few devices, or not the ones that are named.
         """
         return bound_mesh(mesh)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout that no DTensor can have, on any machine. Nothing is started.
+
+        Raises:
+            EngineError: The mesh's devices come in an order that torch does not keep.
+        """
+        check_order(layout.mesh)
 
     @plainly
     def native(self, layout: Layout, rank: int) -> tuple[Any, tuple[Any, ...]]:

@@ -8,6 +8,7 @@ first placement to the last, so an order other than the mesh's becomes a `_Strid
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from layoutmap.pytorch.private import DTensorSpec, ShardOrderEntry
 
 __all__ = [
     "bound_mesh",
+    "check_order",
     "device_mesh",
     "device_names",
     "device_of",
@@ -35,10 +37,12 @@ __all__ = [
 ]
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
+_NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
 _lock = threading.RLock()
 _device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 _known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # what was asked for before, in this process group
-# Two meshes of ours, an abstract one and the same one bound, are one of torch's: the last used is given back.
+# Two meshes of ours, an abstract one and the same one bound, are one of torch's. DTensors are on the first that was
+# used, but for those that note another one: see `torch_arrays.mark`.
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
@@ -59,6 +63,8 @@ def _types_there() -> list[str]:
     """The device types that the process group serves, the default one first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
+    if not dist.is_initialized():  # the launcher's, which torch's own defaults will make
+        return ["GPU", "CPU"] if torch.cuda.is_available() and dist.is_nccl_available() else ["CPU"]
     served = dist.get_backend_config()
     gpu = ["GPU"] if torch.cuda.is_available() and "cuda:" in served else []
     return gpu + (["CPU"] if "cpu:" in served else [])
@@ -129,15 +135,15 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     known = _known.get((mesh, dist.group.WORLD))
     if known is None:
         known = _known[mesh, dist.group.WORLD] = _device_mesh(mesh)
-    _mesh_of[known] = mesh
+    _mesh_of.setdefault(known, mesh)
     return known
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:
     bound = bound_mesh(mesh)
+    check_order(mesh)
     names = list(bound.devices or ())
     ranks = np.array([_rank(name) for name in names]).reshape(bound.shape)
-    _check_order(ranks, mesh)
     kind = _TYPES[names[0].partition(":")[0]]
     key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, dist.group.WORLD)
     with _lock:
@@ -147,7 +153,15 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
         return _device_meshes[key]
 
 
-def _check_order(ranks: Any, mesh: Mesh) -> None:
+def check_order(mesh: Mesh) -> None:
+    """Refuse a mesh that names its devices in an order that torch does not keep; no device is asked for.
+
+    Raises:
+        EngineError: It does.
+    """
+    if not all(map(_NAME.match, mesh.devices or ("",))):
+        return  # it gets the first devices, in their order; or it names devices of another framework
+    ranks = np.array([_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
     raise EngineError(
@@ -159,7 +173,7 @@ def _check_order(ranks: Any, mesh: Mesh) -> None:
 
 
 def mesh_of(native: DeviceMesh) -> Mesh | None:
-    """The mesh of a `DeviceMesh`: the one it was made from, or one of its ranks; `None` if its dims have no names."""
+    """The mesh of a `DeviceMesh`: the first it was made from, or one of its ranks; `None` if its dims have no names."""
     known = _mesh_of.get(native)
     if known is not None or native.mesh_dim_names is None:
         return known

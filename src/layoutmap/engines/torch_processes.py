@@ -76,6 +76,7 @@ def _check_alike(value: Any, what: str) -> None:
 
 
 def _gathered(value: Any) -> list[Any]:
+    simulation.start()
     rows: list[Any] = [None] * simulation.world_size()
     dist.all_gather_object(rows, value)
     return rows

@@ -51,6 +51,7 @@ __all__ = [
     "dispatch_modes",
     "dtensor",
     "enabled_local_tensor_mode",
+    "function_modes",
     "plainly",
     "replicates_plain_tensors",
     "set_replicates_plain_tensors",
@@ -151,6 +152,11 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
 def dispatch_modes() -> list[Any]:
     """The dispatch modes that are active on this thread."""
     return _get_current_dispatch_mode_stack()
+
+
+def function_modes() -> list[Any]:
+    """The function modes that are active on this thread."""
+    return _get_current_function_mode_stack()
 
 
 class _Modes(threading.local):
@@ -334,10 +340,13 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def leave_mode(mode: Any) -> None:
-    """Leave a mode, if it is the innermost of its kind on this thread."""
-    for stack in (_get_current_function_mode_stack(), dispatch_modes()):
-        if stack and stack[-1] is mode:
-            mode.__exit__(None, None, None)
+    """Leave a mode on this thread, and just this one: torch leaves the innermost, whichever that is."""
+    for modes in (function_modes(), dispatch_modes()):
+        places = [place for place, each in enumerate(modes) if each is mode]
+        for each in reversed(modes[places[-1] :] if places else []):
+            each.__exit__(None, None, None)
+        for each in modes[places[-1] + 1 :] if places else []:
+            each.__enter__()
 
 
 def has_saving_hooks() -> bool:

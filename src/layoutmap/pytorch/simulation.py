@@ -4,8 +4,9 @@ A program that `torchrun` has started, or that has a process group, uses that. A
 simulated ranks, eight unless `LAYOUTMAP_SIMULATED_DEVICES` says another number. A DTensor then holds a `LocalTensor`:
 the pieces of all ranks, on which each operation runs for one rank after the other.
 
-A simulation begins when devices are first asked for, and lasts as long as the process: DTensors of simulated ranks
-compute rightly only while it runs. Plain tensors stay plain in it.
+A simulation begins with the first device mesh, and lasts as long as the process: DTensors of simulated ranks compute
+rightly only while it runs. Plain tensors stay plain in it. Questions about devices start nothing: they are answered as
+things will be, should the program not begin a process group of its own before.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
     "rank",
     "ranks_here",
     "ranks_of",
+    "start",
     "world_size",
 ]
 
@@ -147,7 +149,7 @@ def start() -> None:
         if dist.is_initialized():
             _has_begun = True
             return
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if _num_launched() > 1:
             dist.init_process_group()
             _has_begun = True
             return
@@ -156,9 +158,9 @@ def start() -> None:
                 "simulated devices were asked for first inside of a dispatch mode",
                 facts={"mode": type(dispatch_modes()[-1]).__name__},
                 why="the simulation lasts as long as the process, and that mode ends before",
-                mend='ask for devices before it begins: layoutmap.devices.devices("torch")',
+                mend="open a scope, or place an array with layoutmap.dtensor, before the mode begins",
             )
-        number = int(os.environ.get("LAYOUTMAP_SIMULATED_DEVICES", NUM_DEVICES))
+        number = world_size()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
         _simulation = _Simulation(number)
         _simulation.__enter__()
@@ -167,22 +169,28 @@ def start() -> None:
         _has_begun = True
 
 
+def _num_launched() -> int:
+    """The number of processes that the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_simulated() -> bool:
-    """Whether the ranks are simulated in this process."""
-    start()
-    return _simulation is not None
+    """Whether the ranks are simulated in this process, or will be; nothing is started."""
+    return _simulation is not None or not (dist.is_initialized() or _num_launched() > 1)
 
 
 def world_size() -> int:
-    """The number of ranks."""
-    start()
-    return dist.get_world_size()
+    """The number of ranks; nothing is started."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if _num_launched() > 1:
+        return _num_launched()
+    return int(os.environ.get("LAYOUTMAP_SIMULATED_DEVICES", NUM_DEVICES))
 
 
 def rank() -> int:
-    """The rank of this process; 0 in a simulation."""
-    start()
-    return dist.get_rank()
+    """The rank of this process; 0 in a simulation. Nothing is started."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def ranks_here(ranks: Iterable[int]) -> list[int]:
@@ -194,6 +202,7 @@ def ranks_here(ranks: Iterable[int]) -> list[int]:
 def on_ranks(ranks: Iterable[int]) -> Generator[None]:
     """Simulate just these ranks for a while, on this thread; without a simulation nothing is done."""
     wanted = frozenset(ranks)
+    start()
     if not is_simulated():
         yield
         return

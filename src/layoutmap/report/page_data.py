@@ -139,9 +139,7 @@ def _groups(plan: Plan, findings: Sequence[Problem]) -> list[tuple[Problem, tupl
 
 def _bytes_by_use(plan: Plan, memory: Memory) -> dict[str, Mapping[str, int]]:
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
-    weights, slots = (
-        sum(a.variable.nbytes for a in plan.assignments if a.variable.kind is kind)
-        for kind in (Kind.WEIGHT, Kind.SLOT)
-    )
+    weights = sum(a.variable.nbytes for a in plan.assignments if a.variable.is_trained)
+    slots = sum(a.variable.nbytes for a in plan.assignments if a.variable.kind is Kind.SLOT)
     whole = {"weights": weights, "gradients": weights, "slots": slots, "state": plan.nbytes - weights - slots}
     return {"device": device, "whole": whole}

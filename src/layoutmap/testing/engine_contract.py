@@ -183,6 +183,7 @@ class EngineContract:
             shape = (8,) * layout.rank
             drawn: list[str] = []
             for refuse in (
+                lambda: self.engine.check_layout(layout),  # noqa: B023
                 lambda: self.engine.native(layout, layout.rank),  # noqa: B023
                 lambda: self.engine.relayout(np.zeros(shape, np.float32), layout),  # noqa: B023
                 lambda: self.engine.create(
@@ -194,6 +195,45 @@ class EngineContract:
                     refuse()
 
             assert [] == drawn
+
+    def test_a_layout_is_asked_about_before_there_are_devices(self):
+        """Whether a layout can be held depends on it alone: on a mesh of any size, with devices or without."""
+        for mesh in (Mesh(None, "x=2,y=4"), self.mesh("x=2,y=4", first=0), Mesh(None, "x=256,y=512")):
+            for specs in all_specs(mesh, 2):
+                refused = False
+                try:
+                    self.engine.check_layout(Layout(specs, mesh))
+                except EngineError:
+                    refused = True
+
+                assert refused == (mesh.size > 1 and not self.held(specs))
+
+    def test_the_layout_of_an_array_stays_as_it_is(self):
+        """Meshes of the same devices in another order, shape, names or no names take none of each other's arrays."""
+        names = self.engine.devices(self._device_type)
+        grids = [self._sizes(dims) for dims in ("x=2,y=4", "x=4,y=2", "y=2,x=4")]
+        meshes = [
+            Mesh(None, grids[0]),
+            *[self.mesh("x=2,y=4", first=0, name=name) for name in ("", "b", "a")],
+        ]
+        meshes += [self.mesh(grid, first=0) for grid in ("x=4,y=2", "y=2,x=4", "a=2,b=4")]
+        if self.holds_any_device_order and self.one_device is None:
+            meshes.append(meshes[1].with_devices(names[:8][::-1]))
+        layouts = [Layout(mesh.dim_names, mesh) for mesh in (*meshes, *reversed(meshes))]
+        values = random_values((8, 8), "float32", seed=11)
+        first = self.engine.relayout(values, layouts[0])
+        arrays = [self.engine.relayout(values, layout) for layout in layouts]
+        moved = [self.engine.relayout(first, layout) for layout in layouts]
+        read = [
+            self.engine.from_shards(_assignment((8, 8), "float32", layout), values.__getitem__)
+            for layout in layouts
+        ]
+
+        assert layouts[0] == self.engine.layout_of(first)
+        for made in (arrays, moved, read):
+            assert layouts == list(map(self.engine.layout_of, made))
+            for array, layout in zip(made, layouts, strict=True):
+                self._assert_each_device_has_its_shard(array, layout, values)
 
     # -- relayout
 

@@ -161,7 +161,9 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
     dtypes = st.sampled_from(["float32", "bfloat16", "int8"])
     least = draw(st.integers(0, 3))  # else most would be empty
     names = draw(st.lists(paths(), min_size=least, max_size=8, unique=True))
-    variables = [VariableSpec(n, draw(sides), draw(dtypes), draw(kinds)) for n in names]
+    variables = [
+        VariableSpec(n, draw(sides), draw(dtypes), draw(kinds), trainable=draw(st.booleans())) for n in names
+    ]
     if variables:
         parents = st.lists(st.sampled_from(variables), min_size=draw(st.integers(0, 2)), max_size=3)
         variables += draw(parents.flatmap(_derived))

@@ -14,7 +14,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,13 +198,17 @@ class KerasSession:
 
     # -- settling
 
+    def _outside(self) -> AbstractContextManager[Any]:
+        """Leave any tracing that goes on. A plan makes no arrays, and to leave some tracing starts a backend."""
+        return nullcontext() if self.home.plan_only else self.port.outside()
+
     def settle(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value.
 
         Raises:
             PlanError: Something does not fit. Nothing has been made or moved then.
         """
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             waiting = self._known()
             news = self._num_births != self._num_planned  # also of what an early read has made by itself
             if not news and not any(is_pending(v) or self._layout_of(v) is None for v in waiting):
@@ -288,7 +292,7 @@ class KerasSession:
         Inside the scope that is an early read, and only this variable is made. After it, an exception or a plan that
         does not fit has left the scope unsettled: that is done now, or raises again.
         """
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             if is_pending(variable) and hooks.is_global_seed(variable):
                 self._make_plain(variable)
             elif not self._is_open and not self._settling:
@@ -301,7 +305,7 @@ class KerasSession:
 
     def assign_now(self, variable: Any, value: Any) -> None:
         """Give one pending variable an assigned value; its initializer never runs."""
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             if self._failed and not self._is_open and not self._settling:
                 self.settle()
             entry = self._entry_of(variable)
@@ -322,7 +326,7 @@ class KerasSession:
         Raises:
             PlanError: Something does not fit. Nothing has been made then.
         """
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             if self._num_births not in (self._num_planned, self._ahead[0]):
                 entries = self._describe()
                 found = self._assign(entries, complete=False)
@@ -331,7 +335,7 @@ class KerasSession:
 
     def path_of(self, variable: Any) -> str:
         """The object path of a variable, for messages."""
-        with self.lock, self.port.outside():
+        with self.lock, self._outside():
             return self._entry_of(variable).spec.path
 
     def _assignment_of(self, entry: Entry) -> Assignment:
@@ -383,7 +387,8 @@ class KerasSession:
     def _make_plain(self, variable: Any) -> None:
         settle(variable)
         variable._layout = None
-        variable._deferred_initialize()
+        with self.port.outside():
+            variable._deferred_initialize()
         self._forget(id(variable))
 
     def _place(self, variable: Any, assignment: Assignment, value: Any) -> None:

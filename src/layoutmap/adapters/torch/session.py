@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from layoutmap.active import current, entered
+from layoutmap.active import current, entered, is_entered
 from layoutmap.adapters.protocol import Home
 from layoutmap.adapters.torch import births
 from layoutmap.adapters.torch.forward import Forward, forward_of
@@ -82,7 +82,9 @@ class TorchSession:
         self._unbuilt: list[str] = []
 
     def _new_tape(self) -> Tape:
-        return Tape(dry=self.home.plan_only, tiles=self.home.draws == "tiles")
+        return Tape(
+            dry=self.home.plan_only, tiles=self.home.draws == "tiles", is_here=lambda: is_entered(self)
+        )
 
     # -- births
 
@@ -106,7 +108,7 @@ class TorchSession:
     def stop(self) -> None:
         """Have the tape stop, if it does record."""
         recording, self._recording = self._recording, None
-        if recording is not None:
+        if recording is not None:  # a scope inside of this one may be open still
             recording.__exit__(None, None, None)
 
     @contextmanager
@@ -119,7 +121,8 @@ class TorchSession:
         try:
             yield
         finally:
-            self.record()
+            if is_entered(self):  # and not closed meanwhile
+                self.record()
 
     def module_born(self, module: torch.nn.Module) -> None:
         """A module was given its first tensor or child, or a further one."""
@@ -209,6 +212,7 @@ class TorchSession:
                         tuple(found.aliases),
                         model=name,
                         use=use_of(found, sizes),
+                        trainable=found.is_buffer or tensor.requires_grad,
                     ),
                 )
 

@@ -153,7 +153,7 @@ def _converting(tape: Recorder) -> Generator[None]:
         try:
             yield
         finally:
-            _open.tapes = tuple(map(weakref.ref, before))
+            _open.tapes = tuple(ref for ref in getattr(_open, "tapes", ()) if ref() not in (None, tape))
 
 
 def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:

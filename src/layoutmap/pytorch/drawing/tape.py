@@ -57,6 +57,7 @@ class Tape:
         tiles: Whether random numbers are drawn by tiles: then a part of a tensor costs no more than that part, and
             values are the same on every mesh, but not those of a plain program. Each random operation takes one
             number from the generator.
+        is_here: Whether the code that runs now on the thread is to be recorded: another task may share the thread.
 
     Example:
         >>> tape = Tape()
@@ -71,11 +72,18 @@ class Tape:
     """
 
     def __init__(
-        self, smallest: int = SMALLEST, piece: int = PIECE, *, dry: bool = False, tiles: bool = False
+        self,
+        smallest: int = SMALLEST,
+        piece: int = PIECE,
+        *,
+        dry: bool = False,
+        tiles: bool = False,
+        is_here: Callable[[], bool] = lambda: True,
     ) -> None:
         self._smallest = smallest
         self._dry = dry
         self._tiles = tiles
+        self._is_here = is_here
         self._piece = piece
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._steps: list[Step] = []
@@ -126,7 +134,7 @@ class Tape:
     def dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do an operation, or write it down."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._paused or op.namespace == "prim":
+        if self._paused or op.namespace == "prim" or not self._is_here():
             return op(*args, **kwargs)
         if not any(map(self.holds, tensors)):
             return self._plain(op, args, kwargs, tensors)

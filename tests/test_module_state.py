@@ -1,0 +1,161 @@
+"""What modules remember from one call to the next, all of it, each with its reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import house
+
+STATE = {
+    # ambient
+    "active._current": "the one ContextVar: which scope is open in this thread and task",
+    # counted patches of a library's classes: on while some scope or step is open, and then what was there before
+    "adapters.keras.hooks._users": "how many scopes are open; Keras's constructors are patched meanwhile",
+    "adapters.keras.hooks._plain": "Keras's own constructors meanwhile",
+    "adapters.keras.hooks._plain_methods": "Keras's own methods that are silent meanwhile",
+    "adapters.keras.ports.tensorflow._num_unoptimized": "how many steps run; an option of TensorFlow is off meanwhile",
+    "adapters.keras.ports.tensorflow_functions._users": "how many calls run; functions of Keras are replaced meanwhile",
+    "adapters.keras.ports.tensorflow_functions._plain": "Keras's own functions meanwhile",
+    "adapters.keras.ports.tensorflow_functions._current": "the session whose call runs on this thread",
+    "adapters.torch.births._num_users": "how many scopes are open; torch's registration hooks are there meanwhile",
+    "adapters.torch.births._handles": "those hooks, to be removed",
+    "adapters.torch.running._num_running": "how many calls of models run; a function of torch is replaced meanwhile",
+    "adapters.torch.running._restore": "puts it back",
+    "adapters.torch.running._here": "the models that run on this thread",
+    "pytorch.drawing.interception._num_open": "how many tapes record; Module._apply is replaced meanwhile",
+    "pytorch.drawing.interception._restore": "puts it back",
+    "pytorch.drawing.interception._open": "the tapes that record on this thread",
+    "engines.torch._meshes": "the mesh that tensors come to on this thread, inside of run_on",
+    # what a framework has one of in a process
+    "pytorch.simulation._simulation": "simulated ranks: torch has one process group, and a mode for the process's life",
+    "pytorch.simulation._has_begun": "whether there is a process group, asked at each operation",
+    "adapters.torch.stepping.look_after_optimizers": "torch's hooks on all optimizers, registered once",
+    "engines.tensorflow_canary._sound": "whether DTensor trains right in this process: found by one experiment",
+    "pytorch.drawing.jump.works": "whether torch's generators jump as they should: found by one experiment",
+    # what is known of a framework's objects that cannot be told from the objects
+    "engines.tensorflow_arrays._mesh_of_native": "our first mesh for one of DTensor's, which makes it anew",
+    "engines.torch_devices._mesh_of": "our first mesh for a DeviceMesh, for as long as that lives",
+    "engines.torch_devices._device_meshes": "process groups are made once for each grid",
+    "engines.torch_devices._known": "the DeviceMesh of a mesh, as it was found before",
+    "adapters.keras.ports.torch._num_draws": "how far a seed generator is, for as long as it lives",
+    "adapters.torch.training._trainings": "what train_with said of a model, for as long as it lives",
+    # made once
+    "engines.jax.engine": "the engine: its compiled programs, and the meshes of its arrays",
+    "engines.tensorflow.engine": "the engine: its traced programs",
+    "engines.torch.engine": "the engine: what is known of programs",
+    "adapters.keras.pending._classes": "the class of variables without a value, for each class of Keras's",
+    "pytorch.computing.gathered._warned": "each function is warned of once in a process",
+    "pytorch.drawing.streams._rooms": "memory for random numbers, one piece on each thread",
+    "pytorch.heap._malloc_trim": "the C library's function",
+    "published.models": "the list of published models, read once",
+}
+
+MUTABLE = {
+    "ContextVar",
+    "local",
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+    "WeakSet",
+    "count",
+    "defaultdict",
+}
+CONTAINERS = {"dict", "list", "set", "OrderedDict", "deque"}
+CHANGING = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def state_of(source: str) -> set[str]:
+    """The names of a module that hold something which changes after it is imported."""
+    tree = ast.parse(source)
+    return {*_made_to_change(tree), *_rebound(tree), *_changed(tree), *_found_once(tree)}
+
+
+def _values(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(value, ast.expr):
+                yield target.id, value
+
+
+def _made_to_change(tree: ast.Module) -> Iterator[str]:
+    """An empty container, or one of a kind that nobody writes a table as."""
+    for name, value in _values(tree):
+        called = _name(value.func) if isinstance(value, ast.Call) else ""
+        empty = isinstance(value, ast.Dict | ast.List) and not ast.unparse(value).strip("[]{}")
+        if empty or called in MUTABLE or (called in CONTAINERS and not value.args):  # type: ignore[attr-defined]
+            yield name
+
+
+def _rebound(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+
+
+def _changed(tree: ast.Module) -> Iterator[str]:
+    """A name of the module that a function changes the value of."""
+    names = {name for name, _ in _values(tree)}
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for node in ast.walk(function):
+            changed: list[ast.expr] = []
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in CHANGING
+            ):
+                changed = [node.func.value]
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                changed = [node.value]
+            yield from (each.id for each in changed if isinstance(each, ast.Name) and each.id in names)
+
+
+def _found_once(tree: ast.Module) -> Iterator[str]:
+    """A function without arguments whose result is kept."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.args.args:
+            decorators = (each.func if isinstance(each, ast.Call) else each for each in node.decorator_list)
+            if any(_name(each) in ("cache", "lru_cache") for each in decorators):
+                yield node.name
+
+
+def test_the_list_is_what_the_source_has():
+    """Every state of a module is listed with its reason, and nothing else is; none is which mesh was used last."""
+    found = {
+        f"{house.module_of(path)}.{name}"
+        for path in house.PACKAGE.rglob("*.py")
+        for name in state_of(path.read_text())
+        if name != "__all__"
+    }
+
+    assert set(STATE) == found
+
+
+def test_the_search_can_fail():
+    """It finds what is bound anew, made empty, changed in a function or kept, and no table."""
+    source = """
+TABLE = {"a": 1}
+changed = {"a": 1}
+empty: dict[str, int] = {}
+local = threading.local()
+number = 0
+
+def change():
+    global number
+    changed["b"] = 2
+
+@functools.cache
+def once():
+    return TABLE["a"]
+
+@functools.cache
+def of(argument):
+    return argument
+"""
+
+    assert {"changed", "empty", "local", "number", "once"} == state_of(source)
