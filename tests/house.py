@@ -34,6 +34,7 @@ VALUES = (
     "limits",
     "draws",
     "blocks",
+    "checksums",
     "path_groups",
     "active",  # the one ContextVar
 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.blocks import Index, block_shape, with_ends
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.engines.jax_devices import Device, bound_devices, jax_devices, name_of, named_sharding
 from layoutmap.engines.jax_processes import check_equal_everywhere, common_seeds, gathered
@@ -183,7 +183,7 @@ class JaxEngine:
                     else:
                         whole = _drawn_whole(assignment, draw, seeds.get(key), across=bool(devices))
                         if devices:
-                            checksums[key] = zlib.crc32(np.ascontiguousarray(whole).view(np.uint8).data)
+                            checksums[key] = checksum(whole)
                         made[key] = _from_blocks(assignment, sharding, whole.__getitem__)
                         del whole
                     if progress is not None:

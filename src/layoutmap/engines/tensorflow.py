@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from layoutmap.blocks import Index, block_shape
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.engines.tensorflow_arrays import (
     canonical,
@@ -320,7 +320,7 @@ class TensorFlowEngine:
         values = whole(value) if self.holds(value) else np.asarray(value)
         _check_drawn(assignment, values.shape, values.dtype)
         made = from_blocks(variable.shape, assignment.layout, values.__getitem__)
-        return made, zlib.crc32(np.ascontiguousarray(values).tobytes()) if across else 0
+        return made, checksum(values) if across else 0
 
     def _program(self, draw: Draw) -> PieceProgram:
         assert draw.program is not None

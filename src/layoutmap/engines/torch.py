@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.blocks import Index, block_shape
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.engines.torch_arrays import (
     canonical,
@@ -392,8 +392,7 @@ def _created(assignment: Assignment, draw: Draw, seed: Any) -> tuple[Any, int]:
         value = draw.whole()
     tensor = whole(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
     _check_drawn(assignment, tuple(tensor.shape), tensor.dtype)
-    checksum = zlib.crc32(to_numpy(tensor).tobytes()) if across() else 0
-    return cut(tensor, layout), checksum
+    return cut(tensor, layout), checksum(to_numpy(tensor)) if across() else 0
 
 
 def _in_blocks(

@@ -32,6 +32,7 @@ from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
@@ -231,7 +232,7 @@ class KerasSession:
         self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.home.across:
             new = {a.variable.path: e.variable for e, a in pairs if self._layout_of(e.variable) is None}
-            self.home.check_values({path: self.home.whole(v._value) for path, v in new.items()})
+            self.home.check_values({path: checksum(self.home.whole(v._value)) for path, v in new.items()})
         for entry, assignment in pairs:
             if self._layout_of(entry.variable) != assignment.layout:
                 self._place(entry.variable, assignment, entry.variable._value)

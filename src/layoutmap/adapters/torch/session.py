@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,7 @@ from layoutmap.adapters.torch.replacing import (
     replace_in_optimizer,
 )
 from layoutmap.adapters.torch.roles import head_sizes, use_of
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
@@ -225,6 +226,8 @@ class TorchSession:
             {key: assignment for key, (_, assignment) in deferred.items()},
             {key: self._draw(entry.found.tensor) for key, (entry, _) in deferred.items()},
         )
+        if self.home.across:
+            self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         replaced: dict[int, Any] = {}
         kept: dict[int, Any] = {}  # while ids stand for the tensors
         for key, (entry, assignment) in pairs.items():
@@ -239,9 +242,24 @@ class TorchSession:
         self._replace_references(roots, tuple(kept.values()), replaced, layouts)
         self._attach(roots, layouts)
 
+    def _check_values(self, entries: Iterable[_Entry]) -> None:
+        """Raise if tensors that exist in each process, their gradients or slots, are not the same in all of them."""
+        found: dict[str, Any] = {}
+        paths = {entry.found.tensor: entry.spec.path for entry in entries}
+        for tensor, path in paths.items():
+            found[path] = tensor.detach()
+            if tensor.is_leaf and tensor.grad is not None:
+                found[f"{path}.grad"] = tensor.grad
+        for optimizer in optimizers_of(tuple(paths)):
+            for tensor in paths.keys() & optimizer.state.keys():
+                slots = optimizer.state[tensor].items()
+                found |= {f"{paths[tensor]}.{name}": v for name, v in slots if isinstance(v, torch.Tensor)}
+        plain = {path: tensor for path, tensor in found.items() if not isinstance(tensor, DTensor)}
+        self.home.check_values({path: checksum(self.home.whole(plain[path])) for path in sorted(plain)})
+
     def _draw(self, tensor: Any) -> Draw:
         recipe = self._tape.recipe(tensor)
-        return Draw(recipe.whole, blocks=None if recipe.why_whole else recipe.blocks)
+        return Draw(recipe.whole, blocks=None if recipe.why_whole else recipe.blocks, recipe=recipe.text)
 
     def _held(self, entry: _Entry, array: Any, layout: Layout) -> Any:
         """What a module holds in the place of its tensor."""
