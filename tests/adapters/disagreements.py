@@ -1,7 +1,7 @@
 """Two processes that do not do the same: what each case does, run by a worker of a framework, and what must come of it.
 
 A worker runs all cases one after the other, since processes start slowly. What a case ends in, an error or the bits
-that each process holds, is written down and judged by `check`.
+that each process holds, is written down, and `outcomes` reads it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from layoutmap.checksums import checksum
 from layoutmap.engines import get_engine
 from layoutmap.errors import LayoutMapError
 
+AGREE = "replicas agree bit for bit"
+
 
 def held(engine: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The checksum of each shard that this process holds, and of the gathered array, by name."""
@@ -31,10 +33,12 @@ def held(engine: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def run(cases: Mapping[str, Callable[[], Any]], number: int, folder: Path) -> None:
-    """Run all cases in this process, and write what came of them."""
+def run(cases: Mapping[str, Callable[[], Any]], number: int, folder: Path, only: str = "") -> None:
+    """Run cases in this process, all or those that are named, with commas between, and write what came of them."""
     told = {}
     for name, case in cases.items():
+        if only and name not in only.split(","):
+            continue
         try:
             told[name] = {"held": case()}
         except LayoutMapError as error:
@@ -45,13 +49,23 @@ def run(cases: Mapping[str, Callable[[], Any]], number: int, folder: Path) -> No
     np.savez(folder / f"{number}.npz")
 
 
-def check(told: Sequence[Mapping[str, Any]], expected: str | None) -> None:
-    """Fail unless both processes raise an error with this text; or hold equal values where it is `None`."""
-    if expected is not None:
-        assert [True, True] == [expected in each.get("error", "") for each in told], told
-        return
-    for each in told:
-        assert {"held"} == set(each), each
-    for name, shards in told[0]["held"].items():
-        both = shards.keys() & told[1]["held"][name].keys()
-        assert {key: shards[key] for key in both} == {key: told[1]["held"][name][key] for key in both}
+def outcomes(results: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, str]:
+    """What each case ended in: the first line of the error that both processes raise, or that what they hold agrees.
+
+    Anything else, as an error in one of them only, is told in full.
+    """
+    told = [each for each, _ in results]
+    return {name: _outcome([each[name] for each in told]) for name in told[0]}
+
+
+def _outcome(told: Sequence[Mapping[str, Any]]) -> str:
+    if all("error" in each for each in told) and told[0] == told[1]:
+        return str(told[0]["error"].partition("\n")[0])
+    if all("held" in each for each in told):
+        values = [
+            {(name, at): v for name, of in each["held"].items() for at, v in of.items()} for each in told
+        ]
+        both = values[0].keys() & values[1].keys()
+        if both and {key: values[0][key] for key in both} == {key: values[1][key] for key in both}:
+            return AGREE
+    return json.dumps(told)

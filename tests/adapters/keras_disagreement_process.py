@@ -76,7 +76,7 @@ def cases(number):
 
         add("same")
         add("seed", seed=7 + number)
-        add("no seed of its own", make=lambda: make(I.GlorotUniform(seed=number)))
+        add("seed of one", make=lambda: make(I.GlorotUniform(seed=number)))
         add("argument", make=lambda: make(I.VarianceScaling(1.0 + number, seed=0)))
         add("kind", make=lambda: make((I.GlorotUniform, I.HeUniform)[number](seed=0)))
         add("constant", make=lambda: make(I.Constant([0.2, 0.9][number])))
@@ -101,7 +101,7 @@ def main():
     if BACKEND == "jax":
         jax = importlib.import_module("jax")
         jax.distributed.initialize(sys.argv[3], 2, number, heartbeat_timeout_seconds=100)
-    run(cases(number), number, folder)
+    run(cases(number), number, folder, *sys.argv[4:])
     if BACKEND == "jax":
         jax.distributed.shutdown()
     if BACKEND == "torch":

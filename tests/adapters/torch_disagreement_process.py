@@ -94,8 +94,12 @@ def main():
         for dim in (None, "model"):
             add(f"rows {dim}", lambda how, **o: stepped(laid_out(how, **o), rows=number), batch_dim=dim)
         add("same rows", lambda how, **o: stepped(laid_out(how, **o)), batch_dim="model")
-        add("rows that are not compared", lambda how, **o: stepped(laid_out(how, **o), rows=number) and {},
-            batch_dim="model", check_batches=False)  # fmt: skip
+        add(
+            "rows that are not compared",
+            lambda how, **o: stepped(laid_out(how, **o), rows=number) and {"none": {"compared": 0}},
+            batch_dim="model",
+            check_batches=False,
+        )
         add("masks", lambda how, **o: stepped(laid_out(how, **o), number), make=lambda: Model(dropout=0.5))
         add("no masks", lambda how, **o: stepped(laid_out(how, **o), number))
 

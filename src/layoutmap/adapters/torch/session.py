@@ -250,12 +250,16 @@ class TorchSession:
             found[path] = tensor.detach()
             if tensor.is_leaf and tensor.grad is not None:
                 found[f"{path}.grad"] = tensor.grad
-        for optimizer in optimizers_of(tuple(paths)):
-            for tensor in paths.keys() & optimizer.state.keys():
-                slots = optimizer.state[tensor].items()
-                found |= {f"{paths[tensor]}.{name}": v for name, v in slots if isinstance(v, torch.Tensor)}
+        slots = {
+            f"{paths[tensor]}.{name}": value
+            for optimizer in optimizers_of(tuple(paths))
+            for tensor in paths.keys() & optimizer.state.keys()
+            for name, value in optimizer.state[tensor].items()
+            if isinstance(value, torch.Tensor)
+        }
+        found |= dict(sorted(slots.items()))  # optimizers are found in any order
         plain = {path: tensor for path, tensor in found.items() if not isinstance(tensor, DTensor)}
-        self.home.check_values({path: checksum(self.home.whole(plain[path])) for path in sorted(plain)})
+        self.home.check_values({path: checksum(self.home.whole(tensor)) for path, tensor in plain.items()})
 
     def _draw(self, tensor: Any) -> Draw:
         recipe = self._tape.recipe(tensor)
