@@ -86,16 +86,16 @@ def test_meshes_are_compared_by_their_devices():
 def test_values_are_compared_bit_for_bit(dtype):
     """Values that differ are named, in all processes, also where one of them has a value more."""
     values = [
-        {"same": checksum(np.zeros((), dtype)), "other": checksum(np.full((2, 3), i, dtype))}
+        [("same", checksum(np.zeros((), dtype))), ("other", checksum(np.full((2, 3), i, dtype)))]
         for i in range(2)
     ]
     errors = everywhere(2, lambda i, gather: check_values(values[i], gather))
-    more = everywhere(2, lambda i, gather: check_values(values[0] if i else {"same": 0}, gather))
+    more = everywhere(2, lambda i, gather: check_values(values[0] if i else [("same", 0)], gather))
 
     assert ["other: the processes have different values of it"] * 2 == [error.what for error in errors]
     assert ["same: the processes have different values of it"] * 2 == [error.what for error in more]
-    assert [None] * 2 == everywhere(2, lambda i, gather: check_values({"same": 1}, gather))
-    assert [None] * 2 == everywhere(2, lambda i, gather: check_values({}, gather))
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_values([("same", 1)], gather))
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_values([], gather))
 
 
 def test_recipes_are_compared_by_their_text():

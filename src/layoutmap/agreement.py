@@ -144,17 +144,17 @@ def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
         )
 
 
-def check_values(checksums: Mapping[str, int], gather: Gather) -> None:
+def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
     """Raise if values that each process has for itself are not the same in all of them.
 
     Args:
-        checksums: The checksum of each value, by its variable's path.
+        checksums: A path, and the checksum of the value there, for each value in order.
         gather: Gathers from all processes.
 
     Raises:
         ScopeError: They differ; in all of them.
     """
-    found = _first_difference([(path, f"checksum {each:08x}") for path, each in checksums.items()], gather)
+    found = _first_difference([(path, f"checksum {each:08x}") for path, each in checksums], gather)
     if found is not None:
         path, said = found
         raise ScopeError(

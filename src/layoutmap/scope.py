@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -194,7 +194,7 @@ class Scope:
 
         return check_alike(text, self.gather, checksum)
 
-    def check_values(self, checksums: Mapping[str, int]) -> None:
+    def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Raise if values that each process of the mesh has for itself are not the same in all of them."""
         from layoutmap.agreement import check_values
 

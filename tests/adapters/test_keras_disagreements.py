@@ -21,9 +21,15 @@ ROWS = {
     "jax": {
         "rows": "fit: processes whose devices hold the same rows bring different ones",
         "split rows": AGREE,
+        "masks": AGREE,
     },
-    "tensorflow": {"rows": BATCHES, "split rows": BATCHES},
-    "torch": {"rows": BATCHES, "split rows": BATCHES},
+    "tensorflow": {"rows": BATCHES, "split rows": BATCHES, "masks": AGREE},
+    # Its layers draw from the generator of the process.
+    "torch": {
+        "rows": BATCHES,
+        "split rows": BATCHES,
+        "masks": "the processes draw different random numbers",
+    },
 }
 SCOPE = {
     "same": AGREE,
@@ -40,12 +46,13 @@ SCOPE = {
     "batch_dim": OPTIONS,
     "wrong batch_dim": OPTIONS,
     "unused rule": PROBLEMS,
+    "rows that are not compared": AGREE,
     "same rows": AGREE,
 }
 APPLY = {
     **SCOPE,
     **dict.fromkeys(("seed", "seed of one", "argument", "kind", "constant", "constant array"), VALUES),
-    **dict.fromkeys(("own initializer", "drawn whole"), VALUES),
+    **dict.fromkeys(("own initializer", "drawn whole", "masks"), VALUES),
 }
 
 
@@ -79,7 +86,7 @@ def told(folder, only=""):
 def expected():
     rows = ROWS[keras.backend.backend()]
     cases = {f"scope {name}": text for name, text in (SCOPE | rows).items()}
-    return cases | {f"apply {name}": text for name, text in (APPLY | rows).items()}
+    return cases | {f"apply {name}": text for name, text in (rows | APPLY).items()}
 
 
 def test_processes_that_disagree(tmp_path):

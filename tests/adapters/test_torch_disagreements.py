@@ -11,7 +11,7 @@ WORKER = Path(__file__).with_name("torch_disagreement_process.py")
 
 OPTIONS = "the processes open this scope with different options"
 BATCHES = "the processes bring different batches"
-NUMBERS = "Model: the processes draw different random numbers"
+NUMBERS = "the processes draw different random numbers"
 PROBLEMS = "the processes find different problems in one plan"
 
 
@@ -25,22 +25,22 @@ def values(path):
 
 SCOPE = {
     "same": AGREE,
-    "seed": initialized("up.weight"),
-    "seed of small ones": values("down.weight"),
+    "seed": values("up.bias"),
+    "seed of small ones": values("up.weight"),
     "argument": initialized("up.weight"),
     "argument of a small one": values("down.weight"),
     "constant": initialized("up.weight"),
     "constant in one place": initialized("up.weight"),
     "existing": initialized("up.weight"),
     "existing buffer": values("scale"),
-    "deferred or not": initialized("up.weight"),
+    "deferred or not": values("up.weight"),
     "strict": OPTIONS,
     "batch_dim": OPTIONS,
     "wrong batch_dim": OPTIONS,
     "unused rule": PROBLEMS,
     "draws": OPTIONS,
     "tiles": AGREE,
-    "seed of tiles": initialized("up.weight"),
+    "seed of tiles": values("up.bias"),
     "rows None": BATCHES,
     "rows model": BATCHES,
     "same rows": AGREE,
@@ -50,13 +50,12 @@ SCOPE = {
 }
 # A model that exists has values, whatever they came from.
 APPLY = {name: expected for name, expected in SCOPE.items() if "tiles" not in name and name != "draws"} | {
-    "seed": values("down.weight"),
+    "seed": values("up.weight"),
     "argument": values("up.weight"),
     "constant": values("up.weight"),
     "constant in one place": values("up.weight"),
     "existing": values("up.weight"),
-    "deferred or not": values("up.weight"),
-    "gradients": values("down.weight.grad"),
+    "gradients": values("up.weight.grad"),
     "slots": values("down.bias.momentum_buffer"),
 }
 

@@ -60,6 +60,7 @@ def main():
     def changed(change):
         return lambda: Model(change=change)
 
+    made_before = nn.Parameter(torch.ones(64, 64))
     cases = {}
     for how in ("scope", "apply"):
 
@@ -82,7 +83,7 @@ def main():
             make=changed(lambda m: m.up.weight.copy_(torch.full((64, 64), 1.0 + number))),
         )
         add("existing buffer", built, make=changed(lambda m: m.scale.fill_(number)))
-        add("deferred or not", built, make=changed(lambda m: number and m.up.weight.set_(torch.ones(64, 64))))
+        add("deferred or not", built, make=changed(lambda m: number and setattr(m.up, "weight", made_before)))
         add("strict", built, strict=bool(number), rules={"up.weight": ("model", None), "none": (None,)})
         add("batch_dim", built, batch_dim="model" if number else None)
         add("wrong batch_dim", built, batch_dim="none" if number else "model")

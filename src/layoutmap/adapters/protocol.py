@@ -7,7 +7,7 @@ Its laws are in `layoutmap.testing.adapter_contract`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -110,10 +110,10 @@ class Home(Protocol):
         """
         ...
 
-    def check_values(self, checksums: Mapping[str, int]) -> None:
+    def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Raise if values that each process of the mesh has for itself are not the same in all of them.
 
-        They must all ask, each with the checksums of its values by path.
+        They must all ask, each with the paths and checksums of its values.
         """
         ...
 

@@ -168,7 +168,7 @@ class JaxEngine:
                 mend="pass a Draw for each assignment",
             )
         made: dict[str, Any] = {}
-        checksums: dict[str, int] = {}
+        checksums: list[tuple[str, int]] = []
         try:
             with jax.core.eval_context():
                 across = next((s for s in shardings.values() if not s.is_fully_addressable), None)
@@ -183,7 +183,7 @@ class JaxEngine:
                     else:
                         whole = _drawn_whole(assignment, draw, seeds.get(key), across=bool(devices))
                         if devices:
-                            checksums[key] = checksum(whole)
+                            checksums.append((assignment.variable.path, checksum(whole)))
                         made[key] = _from_blocks(assignment, sharding, whole.__getitem__)
                         del whole
                     if progress is not None:

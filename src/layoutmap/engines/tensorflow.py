@@ -152,13 +152,14 @@ class TensorFlowEngine:
         for native in natives[:1]:
             check_training(native.mesh)
         made: dict[str, Any] = {}
-        checksums: dict[str, int] = {}
+        checksums: list[tuple[str, int]] = []
         try:
             with tf.init_scope():
                 used = {key: draws[key] for key in assignments}
                 seeds = common_seeds(used)
                 for key, assignment in assignments.items():
-                    made[key], checksums[key] = self._created(assignment, used[key], seeds.get(key))
+                    made[key], drawn = self._created(assignment, used[key], seeds.get(key))
+                    checksums.append((assignment.variable.path, drawn))
                     if progress is not None:
                         progress(key)
                 if dtensor.num_clients() > 1:

@@ -164,16 +164,17 @@ class TorchEngine:
                 mend="pass a Draw for each assignment",
             )
         made: dict[str, Any] = {}
-        checksums: dict[str, int] = {}
+        checksums: list[tuple[str, int]] = []
         try:
             used = {key: draws[key] for key in assignments}
             seeds = common_seeds(used)
             if across() and any(draw.blocks is not None for draw in used.values()):
                 # Blocks differ between processes, so what they were drawn from is compared.
-                check_equal_everywhere({"the random state": random_state()})
+                check_equal_everywhere([("the random state", random_state())])
             with torch.no_grad():
                 for key, assignment in assignments.items():
-                    made[key], checksums[key] = _created(assignment, used[key], seeds.get(key))
+                    made[key], drawn = _created(assignment, used[key], seeds.get(key))
+                    checksums.append((assignment.variable.path, drawn))
                     if assignment.variable.nbytes >= _LARGE:
                         give_back()
                     if progress is not None:

@@ -231,8 +231,8 @@ class KerasSession:
         pairs = list(zip(entries, assignments, strict=True))
         self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.home.across:
-            new = {a.variable.path: e.variable for e, a in pairs if self._layout_of(e.variable) is None}
-            self.home.check_values({path: checksum(self.home.whole(v._value)) for path, v in new.items()})
+            new = [(e.spec.path, e.variable) for e, _ in pairs if self._layout_of(e.variable) is None]
+            self.home.check_values((path, checksum(self.home.whole(v._value))) for path, v in new)
         for entry, assignment in pairs:
             if self._layout_of(entry.variable) != assignment.layout:
                 self._place(entry.variable, assignment, entry.variable._value)

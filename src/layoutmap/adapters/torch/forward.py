@@ -23,9 +23,9 @@ from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, sum
 from layoutmap.adapters.torch.gathering import Gathering, gathered
 from layoutmap.adapters.torch.running import is_running, running, summing_up
 from layoutmap.adapters.torch.watching import Watch
-from layoutmap.checksums import checksum
-from layoutmap.errors import PlanError, ScopeError
+from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
+from layoutmap.pytorch.computing.randomness import same_draws
 from layoutmap.pytorch.computing.sums import batch_divides
 from layoutmap.pytorch.private import plainly
 
@@ -108,17 +108,8 @@ class Forward:
         self._num_checked += 1
         given = tensors_in((args, kwargs))
         home.check_batch([home.whole(t) for t in given if not isinstance(t, DTensor)])
-        state = _random_state(home)
-        yield
-        # All of them ask, also those that have drawn none: what one draws all must.
-        said, _ = home.check_alike(f"from {state:08x}" if _random_state(home) != state else "none")
-        if said:
-            raise ScopeError(
-                f"{type(self._the_module()).__name__}: the processes draw different random numbers",
-                facts={f"process {number}": each for number, each in enumerate(said)},
-                why="each process draws all numbers of a dropout and its like, and uses those of its shards",
-                mend="seed all processes alike, as with torch.manual_seed(0), and call the model in the same mode",
-            )
+        with same_draws(home.native(home.replicated(0), 0)[0], home.check_alike):
+            yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         module = self._the_module()
@@ -169,15 +160,6 @@ class Forward:
 
     def __reduce__(self) -> Any:
         return _plain_forward, (self._the_module(),)
-
-
-def _random_state(home: Home) -> int:
-    """A checksum of what the next random numbers of this process follow from, on its devices too."""
-    kind = home.native(home.replicated(0), 0)[0].device_type
-    states = [torch.get_rng_state()]
-    if kind != "cpu":
-        states.append(torch.get_device_module(kind).get_rng_state())
-    return checksum(*(state.numpy() for state in states))
 
 
 def _plain_forward(module: torch.nn.Module) -> Callable[..., Any]:

@@ -222,12 +222,12 @@ class TorchSession:
             for number, (e, a) in enumerate(zip(entries, assignments, strict=True))
         }
         deferred = {key: pair for key, pair in pairs.items() if self._tape.holds(pair[0].found.tensor)}
+        if self.home.across:
+            self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         made = self.home.create(
             {key: assignment for key, (_, assignment) in deferred.items()},
             {key: self._draw(entry.found.tensor) for key, (entry, _) in deferred.items()},
         )
-        if self.home.across:
-            self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         replaced: dict[int, Any] = {}
         kept: dict[int, Any] = {}  # while ids stand for the tensors
         for key, (entry, assignment) in pairs.items():
@@ -244,22 +244,22 @@ class TorchSession:
 
     def _check_values(self, entries: Iterable[_Entry]) -> None:
         """Raise if tensors that exist in each process, their gradients or slots, are not the same in all of them."""
-        found: dict[str, Any] = {}
         paths = {entry.found.tensor: entry.spec.path for entry in entries}
+        found: list[tuple[str, torch.Tensor]] = []
         for tensor, path in paths.items():
-            found[path] = tensor.detach()
+            found.append((path, tensor.detach()))
             if tensor.is_leaf and tensor.grad is not None:
-                found[f"{path}.grad"] = tensor.grad
-        slots = {
-            f"{paths[tensor]}.{name}": value
+                found.append((f"{path}.grad", tensor.grad))
+        slots = [
+            (f"{paths[tensor]}.{name}", value)
             for optimizer in optimizers_of(tuple(paths))
             for tensor in paths.keys() & optimizer.state.keys()
             for name, value in optimizer.state[tensor].items()
             if isinstance(value, torch.Tensor)
-        }
-        found |= dict(sorted(slots.items()))  # optimizers are found in any order
-        plain = {path: tensor for path, tensor in found.items() if not isinstance(tensor, DTensor)}
-        self.home.check_values({path: checksum(self.home.whole(tensor)) for path, tensor in plain.items()})
+        ]
+        found += sorted(slots, key=lambda each: each[0])  # optimizers are found in any order
+        plain = [(path, tensor) for path, tensor in found if not isinstance(tensor, DTensor)]
+        self.home.check_values((path, checksum(self.home.whole(tensor))) for path, tensor in plain)
 
     def _draw(self, tensor: Any) -> Draw:
         recipe = self._tape.recipe(tensor)
