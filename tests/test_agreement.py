@@ -110,6 +110,8 @@ def test_recipes_are_compared_by_their_text():
     assert 2 == len(set(lines))
     assert [{"process 0": "same", "process 1": "nothing"}] * 2 == [error.facts for error in fewer]
     assert [None] * 2 == everywhere(2, lambda i, gather: check_recipes(recipes[0], gather))
+    unknown = everywhere(2, lambda i, gather: check_recipes([("a", "")] * i, gather))
+    assert [{"process 0": "nothing", "process 1": "nothing more"}] * 2 == [error.facts for error in unknown]
 
 
 def test_options_are_compared():

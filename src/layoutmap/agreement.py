@@ -195,7 +195,7 @@ def _first_difference(told: Iterable[tuple[str, str]], gather: Gather) -> tuple[
         if any(pair != each[0] for pair in each):
             name = next(name for name, _ in each if name)
             texts = [text if of == name else nothing[1] for of, text in each]
-            lines = zip_longest(*(text.splitlines() for text in texts), fillvalue=nothing[1])
+            lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
             return name, [_short(line) for line in next(line for line in lines if len(set(line)) > 1)]
     return None
 
