@@ -188,12 +188,18 @@ def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:
 
 
 def _first_difference(told: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
-    """The first name of which the processes do not say the same, and the first line of each that differs."""
+    """The first name of which the processes do not say the same, and the first line of each that differs.
+
+    Where they speak of different names it is one that some do not know.
+    """
     said, _ = check_alike(json.dumps(list(told)), gather)
+    lists: list[list[tuple[str, str]]] = [[(name, of) for name, of in json.loads(text)] for text in said]
+    known = [{name for name, _ in each} for each in lists]
     nothing = ("", "nothing")
-    for each in zip_longest(*map(json.loads, said), fillvalue=nothing):
-        if any(pair != each[0] for pair in each):
-            name = next(name for name, _ in each if name)
+    for each in zip_longest(*lists, fillvalue=nothing):
+        if len(set(each)) > 1:
+            names = [name for name, _ in each if name]
+            name = next((n for n in names if not all(n in each for each in known)), names[0])
             texts = [text if of == name else nothing[1] for of, text in each]
             lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
             return name, [_short(line) for line in next(line for line in lines if len(set(line)) > 1)]
