@@ -28,6 +28,7 @@ def everywhere(number, act):
 
     def process(i):
         def gather(values):
+            assert values.size, "JAX gathers no empty arrays"
             rows[i] = values
             barrier.wait()
             gathered = np.stack(rows)
@@ -48,6 +49,7 @@ def test_each_hears_what_all_say():
     texts = ["", "zwölf", "x" * 1000]
 
     assert [texts] * 3 == everywhere(3, lambda i, gather: tell(texts[i], gather))
+    assert [[""] * 3] * 3 == everywhere(3, lambda i, gather: tell("", gather))
 
 
 def test_what_is_alike_is_not_told():

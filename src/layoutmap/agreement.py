@@ -42,7 +42,7 @@ def tell(text: str, gather: Gather) -> list[str]:
     """What each process says, in order of the processes."""
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = gather(np.array([own.size], np.int64))[:, 0]
-    rows = gather(np.pad(own, (0, int(lengths.max()) - own.size)))
+    rows = gather(np.pad(own, (0, max(1, int(lengths.max())) - own.size)))  # JAX gathers no empty arrays
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
