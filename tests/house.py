@@ -35,6 +35,7 @@ VALUES = (
     "limits",
     "draws",
     "blocks",
+    "checksums",
     "path_groups",
     "patches",
     "active",  # the one ContextVar

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.agreement import check_alike, check_plans, check_values, tell
+from layoutmap.agreement import (
+    check_alike,
+    check_batch,
+    check_options,
+    check_plans,
+    check_recipes,
+    check_values,
+    tell,
+)
+from layoutmap.checksums import checksum
+from layoutmap.plan import Problem
 from layoutmap.planning import make_plan
 from layoutmap.variables import VariableSpec
 
@@ -18,6 +28,7 @@ def everywhere(number, act):
 
     def process(i):
         def gather(values):
+            assert values.size, "JAX gathers no empty arrays"
             rows[i] = values
             barrier.wait()
             gathered = np.stack(rows)
@@ -38,6 +49,7 @@ def test_each_hears_what_all_say():
     texts = ["", "zwölf", "x" * 1000]
 
     assert [texts] * 3 == everywhere(3, lambda i, gather: tell(texts[i], gather))
+    assert [[""] * 3] * 3 == everywhere(3, lambda i, gather: tell("", gather))
 
 
 def test_what_is_alike_is_not_told():
@@ -74,10 +86,62 @@ def test_meshes_are_compared_by_their_devices():
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bool"])
 def test_values_are_compared_bit_for_bit(dtype):
-    """Values that differ are named, in all processes; none is compared where there is none."""
-    values = [{"same": np.zeros((), dtype), "other": np.full((2, 3), i, dtype)} for i in range(2)]
+    """Values that differ are named, in all processes, also where one of them has a value more."""
+    values = [
+        [("same", checksum(np.zeros((), dtype))), ("other", checksum(np.full((2, 3), i, dtype)))]
+        for i in range(2)
+    ]
     errors = everywhere(2, lambda i, gather: check_values(values[i], gather))
+    more = everywhere(2, lambda i, gather: check_values(values[0] if i else values[0][1:], gather))
 
     assert ["other: the processes have different values of it"] * 2 == [error.what for error in errors]
-    assert [None] * 2 == everywhere(2, lambda i, gather: check_values({"same": values[i]["same"]}, gather))
-    assert [None] * 2 == everywhere(2, lambda i, gather: check_values({}, gather))
+    assert ["same: the processes have different values of it"] * 2 == [error.what for error in more]
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_values([("same", 1)], gather))
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_values([], gather))
+
+
+def test_recipes_are_compared_by_their_text():
+    """Of the first variable with another recipe the line that differs is told, shortened, or that there is none."""
+    recipes = [[("a", "same"), ("b", f"same\n{'x' * 300} {i}")] for i in range(2)]
+    errors = everywhere(2, lambda i, gather: check_recipes(recipes[i], gather))
+    fewer = everywhere(2, lambda i, gather: check_recipes(recipes[0][: 2 - i], gather))
+
+    assert ["b: the processes initialize it in different ways"] * 2 == [error.what for error in errors]
+    lines = [str(line) for line in errors[0].facts.values()]
+    assert [True, True] == [line.startswith("x" * 200 + "... checksum ") for line in lines]
+    assert 2 == len(set(lines))
+    assert [{"process 0": "same", "process 1": "nothing"}] * 2 == [error.facts for error in fewer]
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_recipes(recipes[0], gather))
+    unknown = everywhere(2, lambda i, gather: check_recipes([("a", "")] * i, gather))
+    assert [{"process 0": "nothing", "process 1": "nothing more"}] * 2 == [error.facts for error in unknown]
+
+
+def test_options_are_compared():
+    """Options that differ are an error in all processes, with those of each."""
+    errors = everywhere(2, lambda i, gather: check_options({"strict": True, "batch_dim": "ab"[i]}, gather))
+
+    assert {"process 0": "strict=True, batch_dim='a'", "process 1": "strict=True, batch_dim='b'"} == (
+        errors[0].facts
+    )
+    assert str(errors[0]) == str(errors[1])
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_options({"strict": True}, gather))
+
+
+def test_batches_are_compared():
+    """Rows, shapes or types that differ are an error in all processes, with what each brings."""
+    for others in (np.ones(3, np.float32), np.zeros((1, 3), np.float32), np.zeros(3, np.int32)):
+        arrays = [np.zeros(3, np.float32), others]
+        errors = everywhere(2, lambda i, gather, arrays=arrays: check_batch([arrays[i]], gather))
+
+        assert ["the processes bring different batches"] * 2 == [error.what for error in errors]
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_batch([np.zeros(3)], gather))
+
+
+def test_all_processes_refuse_a_plan_or_none():
+    """Where only one process finds a problem in the plan that all have, all are told."""
+    problem = Problem("unused", "warning", "none", "rule 2  none: matches no variable")
+    plans = [plan_of(("x", None)), plan_of(("x", None)).with_problem(problem)]
+    errors = everywhere(2, lambda i, gather: check_plans(plans[i], gather, strict=True))
+
+    assert [{"process 0": "no problem", "process 1": problem.what}] * 2 == [error.facts for error in errors]
+    assert [None] * 2 == everywhere(2, lambda i, gather: check_plans(plans[i], gather))

@@ -41,8 +41,11 @@ class Draw:
         program: The same as a program, if the library allows it.
         blocks: Makes the values at some indices, and never more of them at a time than a bounded piece, if the library
             allows it. An engine that can use blocks prefers them.
+        recipe: Says, in lines of text, what determines the values besides the program's seed: draws with equal texts
+            give equal values, in any process. `None`: nothing can say it, and whoever must know draws and compares.
     """
 
     whole: Callable[[], Any]
     program: Program | None = None
     blocks: Callable[[Sequence[Index]], Sequence[Any]] | None = None
+    recipe: Callable[[], str] | None = None

@@ -10,7 +10,7 @@ import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -58,6 +58,7 @@ class Scope:
         batch_dim: str | None = None,
         progress: bool | None = None,
         draws: str = "exact",
+        check_batches: bool = True,
     ):
         self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
         self.strict = strict
@@ -67,6 +68,7 @@ class Scope:
         self.across = False  # whether the mesh has devices of other processes
         self._engine = engine
         self.draws = draws
+        self.check_batches = check_batches
         self._progress = progress
         self._warned: set[str] = set()
         self.layers: Sequence[str] | None = None
@@ -115,12 +117,12 @@ class Scope:
         )
         self.plan = plan.with_problems(list(self._not_held(plan)))
         if not self.plan_only:
-            self.plan.check(strict=self.strict)
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
                 from layoutmap.agreement import check_plans
 
-                check_plans(self.plan, self.gather)
+                check_plans(self.plan, self.gather, strict=self.strict)
+            self.plan.check(strict=self.strict)
             if complete:
                 self._warn()
         return self.plan.assignments
@@ -158,7 +160,13 @@ class Scope:
         return whole
 
     def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> Mapping[str, Any]:
-        """First values, each in its layout, by the keys given."""
+        """First values, each in its layout, by the keys given; with several processes, all must ask."""
+        if self.across:
+            from layoutmap.agreement import check_recipes
+
+            recipes = {key: draws[key].recipe for key in assignments}
+            told = [(assignments[key].variable.path, make() if make else "") for key, make in recipes.items()]
+            check_recipes(told, self.gather)
         with Progress(assignments, enabled=self._progress) as progress:
             return self.engine.create(assignments, draws, progress=progress)
 
@@ -187,11 +195,17 @@ class Scope:
 
         return check_alike(text, self.gather, checksum)
 
-    def check_values(self, values: Mapping[str, Any]) -> None:
-        """Raise if values that each process of the mesh has for itself, by path, are not the same in all of them."""
+    def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:
+        """Raise if values that each process of the mesh has for itself are not the same in all of them."""
         from layoutmap.agreement import check_values
 
-        check_values(values, self.gather)
+        check_values(checksums, self.gather)
+
+    def check_batch(self, arrays: Sequence[Any]) -> None:
+        """Raise if the processes of the mesh bring different batches, where each of them brings all of it."""
+        from layoutmap.agreement import check_batch
+
+        check_batch(arrays, self.gather)
 
     def run_on_mesh(self) -> AbstractContextManager[Any]:
         """While open, what is computed here and now is computed on the mesh."""
@@ -272,6 +286,7 @@ def scope(
     library: str | None = None,
     progress: bool | None = None,
     draws: Literal["exact", "tiles"] = "exact",
+    check_batches: bool = True,
 ) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
@@ -295,6 +310,9 @@ def scope(
         draws: `"exact"`: first values are those of the plain model, bit for bit. `"tiles"`, for torch only: a device
             draws just what it holds, from a seed for each tile of 256 by 256: the same values on every mesh, and not
             those of the plain model. For models so large that to draw one stream of numbers takes too long.
+        check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
+            them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
+            checksum of the batch (a second for each GB) and a few bytes between the processes.
 
     Yields:
         The scope; `scope.plan` is what was planned.
@@ -319,6 +337,7 @@ def scope(
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
+    options["check_batches"] = check_batches
     opened = _open(layout_map, _adapter(library), **options)
     with opened.session.defer(), others_refused(opened.adapter):
         yield opened
@@ -347,6 +366,7 @@ def build(
     library: str | None = None,
     progress: bool | None = None,
     draws: Literal["exact", "tiles"] = "exact",
+    check_batches: bool = True,
 ) -> Any:
     """Build one model in a scope.
 
@@ -361,6 +381,7 @@ def build(
         library: See `scope`.
         progress: See `scope`.
         draws: See `scope`.
+        check_batches: See `scope`.
 
     Returns:
         The model, its variables in their layouts.
@@ -377,6 +398,7 @@ def build(
         True
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
+    options["check_batches"] = check_batches
     opened = _open(layout_map, _adapter(library), **options)
     return _make(opened, make_model, inputs)
 
@@ -451,6 +473,7 @@ def apply(
     strict: bool = False,
     batch_dim: str | None = None,
     progress: bool | None = None,
+    check_batches: bool = True,
 ) -> Any:
     """Lay out a model that exists: the same plan, with the values that it has.
 
@@ -460,6 +483,7 @@ def apply(
         strict: See `scope`.
         batch_dim: See `scope`.
         progress: See `scope`.
+        check_batches: See `scope`.
 
     Returns:
         The model.
@@ -475,7 +499,8 @@ def apply(
         ('unsharded', 'model')
     """
     adapter = adapter_of_model(model)
-    opened = _open(layout_map, adapter, strict=strict, batch_dim=batch_dim, progress=progress)
+    options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress}
+    opened = _open(layout_map, adapter, check_batches=check_batches, **options)
     opened.session.take(model)
     return model
 
@@ -498,14 +523,6 @@ def _adapter(library: str | None) -> Adapter:
 
 def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
     adapter.check()
-    draws = options.get("draws", "exact")
-    if draws not in ("exact", *adapter.other_draws):
-        raise ScopeError(
-            f"draws={draws!r}: {adapter.name} models cannot be drawn so",
-            facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_draws)))},
-            why="exact draws are those of the plain model; a library may offer others, for models that are very large",
-            mend='leave draws out, or draws="exact"',
-        )
     opened = Scope(layout_map, adapter, get_engine(adapter.engine_name), **options)
     bound = opened.engine.bind(opened.mesh)
     opened.across = len(bound.local_device_ids) < bound.size
@@ -515,6 +532,19 @@ def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
             facts={"mesh": str(bound), "devices": _shortened(bound.devices or ())},
             why="a process takes part with its own devices, and here it has none",
             mend="leave the scope to the processes of these devices, or make a mesh of all: lm.create_mesh(..)",
+        )
+    if opened.across:
+        from layoutmap.agreement import check_options
+
+        # Before they are looked at: what is wrong in one process only must be an error in all.
+        compared = {name: value for name, value in options.items() if name != "progress"}
+        check_options({"library": adapter.name} | compared, opened.gather)
+    if opened.draws not in ("exact", *adapter.other_draws):
+        raise ScopeError(
+            f"draws={opened.draws!r}: {adapter.name} models cannot be drawn so",
+            facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_draws)))},
+            why="exact draws are those of the plain model; a library may offer others, for models that are very large",
+            mend='leave draws out, or draws="exact"',
         )
     if opened.batch_dim is not None and opened.batch_dim not in opened.mesh:
         raise ScopeError(

@@ -493,3 +493,36 @@ def test_a_trace_is_the_recipe_of_what_a_function_returns():
         assert bits(make(rows)[1:2, 3:20]) == bits(block)
     with pytest.raises(EngineError, match="gives no tensor"):
         trace(lambda: [torch.ones(3)])
+
+
+def test_the_text_of_a_recipe_determines_its_values():
+    """Recorded again it is the same; with another seed, argument, place, constant or operation it is another."""
+
+    def text(change: Callable[[torch.Tensor], Any] = lambda w: w, seed: int = 0, tiles: bool = False) -> str:
+        torch.manual_seed(seed)
+        tape = Tape(tiles=tiles)
+        with tape.recording(), torch.no_grad():
+            weight = torch.empty(64, 64).normal_(0.0, 0.5)
+            change(weight)
+        return tape.recipe(weight).text()
+
+    others: list[Callable[[torch.Tensor], Any]] = [
+        lambda w: w.mul_(2.0),
+        lambda w: w.mul_(3.0),
+        lambda w: w[3].zero_(),
+        lambda w: w[4].zero_(),
+        lambda w: w[:, 4].zero_(),
+        lambda w: w.add_(torch.arange(64)),
+        lambda w: w.add_(torch.arange(1, 65)),
+        lambda w: w.uniform_(),
+    ]
+    texts = [
+        *map(text, others),
+        *(text(seed=seed, tiles=tiles) for seed in (0, 1) for tiles in (False, True)),
+    ]
+
+    assert texts == [
+        *map(text, others),
+        *(text(seed=s, tiles=tiles) for s in (0, 1) for tiles in (False, True)),
+    ]
+    assert len(texts) == len(set(texts))

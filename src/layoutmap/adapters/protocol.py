@@ -7,7 +7,7 @@ Its laws are in `layoutmap.testing.adapter_contract`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -27,6 +27,9 @@ class Home(Protocol):
 
     across: bool
     """Whether the mesh has devices of other processes: then all of them do the same, each with its own data."""
+
+    check_batches: bool
+    """Whether processes compare the data that they bring, where it must be the same in all of them."""
 
     draws: str
     """How first values are drawn: `"exact"`, or one of the adapter's `other_draws`."""
@@ -107,8 +110,18 @@ class Home(Protocol):
         """
         ...
 
-    def check_values(self, values: Mapping[str, Any]) -> None:
-        """Raise if values that each process of the mesh has for itself, by path, are not the same in all of them."""
+    def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:
+        """Raise if values that each process of the mesh has for itself are not the same in all of them.
+
+        They must all ask, each with the paths and checksums of its values.
+        """
+        ...
+
+    def check_batch(self, arrays: Sequence[Any]) -> None:
+        """Raise if the processes of the mesh bring different batches, where each of them brings all of it.
+
+        They must all ask, each with its arrays of numpy.
+        """
         ...
 
     def run_on_mesh(self) -> AbstractContextManager[Any]:

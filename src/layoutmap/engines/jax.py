@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +26,7 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.blocks import Index, block_shape, with_ends
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.engines.jax_devices import Device, bound_devices, jax_devices, name_of, named_sharding
 from layoutmap.engines.jax_processes import check_equal_everywhere, common_seeds, gathered
@@ -174,7 +174,7 @@ class JaxEngine:
                 mend="pass a Draw for each assignment",
             )
         made: dict[str, Any] = {}
-        checksums: dict[str, int] = {}
+        checksums: list[tuple[str, int]] = []
         try:
             with jax.core.eval_context():
                 across = next((s for s in shardings.values() if not s.is_fully_addressable), None)
@@ -189,7 +189,7 @@ class JaxEngine:
                     else:
                         whole = _drawn_whole(assignment, draw, seeds.get(key), across=bool(devices))
                         if devices:
-                            checksums[key] = zlib.crc32(np.ascontiguousarray(whole).view(np.uint8).data)
+                            checksums.append((assignment.variable.path, checksum(whole)))
                         array = _from_blocks(assignment, sharding, whole.__getitem__)
                         del whole
                     made[key] = self._noted(array, assignment.layout)

@@ -108,12 +108,12 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def check_equal_everywhere(checksums: Mapping[str, int], devices: Sequence[Device]) -> None:
-    """Raise if a value that every process drew whole is not the same in all of them."""
+def check_equal_everywhere(checksums: Sequence[tuple[str, int]], devices: Sequence[Device]) -> None:
+    """Raise if a value that every process drew whole, told by its path, is not the same in all of them."""
     if not checksums or not devices:
         return
-    everyone = gathered(np.array(list(checksums.values()), np.uint32), devices)
-    differ = [key for i, key in enumerate(checksums) if len(set(everyone[:, i])) > 1]
+    everyone = gathered(np.array([value for _, value in checksums], np.uint32), devices)
+    differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
     if differ:
         raise _differing(
             f"{differ[0]}: the processes drew different values", {"variables": ", ".join(differ[:10])}

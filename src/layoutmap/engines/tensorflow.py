@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from layoutmap.blocks import Index, block_shape
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.engines.tensorflow_arrays import (
     canonical,
@@ -160,13 +160,14 @@ class TensorFlowEngine:
         for native in natives[:1]:
             check_training(native.mesh)
         made: dict[str, Any] = {}
-        checksums: dict[str, int] = {}
+        checksums: list[tuple[str, int]] = []
         try:
             with tf.init_scope():
                 used = {key: draws[key] for key in assignments}
                 seeds = common_seeds(used)
                 for key, assignment in assignments.items():
-                    made[key], checksums[key] = self._created(assignment, used[key], seeds.get(key))
+                    made[key], drawn = self._created(assignment, used[key], seeds.get(key))
+                    checksums.append((assignment.variable.path, drawn))
                     if progress is not None:
                         progress(key)
                 if dtensor.num_clients() > 1:
@@ -328,7 +329,7 @@ class TensorFlowEngine:
         values = whole(value) if self.holds(value) else np.asarray(value)
         _check_drawn(assignment, values.shape, values.dtype)
         made = from_blocks(variable.shape, assignment.layout, values.__getitem__)
-        return made, zlib.crc32(np.ascontiguousarray(values).tobytes()) if across else 0
+        return made, checksum(values) if across else 0
 
     def _program(self, draw: Draw) -> PieceProgram:
         assert draw.program is not None

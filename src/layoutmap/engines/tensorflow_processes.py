@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,18 +44,18 @@ def common_seeds(draws: Mapping[str, Draw]) -> dict[str, Any]:
     return tf.nest.pack_sequence_as(seeds, common)
 
 
-def check_equal_everywhere(checksums: Mapping[str, int]) -> None:
+def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
     """Compare what the processes drew; the same in all of them, or an error in all of them.
 
     Args:
-        checksums: For each key a checksum of what this process drew.
+        checksums: For each variable its path, and a checksum of what this process drew.
 
     Raises:
-        EngineError: They differ; names the first key.
+        EngineError: They differ; names the first path.
     """
-    rows = _gathered_alike([zlib.crc32(key.encode()) ^ value for key, value in checksums.items()])
+    rows = _gathered_alike([zlib.crc32(path.encode()) ^ value for path, value in checksums])
     for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
-        raise _differing(f"{list(checksums)[int(i)]}: the processes drew different values")
+        raise _differing(f"{checksums[int(i)][0]}: the processes drew different values")
 
 
 def gathered(values: NumpyArray) -> NumpyArray:

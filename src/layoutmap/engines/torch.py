@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.blocks import Index, block_shape
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.engines.torch_arrays import (
     canonical,
@@ -172,16 +172,17 @@ class TorchEngine:
                 mend="pass a Draw for each assignment",
             )
         made: dict[str, Any] = {}
-        checksums: dict[str, int] = {}
+        checksums: list[tuple[str, int]] = []
         try:
             used = {key: draws[key] for key in assignments}
             seeds = common_seeds(used)
             if across() and any(draw.blocks is not None for draw in used.values()):
                 # Blocks differ between processes, so what they were drawn from is compared.
-                check_equal_everywhere({"the random state": random_state()})
+                check_equal_everywhere([("the random state", random_state())])
             with torch.no_grad():
                 for key, assignment in assignments.items():
-                    made[key], checksums[key] = _created(assignment, used[key], seeds.get(key))
+                    made[key], drawn = _created(assignment, used[key], seeds.get(key))
+                    checksums.append((assignment.variable.path, drawn))
                     if assignment.variable.nbytes >= _LARGE:
                         give_back()
                     if progress is not None:
@@ -400,8 +401,7 @@ def _created(assignment: Assignment, draw: Draw, seed: Any) -> tuple[Any, int]:
         value = draw.whole()
     tensor = whole(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
     _check_drawn(assignment, tuple(tensor.shape), tensor.dtype)
-    checksum = zlib.crc32(to_numpy(tensor).tobytes()) if across() else 0
-    return cut(tensor, layout), checksum
+    return cut(tensor, layout), checksum(to_numpy(tensor)) if across() else 0
 
 
 def _in_blocks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,19 +55,19 @@ def random_state() -> int:
     return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
-def check_equal_everywhere(checksums: Mapping[str, int]) -> None:
+def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
     """Compare what the processes drew; the same in all of them, or an error in all of them.
 
     Args:
-        checksums: For each key a checksum of what this process drew.
+        checksums: For each variable its path, and a checksum of what this process drew.
 
     Raises:
-        EngineError: They differ; names the first key.
+        EngineError: They differ; names the first path.
     """
-    rows = _gathered(list(checksums.values()))
-    for place, key in enumerate(checksums):
+    rows = _gathered([value for _, value in checksums])
+    for place, (path, _) in enumerate(checksums):
         if len({row[place] for row in rows}) > 1:
-            raise _differing(f"{key}: the processes drew different values")
+            raise _differing(f"{path}: the processes drew different values")
 
 
 def _check_alike(value: Any, what: str) -> None:

@@ -63,8 +63,13 @@ def draw_of(
             own.seed = _Given(seed)
         return keras.ops.convert_to_tensor(own(shape, dtype=dtype), dtype=dtype)
 
-    key = (type(initializer), json.dumps(config, sort_keys=True, default=_exactly), shape, dtype)
-    return Draw(lambda: function(seed), Program(key, seed, function))
+    settings = json.dumps(config, sort_keys=True, default=_exactly)
+    key = (type(initializer), settings, shape, dtype)
+    return Draw(
+        lambda: function(seed),
+        Program(key, seed, function),
+        recipe=lambda: f"{type(initializer).__name__} {settings}",
+    )
 
 
 def draw_of_seed(initializer: Any, shape: tuple[int, ...], dtype: str) -> Draw:

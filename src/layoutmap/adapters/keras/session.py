@@ -32,6 +32,7 @@ from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
@@ -233,10 +234,9 @@ class KerasSession:
         pairs = list(zip(entries, assignments, strict=True))
         self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.home.across:
-            names = full_names([e.spec for e in entries])
-            named = zip(names, entries, strict=True)
-            new = {name: e.variable for name, e in named if self._layout_of(e.variable) is None}
-            self.home.check_values({path: self.home.whole(v._value) for path, v in new.items()})
+            named = zip(full_names([e.spec for e in entries]), entries, strict=True)
+            new = [(name, e.variable) for name, e in named if self._layout_of(e.variable) is None]
+            self.home.check_values((name, checksum(self.home.whole(v._value))) for name, v in new)
         for entry, assignment in pairs:
             if self._layout_of(entry.variable) != assignment.layout:
                 self._place(entry.variable, assignment, entry.variable._value)

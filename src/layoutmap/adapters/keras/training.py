@@ -7,14 +7,10 @@ are wrapped is in `ports`.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
-
-from layoutmap.errors import ScopeError
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -87,28 +83,9 @@ def check_same_batch(batch: Any, session: KerasSession) -> None:
     Raises:
         ScopeError: It is; in all processes.
     """
-    if not session.home.across:
-        return
-    leaves: list[Any] = []
-
-    def note(leaf: Any) -> None:
-        if hasattr(leaf, "shape"):
-            leaves.append(keras.ops.convert_to_numpy(leaf))
-
-    keras.tree.map_structure(note, batch, none_is_leaf=True)
-    checksum = 0
-    for leaf in leaves:
-        checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
-    told = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-    said, _ = session.home.check_alike(f"{told}, checksum {checksum:08x}")
-    if said:
-        raise ScopeError(
-            "the processes bring different batches",
-            facts={f"process {number}": each for number, each in enumerate(said)},
-            why=f"on {keras.backend.backend()} every process brings the whole batch, and computes its part",
-            mend="read the same data in all of them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
-            "before",
-        )
+    if session.home.across and session.home.check_batches:
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
+        session.home.check_batch(list(map(keras.ops.convert_to_numpy, leaves)))
 
 
 def parents_by_name(slots: Iterable[Any], weights: Iterable[Any]) -> list[Any]:

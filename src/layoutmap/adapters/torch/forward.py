@@ -11,7 +11,8 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,12 +25,14 @@ from layoutmap.adapters.torch.running import is_running, running, summing_up
 from layoutmap.adapters.torch.watching import Watch
 from layoutmap.errors import PlanError
 from layoutmap.layout import Layout
+from layoutmap.pytorch.computing.randomness import same_draws
 from layoutmap.pytorch.computing.sums import batch_divides
 from layoutmap.pytorch.private import plainly
 
 __all__ = ["Forward", "forward_of", "is_planned"]
 
 _ATTRIBUTE = "forward"
+_CHECKED_CALLS = 8  # how often what a module is given is compared between processes
 
 
 class Forward:
@@ -60,6 +63,7 @@ class Forward:
         self.valueless = valueless
         self._output = home.activation_layout(path) if path else None
         self._watch: Watch | None = None
+        self._num_checked = 0
 
     def attach(self) -> None:
         """Put it in its place."""
@@ -88,11 +92,24 @@ class Forward:
             self._watch = self._watch or Watch(self._the_module())
             self._watch.look()
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
-        with running(self.home):
+        with self._checked(args, kwargs), running(self.home):
             args, kwargs = on_mesh((args, kwargs), self.home)
             with summing_up(not all(map(batch_divides, tensors_in((args, kwargs))))):
                 result = self._run(args, kwargs)
         return plain(result) if is_plain else summed_up(result)
+
+    @contextmanager
+    def _checked(self, args: Any, kwargs: Any) -> Generator[None]:
+        """In the first calls, refuse data and random numbers that are not the same in all processes."""
+        home = self.home
+        if not (home.across and home.check_batches) or self._num_checked == _CHECKED_CALLS:
+            yield
+            return
+        self._num_checked += 1
+        given = tensors_in((args, kwargs))
+        home.check_batch([home.whole(t) for t in given if not isinstance(t, DTensor)])
+        with same_draws(home.native(home.replicated(0), 0)[0], home.check_alike):
+            yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         module = self._the_module()

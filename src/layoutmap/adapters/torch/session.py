@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,7 @@ from layoutmap.adapters.torch.replacing import (
     replace_in_optimizer,
 )
 from layoutmap.adapters.torch.roles import head_sizes, use_of
+from layoutmap.checksums import checksum
 from layoutmap.draws import Draw
 from layoutmap.errors import ScopeError
 from layoutmap.layout import Layout
@@ -227,6 +228,8 @@ class TorchSession:
             for number, (e, a) in enumerate(zip(entries, assignments, strict=True))
         }
         deferred = {key: pair for key, pair in pairs.items() if self._tape.holds(pair[0].found.tensor)}
+        if self.home.across:
+            self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         made = self.home.create(
             {key: assignment for key, (_, assignment) in deferred.items()},
             {key: self._draw(entry.found.tensor) for key, (entry, _) in deferred.items()},
@@ -245,9 +248,28 @@ class TorchSession:
         self._replace_references(roots, tuple(kept.values()), replaced, layouts)
         self._attach(roots, layouts)
 
+    def _check_values(self, entries: Iterable[_Entry]) -> None:
+        """Raise if tensors that exist in each process, their gradients or slots, are not the same in all of them."""
+        paths = {entry.found.tensor: entry.spec.path for entry in entries}
+        found: list[tuple[str, torch.Tensor]] = []
+        for tensor, path in paths.items():
+            found.append((path, tensor.detach()))
+            if tensor.is_leaf and tensor.grad is not None:
+                found.append((f"{path}.grad", tensor.grad))
+        slots = [
+            (f"{paths[tensor]}.{name}", value)
+            for optimizer in optimizers_of(tuple(paths))
+            for tensor in paths.keys() & optimizer.state.keys()
+            for name, value in optimizer.state[tensor].items()
+            if isinstance(value, torch.Tensor)
+        ]
+        found += sorted(slots, key=lambda each: each[0])  # optimizers are found in any order
+        plain = [(path, tensor) for path, tensor in found if not isinstance(tensor, DTensor)]
+        self.home.check_values((path, checksum(self.home.whole(tensor))) for path, tensor in plain)
+
     def _draw(self, tensor: Any) -> Draw:
         recipe = self._tape.recipe(tensor)
-        return Draw(recipe.whole, blocks=None if recipe.why_whole else recipe.blocks)
+        return Draw(recipe.whole, blocks=None if recipe.why_whole else recipe.blocks, recipe=recipe.text)
 
     def _held(self, entry: _Entry, array: Any, layout: Layout) -> Any:
         """What a module holds in the place of its tensor."""

@@ -1,23 +1,57 @@
 """Random numbers for DTensors: drawn whole, as the plain program draws them, then cut.
 
 So dropout and its like give the numbers of one device on any mesh, and the default generator ends in the same state.
-All processes must have seeded alike.
+All processes must have seeded alike; `same_draws` compares what they draw from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from layoutmap.checksums import checksum
+from layoutmap.errors import ScopeError
 from layoutmap.pytorch.computing.gathered import changes_in_place, on_whole
 from layoutmap.pytorch.computing.whole import like, placed, settled, whole
 from layoutmap.pytorch.private import tree_map
 
-__all__ = ["RANDOM", "drawn_mask"]
+__all__ = ["RANDOM", "drawn_mask", "same_draws"]
+
+
+@contextmanager
+def same_draws(mesh: Any, check_alike: Callable[[str], tuple[Sequence[str], Any]]) -> Generator[None]:
+    """Refuse random numbers that are drawn in here, if those of another process are different.
+
+    Args:
+        mesh: The `DeviceMesh`.
+        check_alike: Gives what all processes say if they do not all say the same; all of them ask.
+
+    Raises:
+        ScopeError: A process draws other numbers than another, or none; in all of them.
+    """
+    state = _state(mesh.device_type)
+    yield
+    said, _ = check_alike(f"from state {state:08x}" if _state(mesh.device_type) != state else "no numbers")
+    if said:
+        raise ScopeError(
+            "the processes draw different random numbers",
+            facts={f"process {number}": each for number, each in enumerate(said)},
+            why="each process draws all numbers of a dropout and its like, and uses those of its shards",
+            mend="seed all processes alike, as with torch.manual_seed(0), and call the model in the same mode",
+        )
+
+
+def _state(kind: str) -> int:
+    """A checksum of what the next random numbers of this process follow from, on its devices too."""
+    states = [torch.get_rng_state()]
+    if kind != "cpu":
+        states.append(torch.get_device_module(kind).get_rng_state())
+    return checksum(*(state.numpy() for state in states))
 
 
 def drawn_mask(function: Callable[..., Any], tensor: Any, p: float) -> torch.Tensor:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from layoutmap.blocks import Index, block_shape, whole_index
+from layoutmap.checksums import checksum
 from layoutmap.pytorch.drawing.elementwise import History, NeedsWhole
 from layoutmap.pytorch.drawing.passes import by_tiles, in_order
 from layoutmap.pytorch.drawing.replay import needed, replay
 from layoutmap.pytorch.drawing.runs import ApartError
 from layoutmap.pytorch.drawing.steps import Constant, Memory, Step, View
 from layoutmap.pytorch.drawing.streams import PIECE
+from layoutmap.pytorch.private import tree_map
 
 __all__ = ["Recipe"]
 
@@ -57,6 +60,33 @@ class Recipe:
         if folded is not None:
             return folded
         return replay(self._steps, [self._view], self._until)[0]
+
+    def text(self) -> str:
+        """What determines the values, a line for each operation: equal texts mean equal values, in any process."""
+        names: dict[Memory, str] = {}
+
+        def told(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                where = "" if leaf.is_all else f" at {leaf.offset} by {leaf.strides}"
+                where += " conj" * leaf.conj + " neg" * leaf.neg
+                name = names.setdefault(leaf.memory, f"#{len(names)}")
+                return f"{name} {leaf.dtype}{list(leaf.shape)}{where}"
+            if isinstance(leaf, Constant):
+                return f"{leaf.value.dtype}{list(leaf.value.shape)} {_bits(leaf.value)}"
+            return leaf.type if isinstance(leaf, torch.device) else leaf
+
+        lines = [told(self._view)]
+        for number in needed(self._steps, {self._view.memory}, self._until):
+            step = self._steps[number]
+            given = [str(tree_map(told, each)) for each in step.args]
+            given += [f"{name}={tree_map(told, step.kwargs[name])}" for name in sorted(step.kwargs)]
+            if step.state is not None:
+                given.append(f"random state {_bits(step.state)}")
+            if step.seed is not None:
+                given.append(f"seed {step.seed}")
+            made = [told(view) for view in step.made if view is not None]
+            lines.append(f"{step.op}({', '.join(given)}) gives {', '.join(made)}")
+        return "\n".join(lines)
 
     def blocks(self, indices: Sequence[Index]) -> list[torch.Tensor]:
         """The values at some indices, each contiguous and with memory of its own.
@@ -113,3 +143,10 @@ class Recipe:
         except ApartError:
             return False
         return True
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:
+        return type(tensor).__name__
+    bits = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    return f"checksum {checksum(bits.numpy()):08x}"

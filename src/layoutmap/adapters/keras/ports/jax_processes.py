@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from layoutmap.checksums import checksum
 from layoutmap.errors import EngineError, ScopeError
 from layoutmap.layout import Layout
 from layoutmap.mesh import Mesh
@@ -81,12 +81,11 @@ class Rows:
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
         told = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes)
-        checksum = functools.reduce(lambda sum, a: zlib.crc32(_bytes(a), sum), arrays, 0) if shared else 0
-        self._compare(told, checksum)
+        self._compare(told, checksum(*arrays) if shared and self._home.check_batches else 0)
         self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
-    def _compare(self, told: str, checksum: int) -> None:
-        said, checksums = self._home.check_alike(f"{self._verb}: {told}", checksum)
+    def _compare(self, told: str, own: int) -> None:
+        said, checksums = self._home.check_alike(f"{self._verb}: {told}", own)
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
@@ -172,7 +171,7 @@ def _blocks(layout: Layout, devices: Any) -> dict[int, tuple[int, ...]]:
         return dict.fromkeys(processes.flat, (0,))
     cut = np.moveaxis(processes, layout.mesh.dim_names.index(dims[0]), 0)
     return {
-        process: tuple(i for i, row in enumerate(cut) if process in row)
+        process: tuple(i for i, row in enumerate(cut) if process in np.ravel(row))
         for process in np.unique(processes).tolist()
     }
 
@@ -192,10 +191,6 @@ def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, 
 def _is_here(array: Any) -> bool:
     """Whether something is an array that this process has all of."""
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
-
-
-def _bytes(array: NumpyArray) -> memoryview:
-    return np.ascontiguousarray(array).view(np.uint8).data
 
 
 # -- errors

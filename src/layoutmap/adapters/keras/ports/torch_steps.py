@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -12,6 +13,7 @@ import torch
 from layoutmap.adapters.keras.ports.torch_calls import on_mesh, placed, plain, running
 from layoutmap.adapters.keras.training import check_same_batch, settle_for_training
 from layoutmap.errors import ScopeError
+from layoutmap.pytorch.computing.randomness import same_draws
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -53,12 +55,18 @@ class _Step:
         try:
             check_same_batch(data, session)
             batches = [placed(batch, session) for batch in data]
-            with running(session, batches):
+            with self._same_draws(), running(session, batches):
                 results = self._step(batches)
         finally:
             session.inside.model = before
         with torch.no_grad():
             return plain(results)
+
+    def _same_draws(self) -> AbstractContextManager[Any]:
+        home = self._session.home
+        if not (home.across and home.check_batches):
+            return nullcontext()
+        return same_draws(home.native(home.replicated(0), 0)[0], home.check_alike)
 
     def _build(self, batch: Any) -> None:
         """Have a model that was never called make its weights before the step."""

@@ -1,0 +1,133 @@
+"""One of two processes of torch that do not do the same; run by test_torch_disagreements.py."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from disagreements import held, run
+from torch import nn
+
+import layoutmap as lm
+
+RULES = {"up.weight": ("model", None), "down.weight": (None, None), ".*bias|scale": (None,)}
+
+
+class Model(nn.Module):
+    """A large weight, which a scope defers, a small one, which it does not, and a buffer."""
+
+    def __init__(self, width=64, change=None, dropout=0.0):
+        super().__init__()
+        self.up = nn.Linear(64, width)
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(width, 4)
+        self.register_buffer("scale", torch.ones(4))
+        if change is not None:
+            with torch.no_grad():
+                change(self)
+
+    def forward(self, x):
+        return self.down(self.drop(self.up(x))) * self.scale
+
+
+def main():
+    number, folder, port = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    warnings.simplefilter("ignore", lm.LayoutMapWarning)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    def laid_out(how, make=Model, seed=0, rules=RULES, dim="model", **options):
+        torch.manual_seed(seed)
+        layout_map = lm.LayoutMap(lm.create_mesh({dim: 2}), rules)
+        if how == "apply":
+            return layout_map.apply(make(), **options)
+        with layout_map.scope(**options):
+            return make()
+
+    def of(model):
+        return held("torch", dict(model.state_dict(keep_vars=True)))
+
+    def stepped(model, seed=0, rows=0, calls=1):
+        torch.manual_seed(seed)
+        for _ in range(calls):
+            model(torch.arange(256.0).reshape(4, 64) + rows).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        return of(model)
+
+    def changed(change):
+        return lambda: Model(change=change)
+
+    made_before = nn.Parameter(torch.ones(64, 64))
+    cases = {}
+    for how in ("scope", "apply"):
+
+        def add(name, case, how=how, **options):
+            cases[f"{how} {name}"] = lambda: case(how, **options)
+
+        def built(how, **options):
+            return of(laid_out(how, **options))
+
+        add("same", built)
+        add("seed", built, seed=7 + number)
+        add("seed of small ones", built, make=lambda: Model(8), seed=7 + number)
+        add("argument", built, make=changed(lambda m: nn.init.normal_(m.up.weight, std=1.0 + 2 * number)))
+        add("argument of a small one", built, make=changed(lambda m: m.down.weight.normal_(std=1.0 + number)))
+        add("constant", built, make=changed(lambda m: nn.init.constant_(m.up.weight, float(number))))
+        add("constant in one place", built, make=changed(lambda m: m.up.weight[-1].fill_(float(number))))
+        add(
+            "existing",
+            built,
+            make=changed(lambda m: m.up.weight.copy_(torch.full((64, 64), 1.0 + number))),
+        )
+        add("existing buffer", built, make=changed(lambda m: m.scale.fill_(number)))
+        add("deferred or not", built, make=changed(lambda m: number and setattr(m.up, "weight", made_before)))
+        add("strict", built, strict=bool(number), rules={"up.weight": ("model", None), "none": (None,)})
+        add("batch_dim", built, batch_dim="model" if number else None)
+        add("wrong batch_dim", built, batch_dim="none" if number else "model")
+        add("unused rule", built, strict=True, rules=RULES | ({"none": (None,)} if number else {}))
+        if how == "scope":
+            add("draws", built, draws="tiles" if number else "exact")
+            add("tiles", built, draws="tiles")
+            add("seed of tiles", built, draws="tiles", seed=number)
+        for dim in (None, "model"):
+            add(f"rows {dim}", lambda how, **o: stepped(laid_out(how, **o), rows=number), batch_dim=dim)
+        add("same rows", lambda how, **o: stepped(laid_out(how, **o)), batch_dim="model")
+        add(
+            "rows that are not compared",
+            lambda how, **o: stepped(laid_out(how, **o), rows=number) and {"none": {"compared": 0}},
+            batch_dim="model",
+            check_batches=False,
+        )
+        add("masks", lambda how, **o: stepped(laid_out(how, **o), number), make=lambda: Model(dropout=0.5))
+        add("no masks", lambda how, **o: stepped(laid_out(how, **o), number))
+
+        def gradients(how):
+            torch.manual_seed(0)
+            model = Model()
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + number)
+            return of(lm.LayoutMap(lm.create_mesh("model=2"), RULES).apply(model))
+
+        def slots(how):
+            torch.manual_seed(0)
+            model = Model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+            (model(torch.ones(1, 64)).sum() * (1 + number)).backward()
+            optimizer.step()
+            torch.manual_seed(0)
+            for parameter, plain in zip(model.parameters(), Model().parameters(), strict=True):
+                parameter.grad = None
+                parameter.data.copy_(plain)
+            return of(lm.LayoutMap(lm.create_mesh("model=2"), RULES).apply(model))
+
+    add("gradients", gradients)
+    add("slots", slots)
+    run(cases, number, folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
