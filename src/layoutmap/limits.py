@@ -22,6 +22,8 @@ class Limit:
         mend: What to type instead.
         severity: `"error"`: it cannot run. `"warning"`: some of it cannot. `"note"`: it runs, at a price.
         if_cut: The axes of a variable; it holds only if its layout cuts one of them. `None`: it holds in any case.
+        device_type: The devices on which it holds, such as `"CPU"`; it is told where a mesh has no devices yet, too.
+            `None`: it holds on all.
     """
 
     path: str
@@ -30,3 +32,4 @@ class Limit:
     mend: str
     severity: Literal["error", "warning", "note"] = "error"
     if_cut: tuple[int, ...] | None = None
+    device_type: str | None = None
