@@ -92,7 +92,7 @@ T5_GEMMA = {"vocabulary_size": VOCABULARY} | {
     }.items()
 }
 RESNET = {
-    "input_conv_filters": [8],
+    "input_conv_filters": [64],
     "input_conv_kernel_sizes": [3],
     "stackwise_num_filters": [64, 64, 64, 64],
     "stackwise_num_blocks": [1, 1, 1, 1],
@@ -255,7 +255,8 @@ FAMILIES = {
         "stackwise_depth": [1, 1],
         "stackwise_strides": [1, 2],
         "stackwise_num_filters": [16, 16],
-        "block_type": "dark",
+        "block_type": "dark_block",
+        "stage_type": "csp",
         "image_shape": (16, 16, 3),
     },
     "DFine": d_fine,
@@ -488,7 +489,7 @@ FAMILIES = {
         mmdit_position_size=4,
         mmdit_qk_norm=None,
         mmdit_dual_attention_indices=None,
-        vae=VAEBackbone([8, 8, 8, 8], [1, 1, 1, 1], [8, 8, 8, 8], [1, 1, 1, 1], image_shape=(32, 32, 3)),
+        vae=VAEBackbone([32] * 4, [1] * 4, [32] * 4, [1] * 4, image_shape=(32, 32, 3)),
         clip_l=hub.CLIPTextEncoder(**TEXT, intermediate_output_index=-2),
         clip_g=hub.CLIPTextEncoder(**TEXT, intermediate_output_index=-2),
         image_shape=(32, 32, 3),
