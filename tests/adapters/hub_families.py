@@ -236,7 +236,7 @@ def sam3():
 FAMILIES = {
     "Albert": SHORT | {"embedding_dim": 8},
     "BASNet": lambda: hub.BASNetBackbone(
-        image_encoder=hub.ResNetBackbone(**RESNET | {"use_pre_activation": False}),
+        image_encoder=hub.ResNetBackbone(**RESNET | {"image_shape": (None, None, 3)}),
         num_classes=1,
         image_shape=(32, 32, 3),
         projection_filters=8,
@@ -256,7 +256,7 @@ FAMILIES = {
         "stackwise_strides": [1, 2],
         "stackwise_num_filters": [16, 16],
         "block_type": "dark_block",
-        "stage_type": "csp",
+        "stage_type": "dark",
         "image_shape": (16, 16, 3),
     },
     "DFine": d_fine,
@@ -490,8 +490,8 @@ FAMILIES = {
         mmdit_qk_norm=None,
         mmdit_dual_attention_indices=None,
         vae=VAEBackbone([32] * 4, [1] * 4, [32] * 4, [1] * 4, image_shape=(32, 32, 3)),
-        clip_l=hub.CLIPTextEncoder(**TEXT, intermediate_output_index=-2),
-        clip_g=hub.CLIPTextEncoder(**TEXT, intermediate_output_index=-2),
+        clip_l=hub.CLIPTextEncoder(**TEXT | {"num_layers": 2}, intermediate_output_index=-2),
+        clip_g=hub.CLIPTextEncoder(**TEXT | {"num_layers": 2}, intermediate_output_index=-2),
         image_shape=(32, 32, 3),
     ),
     "SwinTransformer": {
