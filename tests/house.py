@@ -73,6 +73,7 @@ EDGES = {
     "adapters.keras": {"keras"},
     # The files that know both Keras and its backend.
     "adapters.keras.ports.jax": {"keras", "jax"},
+    "adapters.keras.ports.jax_limits": {"keras", "jax"},
     "adapters.keras.ports.jax_processes": {"keras", "jax"},
     "adapters.keras.ports.tensorflow": {"keras", "tensorflow"},
     "adapters.keras.ports.tensorflow_limits": {"keras", "tensorflow"},

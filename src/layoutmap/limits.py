@@ -23,6 +23,8 @@ class Limit:
         severity: `"error"`: it cannot run. `"warning"`: some of it cannot. `"note"`: it runs, at a price.
         if_cut: The axes of a variable; it holds only if its layout cuts one of them. `None`: it holds in any case.
         model: The name of the model that the path is in, as the plan has it.
+        device_type: The devices on which it holds, such as `"CPU"`; it is told where a mesh has no devices yet, too.
+            `None`: it holds on all.
     """
 
     path: str
@@ -32,3 +34,4 @@ class Limit:
     severity: Literal["error", "warning", "note"] = "error"
     if_cut: tuple[int, ...] | None = None
     model: str = ""
+    device_type: str | None = None

@@ -70,7 +70,8 @@ def make_plan(
         problems += _problems_of_activations(layout_map.activations, matches)
     if complete and free_activations and not laid_out:
         problems += _problems_of_free_activations(assignments)
-    problems += _problems_of_limits(limits, assignments)
+    held = [each for each in limits if each.device_type in (None, mesh.device_type) or not mesh.devices]
+    problems += _problems_of_limits(held, assignments)
     return Plan(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
 
 

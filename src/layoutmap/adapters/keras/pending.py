@@ -4,12 +4,16 @@ A pending variable is an ordinary Keras variable whose class was swapped for a s
 Inside Keras's symbolic and stateless code it acts as Keras's own valueless variables do. Anywhere else, a read makes
 the one variable, straight in its layout, and an assignment places the assigned value without running the initializer.
 Once it has its value the class is swapped back, so nothing is paid later.
+
+While a model is only planned, it never gets one: a read gives zeros of its shape, an assignment checks the shape.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
+import ml_dtypes
 import numpy as np
 
 from layoutmap.adapters.keras.hooks import in_stateless_scope
@@ -29,17 +33,30 @@ class _Pending:
         if in_stateless_scope():
             return super().value  # type: ignore[misc]
         getattr(self, _SESSION).make_now(self)
+        if is_pending(self):  # in a plan
+            return self._maybe_autocast(keras.ops.broadcast_to(keras.ops.zeros((), self._dtype), self.shape))
         return self.value  # that of its own class now
 
+    def _maybe_autocast(self, value: Any) -> Any:
+        # An initializer may give a number of Python, which Keras makes an array of only when it stores it.
+        if not keras.ops.is_tensor(value):
+            value = keras.ops.convert_to_tensor(value, dtype=self._dtype)
+        return super()._maybe_autocast(value)  # type: ignore[misc]
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        _ = self.value  # it has one now, unless Keras runs symbolically
-        return super().__array__(dtype) if is_pending(self) else np.asarray(self, dtype=dtype)  # type: ignore[misc]
+        if in_stateless_scope():
+            return super().__array__(dtype)  # type: ignore[misc]
+        getattr(self, _SESSION).make_now(self)
+        if is_pending(self):  # in a plan
+            own = getattr(ml_dtypes, self._dtype, self._dtype)
+            return np.broadcast_to(np.zeros((), dtype or own), self.shape)
+        return np.asarray(self, dtype=dtype)
 
     def assign(self, value: Any) -> Any:
         if in_stateless_scope() or not is_on_host(value):
             return super().assign(value)  # type: ignore[misc]
         getattr(self, _SESSION).assign_now(self, value)
-        return self.value
+        return value if is_pending(self) else self.value
 
     def _direct_assign(self, value: Any) -> None:
         getattr(self, _SESSION).assign_now(self, value)

@@ -11,6 +11,7 @@ born in a scope carries the scope with it: its `build` and its like open it agai
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from layoutmap.adapters.keras.names import is_noted, note_given
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.ports import Port
+from layoutmap.adapters.keras.reading import is_in_a_call, read_by
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
@@ -39,6 +41,8 @@ from layoutmap.layout import Layout
 from layoutmap.variables import Assignment, Kind, VariableSpec, full_names
 
 __all__ = ["KerasSession"]
+
+_MOST_ZEROS = 2**28  # elements: what a plan gives to whoever reads a weight
 
 
 @dataclass(slots=True)
@@ -289,8 +293,8 @@ class KerasSession:
     def make_now(self, variable: Any) -> None:
         """Give a pending variable its value, since somebody reads it.
 
-        Inside the scope that is an early read, and only this variable is made. After it, an exception or a plan that
-        does not fit has left the scope unsettled: that is done now, or raises again.
+        Inside the scope that is an early read, and only this variable is made; in a plan it stays pending. After it,
+        an exception or a plan that does not fit has left the scope unsettled: that is done now, or raises again.
         """
         with self.lock, self._outside():
             if is_pending(variable) and hooks.is_global_seed(variable):
@@ -299,8 +303,10 @@ class KerasSession:
                 self.settle()
             if not is_pending(variable):
                 return
+            if self.home.plan_only:
+                self._check_read(variable)
+                return
             entry = self._entry_of(variable)
-            self.refuse_in_a_plan(entry.spec.path)
             self._make([(entry, self._assignment_of(entry))])
 
     def assign_now(self, variable: Any, value: Any) -> None:
@@ -308,6 +314,10 @@ class KerasSession:
         with self.lock, self._outside():
             if self._failed and not self._is_open and not self._settling:
                 self.settle()
+            if self.home.plan_only and self._is_open:
+                if tuple(variable.shape) != tuple(value.shape):
+                    check_shape(variable, self.path_of(variable), value)
+                return
             entry = self._entry_of(variable)
             self.refuse_in_a_plan(entry.spec.path)
             assignment = self._assignment_of(entry)
@@ -352,8 +362,25 @@ class KerasSession:
         if self.home.plan_only:
             raise PlanError(
                 f"{name}: this model is only a plan, it has no values",
+                facts={"read by": read_by()},
                 why="plan() builds a model without allocating anything",
-                mend="build it for real: with layout_map.scope(): model = make_model()",
+                mend="leave calls with arrays, fit and predict out of the function that makes the model; to have its "
+                "weights made, call it with keras.Input(...), or pass inputs= to plan()"
+                if self._is_open
+                else "build it for real: with layout_map.scope(): model = make_model()",
+            )
+
+    def _check_read(self, variable: Any) -> None:
+        """Raise if a plan does not answer the read of a weight with zeros of its shape."""
+        if not self._is_open or is_in_a_call():
+            self.refuse_in_a_plan(self.path_of(variable))
+        elif math.prod(variable.shape) > _MOST_ZEROS:
+            raise PlanError(
+                f"{self.path_of(variable)}: its value is read while the model is planned, and it is too large for that",
+                facts={"shape": tuple(variable.shape), "read by": read_by()},
+                why="plan() answers such a read with zeros, but makes no arrays of more than "
+                f"{_MOST_ZEROS:,} elements",
+                mend="compute from the weight after the model is made, or plan the model with a smaller weight there",
             )
 
     def _entry_of(self, variable: Any) -> Entry:

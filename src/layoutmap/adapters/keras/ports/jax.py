@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from layoutmap.adapters.keras.ports import Wraps
+from layoutmap.adapters.keras.ports.jax_limits import limits_of
 from layoutmap.adapters.keras.ports.jax_processes import Rows, gathered_value, saving, telling
 from layoutmap.adapters.keras.training import place_batch, settle_for_training
 from layoutmap.engines import get_engine
@@ -113,8 +114,8 @@ class JaxPort:
         return wraps
 
     def limits_of(self, layer: Any, path: str, weights: list[str]) -> list[Limit]:
-        """JAX computes everything in every layout."""
-        return []
+        """What XLA cannot compile of a layer."""
+        return limits_of(layer, path, weights)
 
     def drawing(self, model: Any) -> AbstractContextManager[Any]:
         """Keras draws from generators that are variables."""
