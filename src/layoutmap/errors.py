@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from layoutmap.escaping import escaped
+
 __all__ = [
     "EngineError",
     "LayoutError",
@@ -30,13 +32,19 @@ __all__ = [
 
 
 def format_message(what: str, facts: Mapping[str, object], why: str, mend: str) -> str:
-    """Lay out one problem: the headline, then one aligned line for each fact, the reason and the mend."""
-    rows = [(name, str(value)) for name, value in facts.items()] + [("why", why), ("mend", mend)]
-    rows = [(name, value) for name, value in rows if value]
+    """Lay out one problem: the headline, then one aligned line for each fact, the reason and the mend.
+
+    Names of paths and files are parts of these texts: control characters are escaped.
+    """
+    rows = [(escaped(name), str(value)) for name, value in facts.items()] + [("why", why), ("mend", mend)]
+    rows = [(name, escaped(value.rstrip("\n"), keep="\n\t")) for name, value in rows if value]
     width = max((len(name) for name, _ in rows), default=0)
     indent = "\n" + " " * (width + 4)
     return "\n".join(
-        [what, *(f"  {name:<{width}}  {indent.join(value.splitlines())}" for name, value in rows)]
+        [
+            escaped(what, keep="\n\t"),
+            *(f"  {name:<{width}}  {value.replace(chr(10), indent)}" for name, value in rows),
+        ]
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from layoutmap.errors import PlanError, format_message
+from layoutmap.escaping import escaped
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import merge_paths, path_pattern, path_shape
 from layoutmap.rules import Match, nearest
@@ -53,7 +54,7 @@ class Problem:
     mend: str = ""
 
     def __str__(self) -> str:
-        return format_message(self.what, dict(self.facts), self.why, self.mend)
+        return format_message(escaped(self.what), dict(self.facts), self.why, self.mend)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
