@@ -1,6 +1,7 @@
 """What is printed from names cannot move a terminal's cursor, colour it, or turn its text round."""
 
 import json
+import re
 import unicodedata
 
 import pytest
@@ -44,7 +45,7 @@ def test_escaped_json_is_the_same_json(text):
 
 
 def _plan(path):
-    rules = {path.replace("[", r"\["): (None, "model"), "no\x1b[0m\nsuch": ("model",)}
+    rules = {re.escape(path): (None, "model"), "no\x1b.0m\nsuch": ("model",)}
     layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"), rules)
     layout_map.activations["out\x1b"] = (None, "model")
     variables = [VariableSpec(path, (8, 6), "float32"), VariableSpec(f"{path}.2", (8, 8, 2), "float32")]
@@ -75,5 +76,5 @@ def test_an_error_is_escaped_and_keeps_what_it_is_about():
     """The message is safe to print; what a program reads of it is as it was given."""
     error = LayoutMapError(f"{HOSTILE}: bad", facts={"path": HOSTILE}, why=HOSTILE, mend=HOSTILE)
 
-    assert escaped(str(error), keep="\n\t") == str(error)
+    assert escaped(str(error), keep="\n") == str(error)
     assert (f"{HOSTILE}: bad", HOSTILE) == (error.what, error.facts["path"])

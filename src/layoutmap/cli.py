@@ -91,7 +91,10 @@ def _failed(message: object, code: int = CANNOT, *, before: str = "") -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Escapes what it repeats of the command line."""
+    """Escapes what it repeats of the command line, and passes on that nobody reads its help."""
+
+    def print_help(self, file: Any = None) -> None:
+        say(self.format_help().rstrip("\n"), file or sys.stdout)
 
     def error(self, message: str) -> NoReturn:
         super().error(escaped(message))

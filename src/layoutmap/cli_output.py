@@ -112,14 +112,20 @@ def _replace(target: str, data: bytes, there: os.stat_result | None) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     new = os.path.join(os.path.dirname(target), f".layoutmap-{secrets.token_hex(8)}")
     mode = 0o666 if there is None else stat.S_IMODE(there.st_mode)
+    file = None
     try:
-        with open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
+        # No `with`: between its last line and the file's end an interrupt would leave the file open.
+        file = open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
+        file.write(data)
+        file.close()
         if there is not None:
             with contextlib.suppress(PermissionError, AttributeError):  # of another user; not on Windows
                 os.chown(new, there.st_uid, there.st_gid)
             os.chmod(new, mode)
         os.replace(new, target)
     finally:
+        if file is not None:
+            with contextlib.suppress(OSError):  # the disk is full: it has been raised above
+                file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)

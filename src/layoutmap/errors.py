@@ -37,12 +37,12 @@ def format_message(what: str, facts: Mapping[str, object], why: str, mend: str) 
     Names of paths and files are parts of these texts: control characters are escaped.
     """
     rows = [(escaped(name), str(value)) for name, value in facts.items()] + [("why", why), ("mend", mend)]
-    rows = [(name, escaped(value.rstrip("\n"), keep="\n\t")) for name, value in rows if value]
+    rows = [(name, escaped(value.rstrip("\n"), keep="\n")) for name, value in rows if value]
     width = max((len(name) for name, _ in rows), default=0)
     indent = "\n" + " " * (width + 4)
     return "\n".join(
         [
-            escaped(what, keep="\n\t"),
+            escaped(what, keep="\n"),
             *(f"  {name:<{width}}  {value.replace(chr(10), indent)}" for name, value in rows),
         ]
     )
