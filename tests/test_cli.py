@@ -391,3 +391,71 @@ def test_the_command_itself(folder):
     )
     assert 0 == made.returncode, made.stderr
     assert "layoutmap plan" == json.loads((folder / "plan.json").read_text())["format"]
+
+
+ENDS = """
+import os, signal, sys
+import keras
+
+def make(inner=None):
+    if inner is None:
+        import cli_models as inner
+    print("said on the way")
+    return inner.make()
+
+def exits():
+    sys.exit(0)
+
+def raises():
+    keras.layers.Dense(4)(keras.Input((3,)))
+    return {}["gone"]
+
+def is_interrupted():
+    signal.raise_signal(signal.SIGINT)
+
+def gives_nothing():
+    pass
+
+def moves():
+    os.chdir("/")
+    sys.stdout = None
+    return make()
+"""
+SHAPED = ("--mesh", "batch=2,model=4")
+
+
+def test_no_plan_and_no_success(folder, capsys):
+    """A function that exits, raises, is interrupted or returns nothing: in each command an exit code of its own."""
+    (folder / "ends.py").write_text(ENDS)
+    told = {}
+    for name in ("exits", "raises", "is_interrupted", "gives_nothing"):
+        for command in ("plan", "lint"):
+            told[name, command] = run(capsys, command, f"ends:{name}", *SHAPED)
+    sys.modules.pop("ends", None)
+
+    assert {name: (130 if name == "is_interrupted" else 2, "") for name, _ in told} == {
+        name: (code, out) for (name, _), (code, out, _) in told.items()
+    }
+    for command in ("plan", "lint"):
+        assert "layoutmap: ends:exits called sys.exit(0)\n" in told["exits", command][2]
+        assert "planning ends:is_interrupted\nlayoutmap: interrupted\n" in told["is_interrupted", command][2]
+        assert "the function returned no model" in told["gives_nothing", command][2]
+        traced = told["raises", command][2].partition("Traceback (most recent call last):\n")[2]
+        assert traced.startswith(f'  File "{folder}/ends.py", line 17, in raises\n')
+        assert "KeyError: 'gone'\n\nlayoutmap: ends:raises raised KeyError\n" in traced
+
+
+def test_what_a_function_does_on_the_way(folder, capsys):
+    """It can import from the current folder; what it prints is not in the plan; where it moves to changes no path."""
+    (folder / "ends.py").write_text(ENDS)
+    plain = run(capsys, "plan", "cli_models:make", *SHAPED)[:2]
+    made = run(capsys, "plan", "ends:make", *SHAPED)
+    moved = run(capsys, "plan", "ends:moves", "--rules", "rules.yaml", "--json", "moved.json")
+    compared = run(capsys, "diff", "ends:moves", "moved.json", "--rules", "rules.yaml")
+    sys.modules.pop("ends", None)
+
+    assert plain == made[:2]
+    assert "said on the way\n" in made[2]
+    assert 0 == moved[0]
+    assert (0, True) == (compared[0], compared[1].startswith("no change"))
+    assert lm.Plan.from_json((folder / "moved.json").read_text()).errors == ()

@@ -41,7 +41,7 @@ class UsersCodeError(LayoutMapError):
         super().__init__(
             f"{name} raised {type(error).__name__}",
             why="there is no plan, since the model could not be made",
-            mend="the traceback above starts in your code",
+            mend="correct what is shown above, and run the command again",
         )
 
 
@@ -87,14 +87,14 @@ def names_of(name: str) -> tuple[str, str]:
         LayoutMapError: It is something else; a path to a file is answered with the module's name.
     """
     module, _, function = name.partition(":")
-    dotted = ".".join(Path(module.removesuffix(".py")).parts) if module else ""
-    if module and dotted == module and function.isidentifier():
+    dotted = ".".join(Path(module.removesuffix(".py")).parts)
+    in_folder = dotted and "" not in dotted.split(".") and not os.path.isabs(module)
+    if dotted == module and in_folder and function.isidentifier():
         return module, function
-    is_path = dotted != module and not os.path.isabs(module) and ".." not in module
     raise LayoutMapError(
         f"{name!r} names no function that makes a model",
         why="a model is named as package.module:function, from the current folder, and a plan's file ends in .json",
-        mend=f"layoutmap plan {dotted if is_path and dotted else 'my_models'}:{function or 'make_model'}",
+        mend=f"layoutmap plan {dotted if in_folder else 'my_models'}:{function or 'make_model'}",
     )
 
 
