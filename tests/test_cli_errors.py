@@ -34,7 +34,7 @@ FILES = {
     "list.json": b"[1]",
     "other.json": b'{"format": "other"}',
     "latin.yaml": "version: 1\nrules: {größe: []}".encode("latin1"),
-    "deep.yaml": b"[" * 2_000,
+    "deep.yaml": b"[" * 600,
     "list.yaml": b"- 1",
     "mm.py": MODULE.encode(),
     "syntax.py": b"def make(:",
@@ -197,7 +197,7 @@ OPTIONS = {
             ("float32[-1,8]",),
             ("float32[None,8]",),
             ("float32[1.5]",),
-            ("float32[١]",),
+            ("float32[\u0661]",),
             (f"float32[{'9' * 5000}]",),
             ("float33[8]",),
             ("\x1b[31m",),
@@ -220,7 +220,7 @@ def test_options_that_cannot_be(command, options, capsys):
 
 
 SIZES = ["80", "-80GiB", "nan", "infGiB", "1e400GiB", "9" * 5000 + "GiB", "0GiB", "0.0000000001KB", "80XB"]
-SIZES += ["", "GiB", "٣GiB", "80gib", "\x1b[31mGiB"]
+SIZES += ["", "GiB", "\u0663GiB", "80gib", "\x1b[31mGiB"]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: ascii(size)[:20])
