@@ -129,7 +129,7 @@ def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
     """Of weights and gradients, a device of this mesh holds 76 floats each: 608 bytes."""
     arguments = ("plan", "cli_models:make", "--rules", "rules.yaml", "--device-memory")
     code, out, _ = run(capsys, *arguments, "0.608KB")
-    assert (0, "fits: 608 B of 608 B on each device, which leaves 0 B for activations") == (
+    assert (0, "fits: 608 B of 608 B on each device, and 0 B are left for activations") == (
         code,
         out.splitlines()[-1],
     )

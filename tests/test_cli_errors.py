@@ -94,7 +94,7 @@ NAMES = {
     "./sub/mm.py:make": "layoutmap plan sub.mm:make",
     "sub/mm:make": "layoutmap plan sub.mm:make",
     "../mm:make": "layoutmap plan my_models:make",
-    "/tmp/mm.py:make": "layoutmap plan my_models:make",
+    "/mm.py:make": "layoutmap plan my_models:make",
     ".mm:make": "is named as package.module:function",
     "sub..mm:make": "is named as package.module:function",
     "mm:make:make": "is named as package.module:function",

@@ -306,7 +306,7 @@ def _nbytes(text: str) -> int:
 def _fit(needed: int, there: int) -> str:
     if needed > there:
         return f"does not fit: {size(needed)} of {size(there)} on each device, before activations"
-    return f"fits: {size(needed)} of {size(there)} on each device, which leaves {size(there - needed)} for activations"
+    return f"fits: {size(needed)} of {size(there)} on each device, and {size(there - needed)} are left for activations"
 
 
 if __name__ == "__main__":
