@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ def _input(text: str) -> tuple[str | None, _Shaped]:
 
 
 @contextlib.contextmanager
-def _read_from(path: str) -> Iterator[None]:
+def _read_from(path: str) -> Generator[None]:
     """While open, an error of what a file says names the file."""
     try:
         yield

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,7 +46,7 @@ class UsersCodeError(LayoutMapError):
 
 
 @contextlib.contextmanager
-def users_code(name: str) -> Iterator[None]:
+def users_code(name: str) -> Generator[None]:
     """While open, code of the user's may run: it can import from the present folder, and it cannot end the program.
 
     What it prints goes to stderr, so that stdout has the plan and nothing else. The present folder and stdout are
