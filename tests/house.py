@@ -16,6 +16,7 @@ PACKAGE = ROOT / "src" / "layoutmap"
 
 # From the ground up: a value may import only values that stand before it.
 VALUES = (
+    "escaping",
     "errors",
     "proto",
     "wire",  # plain fields in and out, so it stands below the mesh and the layout that it writes
@@ -98,7 +99,9 @@ FRONT = (
     "completion",
     "cli",
     "cli_models",
+    "cli_output",
     "cli_plans",
+    "cli_users_code",
     "__main__",
     "",
 )  # "" is layoutmap/__init__.py

@@ -24,20 +24,20 @@ __all__ = ["add_preset_options", "known_model", "listing", "make_of", "preset_of
 def add_preset_options(parser: argparse.ArgumentParser) -> None:
     """What says which preset, over which dims, and in which type a published model is planned."""
     parser.add_argument(
-        "--preset", choices=presets.names(), help="the rules for a family of models, in the place of a file"
+        "--preset", choices=presets.names(), help="the rules for a family of models, instead of a file"
     )
     parser.add_argument(
         "--model-dim",
         metavar="DIM",
-        help='the mesh dim that a preset cuts layers over, if it is not "model"; "none": over none',
+        help='the mesh dim over which a preset shards layers, if it is not "model"; "none": over none',
     )
     parser.add_argument(
         "--fsdp-dim",
         metavar="DIM",
-        help="the mesh dim of batches, if a preset is to cut weights over it, too",
+        help="the mesh dim of the batch, if a preset is to shard weights over it as well (FSDP)",
     )
     parser.add_argument(
-        "--dtype", metavar="POLICY", help="the Keras dtype policy of a published model: bfloat16"
+        "--dtype", metavar="POLICY", help="the Keras dtype policy of a published model, as in bfloat16"
     )
 
 
@@ -98,7 +98,7 @@ def preset_of(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> 
         if value and not there:
             raise LayoutMapError(
                 f"{option} {value} is {of}",
-                why="it would say nothing here",
+                why="it has no meaning here",
                 mend="leave it out; layoutmap --help has examples",
             )
     if name is None:
@@ -106,8 +106,8 @@ def preset_of(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> 
     if mesh is None:
         raise LayoutMapError(
             f"preset {name!r}: there is no mesh",
-            why="the rules of a preset are for any",
-            mend="--mesh batch=2,model=4",
+            why="the rules of a preset are for any mesh, so they name none",
+            mend="add one, as in --mesh batch=2,model=4",
         )
     model_dim = options.model_dim or "model"
     return LayoutMap.preset(

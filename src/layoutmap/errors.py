@@ -17,6 +17,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from layoutmap.escaping import escaped
+
 __all__ = [
     "EngineError",
     "LayoutError",
@@ -51,13 +53,19 @@ def brief(value: object) -> str:
 
 
 def format_message(what: str, facts: Mapping[str, object], why: str, mend: str) -> str:
-    """Lay out one problem: the headline, then one aligned line for each fact, the reason and the mend."""
-    rows = [(name, str(value)) for name, value in facts.items()] + [("why", why), ("mend", mend)]
-    rows = [(name, value) for name, value in rows if value]
+    """Lay out one problem: the headline, then one aligned line for each fact, the reason and the mend.
+
+    Names of paths and files are parts of these texts: control characters are escaped.
+    """
+    rows = [(escaped(name), str(value)) for name, value in facts.items()] + [("why", why), ("mend", mend)]
+    rows = [(name, escaped(value.rstrip("\n"), keep="\n")) for name, value in rows if value]
     width = max((len(name) for name, _ in rows), default=0)
     indent = "\n" + " " * (width + 4)
     text = "\n".join(
-        [what, *(f"  {name:<{width}}  {indent.join(value.splitlines())}" for name, value in rows)]
+        [
+            escaped(what, keep="\n"),
+            *(f"  {name:<{width}}  {value.replace(chr(10), indent)}" for name, value in rows),
+        ]
     )
     return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair could not be printed
 

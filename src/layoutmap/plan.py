@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from layoutmap.errors import PlanError, format_message
+from layoutmap.escaping import escaped
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import merge_paths, path_pattern, path_shape
 from layoutmap.rules import Match, nearest
@@ -61,7 +62,7 @@ class Problem:
         return replace(self, what=f"{model}: {self.what}", model=model) if model else self
 
     def __str__(self) -> str:
-        return format_message(self.what, dict(self.facts), self.why, self.mend)
+        return format_message(escaped(self.what), dict(self.facts), self.why, self.mend)
 
 
 @dataclass(frozen=True, repr=False)

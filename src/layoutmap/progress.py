@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
+from layoutmap.escaping import escaped
 from layoutmap.variables import Assignment
 
 __all__ = ["Progress"]
@@ -44,7 +45,7 @@ class Progress:
             self._next = now + _BETWEEN_SECONDS
             self._shown = True
             share = 100 * self._made_nbytes // self._total
-            path = key.partition(":")[2] or key
+            path = escaped(key.partition(":")[2] or key)
             sys.stderr.write(
                 f"\r\x1b[Klayoutmap: {self._made}/{len(self._nbytes)} variables, {share}%  {path}"
             )

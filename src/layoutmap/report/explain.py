@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layoutmap.escaping import escaped
 from layoutmap.path_groups import path_pattern
 from layoutmap.plan import Plan
 from layoutmap.report.rows import size
@@ -21,13 +22,17 @@ def explain_text(plan: Plan, path: str) -> str:
         KeyError: The plan has no such variable.
     """
     assignment = plan[path]
-    rows = [*_what(assignment), *_why(assignment), *_problems(plan, assignment), *_how(assignment)]
+    what, why, how = (
+        [(name, escaped(text)) for name, text in rows]
+        for rows in (_what(assignment), _why(assignment), _how(assignment))
+    )
+    rows = [*what, *why, *_problems(plan, assignment), *how]
     width = max(len(name) for name, _ in rows)
     indent = "\n" + " " * (width + 4)
     return "\n".join(
         [
-            assignment.variable.path,
-            *(f"  {name:<{width}}  {indent.join(text.splitlines())}" for name, text in rows),
+            escaped(assignment.variable.path),
+            *(f"  {name:<{width}}  {text.replace(chr(10), indent)}" for name, text in rows),
         ]
     )
 

@@ -1,9 +1,13 @@
-"""A plan as a table for the terminal."""
+"""A plan as a table for the terminal.
+
+Names are escaped here, each where it is put into a line: afterwards a newline of a path is one of the table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from layoutmap.escaping import escaped
 from layoutmap.lint import Findings
 from layoutmap.path_groups import merge_paths, path_shape
 from layoutmap.plan import Plan, group_problems
@@ -46,7 +50,7 @@ def plan_line(plan: Plan) -> str:
         if found
     ]
     return (
-        f"{count} variable{'' if count == 1 else 's'} on {plan.mesh}, {size(plan.nbytes)}, "
+        f"{count} variable{'' if count == 1 else 's'} on {escaped(str(plan.mesh))}, {size(plan.nbytes)}, "
         f"{size(plan.device_nbytes)} per device; {', '.join(faults) or 'no problems'}"
     )
 
@@ -56,7 +60,7 @@ def plan_text(plan: Plan) -> str:
     lines = _table(COLUMNS, map(row_cells, plan_rows(plan)))
     rules = _rules_that_won(plan)
     if rules:
-        lines += ["", *map(str, rules[:_MOST_RULES])]
+        lines += ["", *(escaped(str(rule)) for rule in rules[:_MOST_RULES])]
     if len(rules) > _MOST_RULES:
         lines.append(f"... and {len(rules) - _MOST_RULES} more rules")
     if plan.activations:
@@ -64,9 +68,9 @@ def plan_text(plan: Plan) -> str:
     lines += ["", f"Plan: {plan_line(plan)}"]
     whole = plan.largest_drawn_whole
     if whole:
-        names = dict(zip((a.variable.key for a in plan.assignments), full_names([a.variable for a in plan.assignments]), strict=True))
-        named = names[whole.variable.key]
-        lines.append(f"largest variable drawn whole: {named}, {size(whole.variable.nbytes)}")
+        names = zip(full_names([a.variable for a in plan.assignments]), plan.assignments, strict=True)
+        path = escaped(next(name for name, a in names if a is whole))
+        lines.append(f"largest variable drawn whole: {path}, {size(whole.variable.nbytes)}")
     for problem in group_problems(plan.errors):
         lines += ["", f"error: {problem}"]
     grouped = group_problems(plan.warnings)
@@ -75,14 +79,14 @@ def plan_text(plan: Plan) -> str:
         count = sum(p.kind == "no rule" for p in plan.problems)
         lines += ["", f"warning: no rule matches these {count}, so every device holds them whole;"]
         lines[-1] += " a rule for each says that this is meant"
-        names = [f"{p.model}: {p.subject}" if p.model else p.subject for p in no_rule]
-        width = max(map(len, names))
-        lines += [f"  {name:<{width}}  {p.mend}" for name, p in zip(names, no_rule, strict=True)]
+        subjects = [escaped(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
+        width = max(map(len, subjects))
+        lines += [f"  {s:<{width}}  {escaped(p.mend)}" for s, p in zip(subjects, no_rule, strict=True)]
     for problem in grouped:
         if problem.kind != "no rule":
             lines += ["", f"warning: {problem}"]
     taken = [
-        f"note: {p.what}"
+        f"note: {escaped(p.what)}"
         for p in group_problems(plan.problems)
         if p.severity == "note" and p.kind == "uneven"
     ]
@@ -126,7 +130,7 @@ def diff_cells(diff: PlanDiff) -> list[tuple[str, str, str]]:
 
 def diff_text(diff: PlanDiff) -> str:
     """What differs between two plans, a line for each change, and what it does to a device."""
-    rows = diff_cells(diff)
+    rows = [tuple(map(escaped, row)) for row in diff_cells(diff)]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
     return "\n".join([*lines, *([""] if lines else []), diff_line(diff)])
@@ -137,12 +141,12 @@ def findings_line(findings: Findings) -> str:
     count = len(group_problems(findings.problems))
     told = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
     batch = findings.batch_dim
-    return f"{told}; {'the batch is cut over ' + batch if batch else 'which dim cuts the batch is not known'}"
+    return f"{told}; {'the batch is cut over ' + escaped(batch) if batch else 'which dim cuts the batch is not known'}"
 
 
 def findings_text(findings: Findings) -> str:
     """What lint has found, each with its evidence and the mend."""
-    lines = [f"{problem.kind}: {problem}\n" for problem in group_problems(findings.problems)]
+    lines = [f"{escaped(problem.kind)}: {problem}\n" for problem in group_problems(findings.problems)]
     return "\n".join([*lines, f"Lint: {findings_line(findings)}"])
 
 
@@ -157,7 +161,7 @@ def warning_text(plan: Plan) -> str:
     worth = [p for p in plan.warnings if p.kind != "no rule" or ranks[p.model, p.subject] > 1]
     if not worth:
         return ""
-    lines = [f"  {p.what}" for p in group_problems(worth)]
+    lines = [f"  {escaped(p.what)}" for p in group_problems(worth)]
     return "\n".join(["layout map: not all is as the rules say; print(scope.plan) shows all", *lines])
 
 
@@ -197,7 +201,7 @@ def activation_cells(plan: Plan) -> list[tuple[str, ...]]:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Rows of text in columns, under a head and a rule."""
-    table = [head, *rows]
+    table = [head, *(tuple(map(escaped, cells)) for cells in rows)]
     widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
     lines = [
         "  ".join(

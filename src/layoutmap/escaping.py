@@ -1,0 +1,33 @@
+"""Names as a terminal may have them: what would move its cursor, colour it or turn its text round is escaped.
+
+A path, a pattern or a name of a mesh dim is any text. Escapes are those of JSON, so that escaped JSON stays the same
+JSON. Letters of all scripts, accents and emoji stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["escaped"]
+
+# Control characters (C0, DEL, C1), line and paragraph separators, controls of direction, characters without width that
+# no script needs, and halves of surrogate pairs, which no encoding has.
+_UNSAFE = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+_SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def escaped(text: str, *, keep: str = "") -> str:
+    r"""Text that is safe to print.
+
+    Args:
+        text: Any text.
+        keep: Control characters that are meant, as the newlines of a text of several lines.
+
+    Example:
+        >>> print(escaped("red \x1b[31m\n"), escaped("a\nb", keep="\n"))
+        red \u001b[31m\n a
+        b
+    """
+    return _UNSAFE.sub(lambda m: m[0] if m[0] in keep else _SHORT.get(m[0], f"\\u{ord(m[0]):04x}"), text)
