@@ -113,7 +113,9 @@ def child(name: str, method: str, show: bool) -> None:
         if show:
             print(text)
         found |= {
-            "parameters": sum(math.prod(a.variable.shape) for a in plan.assignments if a.variable.kind == "weight"),
+            "parameters": sum(
+                math.prod(a.variable.shape) for a in plan.assignments if a.variable.kind == "weight"
+            ),
             "variables": len(plan),
             "device_bytes": plan.device_nbytes,
             "errors": len(plan.errors),

@@ -61,13 +61,12 @@ def format_message(what: str, facts: Mapping[str, object], why: str, mend: str) 
     rows = [(name, escaped(value.rstrip("\n"), keep="\n")) for name, value in rows if value]
     width = max((len(name) for name, _ in rows), default=0)
     indent = "\n" + " " * (width + 4)
-    text = "\n".join(
+    return "\n".join(
         [
             escaped(what, keep="\n"),
             *(f"  {name:<{width}}  {value.replace(chr(10), indent)}" for name, value in rows),
         ]
     )
-    return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair could not be printed
 
 
 class _Told(Exception):

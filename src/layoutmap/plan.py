@@ -16,7 +16,7 @@ from layoutmap.escaping import escaped
 from layoutmap.mesh import Mesh
 from layoutmap.path_groups import merge_paths, path_pattern, path_shape
 from layoutmap.rules import Match, nearest
-from layoutmap.variables import Assignment, full_names
+from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.lint import Findings
