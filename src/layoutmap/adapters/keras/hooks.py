@@ -10,8 +10,9 @@ are read and set by the other modules of this folder, and nowhere else:
     keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
                                                     _deferred_initialize, _convert_to_tensor
     keras.src.backend.common.variables              register_uninitialized_variable, read only
-    keras.src.backend.common.global_state           the "uninitialized_variables" list
-    keras.src.backend.common                        stateless_scope.in_stateless_scope, symbolic_scope.in_symbolic_scope
+    keras.src.backend.common.global_state           the "uninitialized_variables" list, "stateless_scope"
+    keras.src.backend.common                        stateless_scope.in_stateless_scope, .get_stateless_scope,
+                                                    symbolic_scope.in_symbolic_scope
     keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, draw_seed, the name of states
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables
@@ -38,7 +39,7 @@ import keras
 
 from layoutmap.active import current
 from layoutmap.errors import ScopeError
-from layoutmap.patches import Attribute, Patches
+from layoutmap.patches import Attribute, Closing, Patches
 
 __all__ = [
     "BaseOptimizer",
@@ -73,7 +74,7 @@ def _moved(what: str) -> ScopeError:
 
 try:
     from keras.src.backend.common import global_state as keras_state
-    from keras.src.backend.common.stateless_scope import in_stateless_scope
+    from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope
     from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.backend.common.variables import register_uninitialized_variable
@@ -96,6 +97,7 @@ H5IOStore: Any = KerasStore
 
 
 _PENDING_LIST = "uninitialized_variables"
+_STATELESS = "stateless_scope"
 
 Names = Sequence[tuple[Any, Sequence[str]]]
 NAMES: Names = (
@@ -141,6 +143,8 @@ def check_names(more: Names = ()) -> None:
         missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
     if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
         missing.append(_PENDING_LIST)
+    if _STATELESS not in get_stateless_scope.__code__.co_consts:
+        missing.append(_STATELESS)
     if missing:
         raise _moved(", ".join(missing))
 
@@ -280,13 +284,22 @@ def installed(quiet: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_value() -> Iterator[None]:
+class without_value(Closing):
     """Variables made in here get a shape, a type and an initializer, and no value; Keras's own list forgets them."""
-    before = len(global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True))
-    with keras.StatelessScope(initialize_variables=False):
-        yield
-    del global_state.get_global_attribute(_PENDING_LIST)[before:]
+
+    def __init__(self) -> None:
+        self._outer = global_state.get_global_attribute(_STATELESS)
+        self._before = len(global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True))
+        self._scope = keras.StatelessScope(initialize_variables=False)
+
+    def open(self) -> None:
+        """Begin."""
+        self._scope.__enter__()
+
+    def close(self) -> None:
+        """End as Keras's scope does, also where an interrupt came before that could."""
+        global_state.set_global_attribute(_STATELESS, self._outer)
+        del global_state.get_global_attribute(_PENDING_LIST)[self._before :]
 
 
 class _Settler:
