@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import layoutmap as lm
 from layoutmap.blocks import block_shape, whole_index, with_ends
 from layoutmap.fitting import fitted
 from layoutmap.planning import make_plan
+from layoutmap.rules import Candidates
 from layoutmap.variables import VariableSpec, itemsize
 
 MESH = lm.Mesh(None, "batch=2,model=4")
@@ -182,3 +184,30 @@ def test_a_plan_of_numpy_shapes_counts_right():
     plan = make_plan([VariableSpec("k", np.array([65536, 65536], np.int32), "float32")], lm.LayoutMap(MESH))
 
     assert 2**34 == plan.nbytes
+
+
+def test_near_misses_have_a_bound():
+    """Searches go on until their comparisons are used up; a search that would need more than are left finds nothing."""
+    candidates = Candidates(["d1.kernel", "d2.kernel", "d1.bias"], most=5)
+
+    assert [["d2.kernel"], ["d1.bias"], []] == [
+        candidates.nearest(text)[:1] for text in ("d2.kernal", "d1.bios", "d1.kernal")
+    ]
+
+
+@pytest.mark.timeout(60)
+def test_a_plan_of_very_many_unlike_paths_is_made_and_shown():
+    """Two thousand paths without a rule and a hundred rules without a path: each is a problem, in linear time."""
+    words = [
+        f"{a}{b}{c}{d}"
+        for a in "ab"
+        for b in "klmnopqrst"
+        for c in "uvwxyzabcd"
+        for d in "efghijklmn"
+    ]
+    layout_map = lm.LayoutMap(MESH, {f"{a}{b}_none": (None,) for a in "qrstuvwxyz" for b in "abcdefghij"})
+    plan = make_plan([VariableSpec(word, (8,), "float32") for word in words], layout_map)
+
+    assert {"no rule": 2_000, "unused rule": 100} == Counter(p.kind for p in plan.problems)
+    assert words[-1] in str(plan)
+    assert words[-1] in plan.to_html()

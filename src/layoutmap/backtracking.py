@@ -62,7 +62,7 @@ def doubling_text(pattern: re.Pattern[str]) -> str | None:
 
     Example:
         >>> doubling_text(re.compile("(a+)+$")), doubling_text(re.compile(r"(.+\\.)+kernel"))
-        ('a', '..')
+        ('a', '.a')
         >>> doubling_text(re.compile("(a+)+")) is None, doubling_text(re.compile(r"(\\w+\\.)+kernel")) is None
         (True, True)
     """
