@@ -36,6 +36,7 @@ def quick_steps(monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # on a machine that does other things, too
 @pytest.mark.parametrize("name", hub_families.FAMILIES)
 @pytest.mark.usefixtures("quick_steps")
 def test_a_family_is_planned_built_and_trained(name):

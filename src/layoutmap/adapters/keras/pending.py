@@ -28,6 +28,9 @@ _classes: dict[type, type] = {}
 class _Pending:
     """The methods in which a pending variable differs from its class."""
 
+    shape: Any
+    _dtype: Any
+
     @property
     def value(self) -> Any:
         if in_stateless_scope():
