@@ -75,7 +75,7 @@ class Attribute:
 
     def install(self) -> None:
         """Have it replaced, where it is not."""
-        found: Any = vars(self._owner)[self._name]
+        found: Any = self._owner.__dict__[self._name]
         if all(ours is not found for ours, _ in self._made):
             ours = self._make(found)
             self._made.append((ours, found))
@@ -83,7 +83,7 @@ class Attribute:
 
     def remove(self) -> None:
         """Put back what was found, where what took its place is still there."""
-        now: Any = vars(self._owner)[self._name]
+        now: Any = self._owner.__dict__[self._name]
         for pair in [pair for pair in self._made if pair[0] is now]:
             setattr(self._owner, self._name, pair[1])
             self._made.remove(pair)

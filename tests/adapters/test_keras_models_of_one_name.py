@@ -34,7 +34,7 @@ SHAPES = [(8, 32), (32, 4), (8, 16), (16, 4), (8, 8), (8, 4)]
 
 
 def kernels_of(plan):
-    return {a.variable.key: a.variable.shape for a in plan if a.variable.path.endswith("kernel")}
+    return {a.variable.key: a.variable.shape for a in plan.assignments if a.variable.path.endswith("kernel")}
 
 
 def test_a_plan_shows_models_of_one_name_apart():
@@ -90,7 +90,7 @@ def test_a_note_on_a_draw_is_of_the_model_that_draws_so():
         make_model()
     planned = lm.plan(make_model, make_map(RULES))
     for plan in (scope.plan, planned):
-        assert [("mlp_1", "d1.kernel")] == [a.variable.key for a in plan if a.drawn_whole]
+        assert [("mlp_1", "d1.kernel")] == [a.variable.key for a in plan.assignments if a.drawn_whole]
         assert ["mlp_1: d1.kernel"] == [
             p.what.rpartition(": ")[0] for p in plan.problems if p.kind == "drawn whole"
         ]
@@ -115,7 +115,7 @@ def test_two_optimizers_of_models_of_one_name_have_slots_of_their_own_shapes():
             model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     for model in made:
         model.fit(x, y, verbose=0)
-    slots = {a.variable.key: a.variable.shape for a in scope.plan if "momentum" in a.variable.path}
+    slots = {a.variable.key: a.variable.shape for a in scope.plan.assignments if "momentum" in a.variable.path}
     expected = {
         (model, f"optimizer.{path}.momentum"): shape
         for (model, path), shape in zip(WHERE[:4], SHAPES[:4], strict=True)
@@ -134,4 +134,4 @@ def test_variables_of_one_name_in_a_layer_are_told_apart():
     with make_map({"w": (None, "model")}).scope() as scope:
         layer = Two(name="two")
         layer.build((8, 8))
-    assert {"two.w": (8, 4), "two.w_1": (4, 2)} == {a.variable.path: a.variable.shape for a in scope.plan}
+    assert {"two.w": (8, 4), "two.w_1": (4, 2)} == {a.variable.path: a.variable.shape for a in scope.plan.assignments}
