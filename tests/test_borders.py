@@ -198,13 +198,7 @@ def test_near_misses_have_a_bound():
 @pytest.mark.timeout(60)
 def test_a_plan_of_very_many_unlike_paths_is_made_and_shown():
     """Two thousand paths without a rule and a hundred rules without a path: each is a problem, in linear time."""
-    words = [
-        f"{a}{b}{c}{d}"
-        for a in "ab"
-        for b in "klmnopqrst"
-        for c in "uvwxyzabcd"
-        for d in "efghijklmn"
-    ]
+    words = [f"{a}{b}{c}{d}" for a in "ab" for b in "klmnopqrst" for c in "uvwxyzabcd" for d in "efghijklmn"]
     layout_map = lm.LayoutMap(MESH, {f"{a}{b}_none": (None,) for a in "qrstuvwxyz" for b in "abcdefghij"})
     plan = make_plan([VariableSpec(word, (8,), "float32") for word in words], layout_map)
 

@@ -10,21 +10,11 @@ import house
 STATE = {
     # ambient
     "active._current": "the one ContextVar: which scope is open in this thread and task",
-    # counted patches of a library's classes: on while some scope or step is open, and then what was there before
-    "adapters.keras.hooks._users": "how many scopes are open; Keras's constructors are patched meanwhile",
-    "adapters.keras.hooks._plain": "Keras's own constructors meanwhile",
-    "adapters.keras.hooks._plain_methods": "Keras's own methods that are silent meanwhile",
-    "adapters.keras.ports.tensorflow._num_unoptimized": "how many steps run; an option of TensorFlow is off meanwhile",
-    "adapters.keras.ports.tensorflow_functions._users": "how many calls run; functions of Keras are replaced meanwhile",
-    "adapters.keras.ports.tensorflow_functions._plain": "Keras's own functions meanwhile",
+    # what is open on a thread, or anywhere; the patches of a library's classes themselves are `patches.Patches`
+    "adapters.keras.hooks._inside": "the variables without values that are being constructed on this thread",
+    "adapters.keras.ports.tensorflow._unoptimized": "the steps that run; an option of TensorFlow is off meanwhile",
     "adapters.keras.ports.tensorflow_functions._current": "the session whose call runs on this thread",
-    "adapters.torch.births._num_users": "how many scopes are open; torch's registration hooks are there meanwhile",
-    "adapters.torch.births._handles": "those hooks, to be removed",
-    "adapters.torch.running._num_running": "how many calls of models run; a function of torch is replaced meanwhile",
-    "adapters.torch.running._restore": "puts it back",
     "adapters.torch.running._here": "the models that run on this thread",
-    "pytorch.drawing.interception._num_open": "how many tapes record; Module._apply is replaced meanwhile",
-    "pytorch.drawing.interception._restore": "puts it back",
     "pytorch.drawing.interception._open": "the tapes that record on this thread",
     "engines.torch._meshes": "the mesh that tensors come to on this thread, inside of run_on",
     # what a framework has one of in a process

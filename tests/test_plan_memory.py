@@ -16,7 +16,9 @@ def test_the_parts_are_all_that_a_device_holds(drawn):
     memory = plan.memory
 
     assert plan.device_nbytes == memory.weights + memory.slots + memory.state
-    trained = [a for a in plan if a.fits and a.variable.kind is Kind.WEIGHT and a.variable.trainable]
+    trained = [
+        a for a in plan.assignments if a.fits and a.variable.kind is Kind.WEIGHT and a.variable.trainable
+    ]
     assert sum(a.shard_nbytes for a in trained) == memory.weights == memory.gradients
     assert memory.total == plan.device_nbytes + memory.gradients
 

@@ -75,12 +75,12 @@ def test_a_scope_works_with_the_rules_as_they_were(library):
         model: Any = half_frozen(library)
         del layout_map[pattern]
         layout_map[pattern] = ("model", None)
-    before = {a.variable.path: a.layout for a in opened.plan}
+    before = {a.variable.path: a.layout for a in opened.plan.assignments}
     if library == "keras":
         model.compile("adam", "mse")
         model.optimizer.build(model.trainable_variables)
-        held = {a.variable.path: a.layout for a in opened.plan if a.variable.path in before}
-        slots = [a.layout for a in opened.plan if a.variable.parent == "1.kernel"]
+        held = {a.variable.path: a.layout for a in opened.plan.assignments if a.variable.path in before}
+        slots = [a.layout for a in opened.plan.assignments if a.variable.parent == "1.kernel"]
         assert [lm.Layout([None, "model"], MESH)] * 2 == slots
     else:
         held = {path: lm.dtensor.fetch_layout(p) for path, p in model.named_parameters()}

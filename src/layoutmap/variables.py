@@ -196,7 +196,7 @@ def full_names(variables: Sequence[VariableSpec]) -> list[str]:
 
 
 # Names of element types say their bits, as in bfloat16, float8_e4m3fn, int4; `x2` says how many are packed into one.
-_BITS = re.compile(r"[a-z]+?(\d+)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
+_BITS = re.compile(r"(?:q?u?int|b?float|complex|bits)(1|2|4|6|8|16|32|64|128)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
 _ITEMSIZES = {"bool": 1, "string": 8}
 
 

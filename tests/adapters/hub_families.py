@@ -615,7 +615,7 @@ def table():
 def rules(plan, name=""):
     """A rule for each weight of a plan that the mesh divides: its longest axis is sharded over "model"."""
     found = {}
-    for each in plan:
+    for each in plan.assignments:
         variable = each.variable
         if name in READ_WHILE_BUILT and re.search(READ_WHILE_BUILT[name], variable.path):
             continue

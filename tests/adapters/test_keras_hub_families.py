@@ -51,9 +51,9 @@ def test_a_family_is_planned_built_and_trained(name):
         model = make()
     report = lm.check_parity(make, layout_map, hub_families.batch(model.backbone), batch_dim="batch")
 
-    made = [(a.variable, a.layout) for a in scope.plan]
-    assert made == [each for a in plan if (each := (a.variable, a.layout)) in made]
-    assert len(layout_map) <= sum(not a.layout.is_fully_replicated() for a in plan)
+    made = [(a.variable, a.layout) for a in scope.plan.assignments]
+    assert made == [each for a in plan.assignments if (each := (a.variable, a.layout)) in made]
+    assert len(layout_map) <= sum(not a.layout.is_fully_replicated() for a in plan.assignments)
     assert 0.0 == report.worst("weights")
     assert report.worst() < 1e-5
 

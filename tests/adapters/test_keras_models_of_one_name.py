@@ -115,7 +115,9 @@ def test_two_optimizers_of_models_of_one_name_have_slots_of_their_own_shapes():
             model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     for model in made:
         model.fit(x, y, verbose=0)
-    slots = {a.variable.key: a.variable.shape for a in scope.plan.assignments if "momentum" in a.variable.path}
+    slots = {
+        a.variable.key: a.variable.shape for a in scope.plan.assignments if "momentum" in a.variable.path
+    }
     expected = {
         (model, f"optimizer.{path}.momentum"): shape
         for (model, path), shape in zip(WHERE[:4], SHAPES[:4], strict=True)
@@ -134,4 +136,6 @@ def test_variables_of_one_name_in_a_layer_are_told_apart():
     with make_map({"w": (None, "model")}).scope() as scope:
         layer = Two(name="two")
         layer.build((8, 8))
-    assert {"two.w": (8, 4), "two.w_1": (4, 2)} == {a.variable.path: a.variable.shape for a in scope.plan.assignments}
+    assert {"two.w": (8, 4), "two.w_1": (4, 2)} == {
+        a.variable.path: a.variable.shape for a in scope.plan.assignments
+    }

@@ -124,7 +124,9 @@ def test_a_plan_takes_what_a_scope_takes(name):
     actual = [np.asarray(v) for v in model.weights]
 
     assert [np.array_equal(a, b) for a, b in zip(expected, actual, strict=True)] == [True] * len(expected)
-    assert [(a.variable, a.layout) for a in scope.plan] == [(a.variable, a.layout) for a in plan]
+    assert [(a.variable, a.layout) for a in scope.plan.assignments] == [
+        (a.variable, a.layout) for a in plan.assignments
+    ]
 
 
 def test_a_plan_loads_weights(tmp_path):
