@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
-PROTO := layoutmap/proto/layout
+PROTO := layoutmap/core/proto/layout
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all check format proto check-proto works bench clean
@@ -23,12 +23,12 @@ test: $(VENV)/.all ## Run the tests, ten minutes on two cores; ARGS="core -- -k 
 test-all: $(VENV)/.all ## Run all tests with many examples of each property, as a change must pass them
 	@$(BIN)/python tools/run_tests.py --all $(ARGS)
 
-check: $(VENV)/.all check-proto ## Lint, format, types, changelog, decisions, links
-	@failed=; for check in "ruff check ." "ruff format --check ." pyright "python tools/check_files.py"; do \
+check: $(VENV)/.all check-proto ## Lint, format, types, imports, changelog, decisions, links
+	@failed=; for check in "ruff check ." "ruff format --check ." pyright lint-imports "python tools/check_files.py"; do \
 	  echo "== $$check" && $(BIN)/$$check || failed="$$failed [$$check]"; \
 	done; test -z "$$failed" || { echo "make check: failed:$$failed" >&2; exit 1; }
 
-format: $(VENV)/.all ## Format, and mend what the linter can mend
+format: $(VENV)/.all ## Format, and fix what the linter can fix
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
@@ -53,9 +53,9 @@ clean: ## Remove what was installed and made
 
 # pip older than 25.1 knows no --group.
 $(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) here; mend: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) here; fix: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "layoutmap needs Python >= 3.11, and $(PYTHON) is $$($(PYTHON) -V); mend: make PYTHON=python3.11 ..." >&2; exit 1; }
+	  echo "layoutmap needs Python >= 3.11, and $(PYTHON) is $$($(PYTHON) -V); fix: make PYTHON=python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade 'pip>=25.1'
 

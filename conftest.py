@@ -1,11 +1,8 @@
 """Sets up the test process: which files it runs, which framework it may load, and with how many devices.
 
-`make test` runs one process for each of `house.PROCESSES`, named by LAYOUTMAP_TEST_PROCESS. In such a process a file
-of another one is not collected, and in `core` no framework can be imported, so every run shows that the core needs
-none. Without the variable (`pytest tests/test_mesh.py`) everything that is asked for runs, on JAX.
-
-`make test` leaves out what is marked `long` and tries few examples of each property; `make test-all`, which sets
-LAYOUTMAP_TEST_ALL, leaves out nothing and tries many.
+`make test` runs one process for each of `frameworks.PROCESSES`, named by LAYOUTMAP_TEST_PROCESS. In such a process a
+file of another one is not collected, and in `core` no framework can be imported, so every run shows that the core needs
+none. Without the variable (`pytest tests/core/test_mesh.py`) everything that is asked for runs, on JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import house
+import frameworks
 import pytest
 from hypothesis import settings
 
@@ -34,17 +31,19 @@ pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else
 # The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
 pytest.register_assert_rewrite("layoutmap.testing")
 
-if RUNNING and RUNNING not in house.PROCESSES:
-    raise pytest.UsageError(f"LAYOUTMAP_TEST_PROCESS={RUNNING}: there are only {', '.join(house.PROCESSES)}")
+if RUNNING and RUNNING not in frameworks.PROCESSES:
+    raise pytest.UsageError(
+        f"LAYOUTMAP_TEST_PROCESS={RUNNING}: there are only {', '.join(frameworks.PROCESSES)}"
+    )
 
 
 class _Blocker(MetaPathFinder):
-    """Refuses every framework, by name and with the mend."""
+    """Refuses every framework, by name and with the fix."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        wanted = house.FRAMEWORKS.get(fullname)
+        wanted = frameworks.FRAMEWORKS.get(fullname)
         if wanted:
             raise ModuleNotFoundError(
                 f"{fullname} was imported in the core test process, which a file gets that names no other; "
@@ -81,16 +80,16 @@ settings.load_profile("ci" if os.environ.get("CI") else "layoutmap")
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file of another process is none of ours, nor is one that tests share: it has no doctests to collect."""
-    if collection_path.suffix == ".py" and not house.is_collected(collection_path):
+    if collection_path.suffix == ".py" and not frameworks.is_collected(collection_path):
         return True
-    if not RUNNING or not house.is_collected(collection_path):
+    if not RUNNING or not frameworks.is_collected(collection_path):
         return None
-    return None if RUNNING in house.processes_of(collection_path) else True
+    return None if RUNNING in frameworks.processes_of(collection_path) else True
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
     """TensorFlow gets its devices before the first of its tests is imported: it makes none later."""
-    if (RUNNING or house.processes_of(module_path)[0]) == "tensorflow":
+    if (RUNNING or frameworks.processes_of(module_path)[0]) == "tensorflow":
         _set_up_tensorflow()
 
 

@@ -86,7 +86,7 @@ def temporaries() -> int:
     """The most that one program of this library's creation needs on a device beside its result, in bytes."""
     import numpy as np
 
-    from layoutmap.engines.jax import engine
+    from layoutmap.engines.jax.engine import engine
 
     most = 0
     for program in engine().programs():
@@ -110,7 +110,7 @@ def preload(backend: str = "jax") -> None:
     """Import what this library imports late, so that imports are not counted."""
     importlib.import_module("layoutmap.adapters.keras")
     importlib.import_module(f"layoutmap.engines.{backend}")
-    importlib.import_module(f"layoutmap.adapters.keras.ports.{backend}")
+    importlib.import_module(f"layoutmap.adapters.keras.backends.{backend}")
 
 
 def child(method: str, model_name: str) -> None:

@@ -25,11 +25,11 @@ def child(name: str) -> None:
     import keras_hub  # noqa: F401 - nor this
 
     import layoutmap as lm
-    from layoutmap import published
+    from layoutmap.rules import zoo
 
     layout_map = lm.LayoutMap.preset("llama", lm.Mesh(None, MESH))
     before, start = _peak_mib(), time.perf_counter()
-    plan = lm.plan(published.model(name).make, layout_map, library="keras")
+    plan = lm.plan(zoo.model(name).make, layout_map, library="keras")
     seconds = time.perf_counter() - start
     print(f"{name:>11}  {len(plan):>5} variables  {seconds:.2f} s  {_peak_mib() - before:.0f} MiB  {plan!r}")
 

@@ -54,10 +54,10 @@ def write(path: Path) -> None:
     """The plan, its page, and what the page's bytes and seconds are beside those of the table for a notebook."""
     os.environ["KERAS_BACKEND"] = "jax"
     import layoutmap as lm
-    from layoutmap import published
+    from layoutmap.rules import zoo
 
     def make():
-        model = published.model("llama3_405b").make()
+        model = zoo.model("llama3_405b").make()
         model.compile(optimizer="adamw")
         return model
 

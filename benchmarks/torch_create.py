@@ -40,7 +40,7 @@ def child(method: str, size: str) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     import layoutmap as lm
-    from layoutmap.engines.torch import engine
+    from layoutmap.engines.torch.engine import engine
 
     torch.set_num_threads(1)
     mesh = lm.create_mesh({"model": PROCESSES})
@@ -99,7 +99,7 @@ def digest(model: Decoder) -> str:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     import layoutmap as lm
-    from layoutmap.engines.torch import engine
+    from layoutmap.engines.torch.engine import engine
 
     mesh = lm.create_mesh({"model": PROCESSES})
     shapes = dict(model.named_parameters())

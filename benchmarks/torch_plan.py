@@ -117,7 +117,7 @@ def child(name: str, method: str, show: bool) -> None:
                 math.prod(a.variable.shape) for a in plan.assignments if a.variable.kind == "weight"
             ),
             "variables": len(plan),
-            "device_bytes": plan.device_nbytes,
+            "device_bytes": plan.device_bytes,
             "errors": len(plan.errors),
             "unused": sum(p.kind in ("unused rule", "shadowed rule") for p in plan.problems),
         }

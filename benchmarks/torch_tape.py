@@ -16,7 +16,7 @@ import time
 import torch
 from torch import nn
 
-from layoutmap.pytorch.drawing.tape import Tape
+from layoutmap.engines.torch.deferred_init.tape import Tape
 
 RANKS = 8
 

@@ -17,14 +17,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import house
+import frameworks
 import pytest
 from cases import few
 
 PROCESSES = ("jax",)
 
 FENCE = re.compile(r"^( *)(`{3,})([^`\n]*)\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
-PAGES = [house.ROOT / "README.md", *sorted((house.ROOT / "docs").rglob("*.md"))]
+PAGES = [frameworks.ROOT / "README.md", *sorted((frameworks.ROOT / "docs").rglob("*.md"))]
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
             **os.environ,
             "KERAS_BACKEND": "jax",
             "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(house.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(frameworks.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         },
     )
 
 
-@pytest.mark.parametrize("page", few(PAGES, PAGES[0]), ids=lambda p: str(p.relative_to(house.ROOT)))
+@pytest.mark.parametrize("page", few(PAGES, PAGES[0]), ids=lambda p: str(p.relative_to(frameworks.ROOT)))
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
     """What the documentation shows works as shown."""
     run = run_page(page, tmp_path) if program_of(page).strip() else None
@@ -117,7 +117,7 @@ def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
     assert run is None or 0 == run.returncode, run.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(house.ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(frameworks.ROOT)))
 def test_a_block_that_does_not_run_says_why(page: Path):
     """`python` alone, or `python no-run: <reason>`; nothing else, so that no block drops out by a misspelling."""
     odd = [

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from layoutmap.core.errors import EngineError, LayoutError, LayoutMapError, MeshError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
 from layoutmap.dtensor import call_with_layout, copy_to_mesh, fetch_layout, pack, relayout, run_on, unpack
 from layoutmap.engines import get_engine
-from layoutmap.errors import EngineError, LayoutError, LayoutMapError, MeshError
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
 from layoutmap.testing.engine_contract import all_specs, assert_same_bits, random_values
 
 PROCESSES = ("jax", "tensorflow", "torch")

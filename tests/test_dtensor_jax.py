@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
 from layoutmap.dtensor import call_with_layout, fetch_layout, relayout
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
 from layoutmap.testing.engine_contract import assert_same_bits, random_values
 
 GRID = Mesh(None, [("x", 3), ("y", 2)])

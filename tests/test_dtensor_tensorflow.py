@@ -5,11 +5,11 @@ import pytest
 import tensorflow as tf
 
 import layoutmap as lm
+from layoutmap.core.errors import EngineError, LayoutError
+from layoutmap.core.layout import Layout, as_layout
+from layoutmap.core.mesh import Mesh
 from layoutmap.dtensor import call_with_layout, copy_to_mesh, fetch_layout, pack, relayout, run_on, unpack
-from layoutmap.engines.tensorflow import engine
-from layoutmap.errors import EngineError, LayoutError
-from layoutmap.layout import Layout, as_layout
-from layoutmap.mesh import Mesh
+from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits, random_values
 
 dtensor = tf.experimental.dtensor
@@ -244,8 +244,8 @@ def test_what_needs_values_is_refused_inside_a_compiled_function():
 
 
 def test_an_axis_over_several_dims_is_refused_by_name():
-    """TensorFlow cuts an axis over one dim; a layout with two is refused with the mend."""
+    """TensorFlow cuts an axis over one dim; a layout with two is refused with the fix."""
     with pytest.raises(EngineError, match="axis 0 over x, y") as caught:
         relayout(np.zeros((6, 4)), Layout([("x", "y"), None], GRID), engine="tensorflow")
 
-    assert "make a mesh with one dim of size 6" in caught.value.mend
+    assert "make a mesh with one dim of size 6" in caught.value.fix

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import layoutmap as lm
-from layoutmap.planning import make_plan
+from layoutmap.core.variables import VariableSpec
+from layoutmap.plan.planner import make_plan
 from layoutmap.testing import strategies
-from layoutmap.variables import VariableSpec
 
 MANY = int(os.environ.get("LAYOUTMAP_FUZZ_EXAMPLES", "1000"))
 SECONDS = float(

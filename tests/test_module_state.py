@@ -4,41 +4,42 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 
-import house
+import frameworks
 
 STATE = {
     # ambient
-    "active._current": "the one ContextVar: which scope is open in this thread and task",
+    "core.current._current": "the one ContextVar: which scope is open in this thread and task",
     # what is open on a thread, or anywhere; the patches of a library's classes themselves are `patches.Patches`
     "adapters.keras.hooks._inside": "the variables without values that are being constructed on this thread",
-    "adapters.keras.ports.tensorflow._unoptimized": "the steps that run; an option of TensorFlow is off meanwhile",
-    "adapters.keras.ports.tensorflow_functions._current": "the session whose call runs on this thread",
-    "adapters.torch.running._here": "the models that run on this thread",
-    "pytorch.drawing.interception._open": "the tapes that record on this thread",
-    "engines.torch._meshes": "the mesh that tensors come to on this thread, inside of run_on",
+    "adapters.keras.backends.tensorflow._unoptimized": "the steps that run; an option of TensorFlow is off meanwhile",
+    "adapters.keras.backends.tensorflow_functions._current": "the session whose call runs on this thread",
+    "adapters.torch.mesh_context._here": "the models that run on this thread",
+    "engines.torch.deferred_init.interception._open": "the tapes that record on this thread",
+    "engines.torch.engine._meshes": "the mesh that tensors come to on this thread, inside of run_on",
     # what a framework has one of in a process
-    "pytorch.simulation._simulation": "simulated ranks: torch has one process group, and a mode for the process's life",
-    "pytorch.simulation._has_begun": "whether there is a process group, asked at each operation",
-    "adapters.torch.stepping.look_after_optimizers": "torch's hooks on all optimizers, registered once",
-    "engines.tensorflow_canary._sound": "whether DTensor trains right in this process: found by one experiment",
-    "pytorch.drawing.jump.works": "whether torch's generators jump as they should: found by one experiment",
+    "engines.torch.simulation._simulation": "simulated ranks: one process group, and a mode for the process's life",
+    "engines.torch.simulation._has_begun": "whether there is a process group, asked at each operation",
+    "adapters.torch.optimizer_hooks.look_after_optimizers": "torch's hooks on all optimizers, registered once",
+    "engines.tensorflow.selfcheck._sound": "whether DTensor trains right in this process: found by one experiment",
+    "engines.torch.deferred_init.jump.works": "whether torch's generators jump as they should: found by one experiment",
     # what is known of a framework's objects that cannot be told from the objects
-    "engines.tensorflow_arrays._mesh_of_native": "our first mesh for one of DTensor's, which makes it anew",
-    "engines.torch_devices._mesh_of": "our first mesh for a DeviceMesh, for as long as that lives",
-    "engines.torch_devices._device_meshes": "process groups are made once for each grid",
-    "engines.torch_devices._known": "the DeviceMesh of a mesh, as it was found before",
-    "adapters.keras.ports.torch._num_draws": "how far a seed generator is, for as long as it lives",
+    "engines.tensorflow.arrays._mesh_of_native": "our first mesh for one of DTensor's, which makes it anew",
+    "engines.torch.devices._mesh_of": "our first mesh for a DeviceMesh, for as long as that lives",
+    "engines.torch.devices._device_meshes": "process groups are made once for each grid",
+    "engines.torch.devices._known": "the DeviceMesh of a mesh, as it was found before",
+    "adapters.keras.backends.torch._num_draws": "how far a seed generator is, for as long as it lives",
     "adapters.torch.training._trainings": "what train_with said of a model, for as long as it lives",
     # made once
-    "engines.jax.engine": "the engine: its compiled programs, and the meshes of its arrays",
-    "engines.tensorflow.engine": "the engine: its traced programs",
-    "engines.torch.engine": "the engine: what is known of programs",
+    "engines.jax.engine.engine": "the engine: its compiled programs, and the meshes of its arrays",
+    "engines.tensorflow.engine.engine": "the engine: its traced programs",
+    "engines.torch.engine.engine": "the engine: what is known of programs",
     "adapters.keras.pending._classes": "the class of variables without a value, for each class of Keras's",
-    "pytorch.computing.gathered._warned": "each function is warned of once in a process",
-    "pytorch.drawing.streams._rooms": "memory for random numbers, one piece on each thread",
-    "pytorch.heap._malloc_trim": "the C library's function",
-    "published.models": "the list of published models, read once",
+    "engines.torch.dtensor_ops.gathered._warned": "each function is warned of once in a process",
+    "engines.torch.deferred_init.streams._rooms": "memory for random numbers, one piece on each thread",
+    "engines.torch.malloc._malloc_trim": "the C library's function",
+    "rules.zoo.models": "the list of published models, read once",
 }
 
 MUTABLE = {
@@ -56,6 +57,10 @@ CHANGING = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "rem
 
 def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(frameworks.PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def state_of(source: str) -> set[str]:
@@ -117,8 +122,8 @@ def _found_once(tree: ast.Module) -> Iterator[str]:
 def test_the_list_is_what_the_source_has():
     """Every state of a module is listed with its reason, and nothing else is; none is which mesh was used last."""
     found = {
-        f"{house.module_of(path)}.{name}"
-        for path in house.PACKAGE.rglob("*.py")
+        f"{'.'.join(path.relative_to(frameworks.PACKAGE).with_suffix('').parts).removesuffix('.__init__')}.{name}"
+        for path in frameworks.PACKAGE.rglob("*.py")
         for name in state_of(path.read_text())
         if name != "__all__"
     }

@@ -55,7 +55,7 @@ FILES = {
 # Test with one case for each layer -> what it shows of them.
 LAYERS = {
     "test_what_is_wanted_whole_is_put_together": "weights stay cut, and are put together when the layer is called",
-    "test_what_cannot_run_is_known_before_the_first_step": "does not run, or not train; the plan says so, and the mend",
+    "test_what_cannot_run_is_known_before_the_first_step": "does not run, or not train; the plan says so, and the fix",
 }
 
 BACKENDS = {"jax": "Keras 3 on JAX", "tensorflow": "Keras 3 on TensorFlow", "torch": "Keras 3 on PyTorch"}
@@ -297,7 +297,7 @@ def main() -> int:
     text = README.read_text(encoding="utf-8")
     written = re.sub(f"{re.escape(START)}.*{re.escape(END)}", lambda _: new, text, flags=re.DOTALL)
     if args.check and written != text:
-        print("README's table of what works is not what the tests say; mend: make works", file=sys.stderr)
+        print("README's table of what works is not what the tests say; fix: make works", file=sys.stderr)
         return 1
     README.write_text(written, encoding="utf-8")
     return 0

@@ -3,8 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.devices import create_mesh
-from layoutmap.errors import (
+from layoutmap.core.errors import (
     EngineError,
     LayoutError,
     LayoutMapError,
@@ -15,16 +14,17 @@ from layoutmap.errors import (
     RuleError,
     ScopeError,
 )
-from layoutmap.layout import UNSHARDED, Layout
-from layoutmap.layout_map import Activations, LayoutMap
-from layoutmap.mesh import Mesh, MeshDimension
-from layoutmap.plan import Plan, Problem
-from layoutmap.rules import Match, Rule
-from layoutmap.scope import Scope, apply, build, layout_map_scope, plan, scope
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.mesh import Mesh, MeshDimension
+from layoutmap.plan.table import Plan, Problem
+from layoutmap.rules.rule_set import Match, Rule
+from layoutmap.scope.devices import create_mesh
+from layoutmap.scope.layout_map import Activations, LayoutMap
+from layoutmap.scope.scope import Scope, apply, build, layout_map_scope, plan, scope
 
 if TYPE_CHECKING:
     from layoutmap import dtensor
-    from layoutmap.parity import ParityReport, check_parity
+    from layoutmap.scope.parity import ParityReport, check_parity
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
 
@@ -65,9 +65,9 @@ __all__ = [
 ]
 
 _LATE = {
-    "DVariable": "layoutmap.engines.tensorflow_variable",
-    "ParityReport": "layoutmap.parity",
-    "check_parity": "layoutmap.parity",
+    "DVariable": "layoutmap.engines.tensorflow.variable",
+    "ParityReport": "layoutmap.scope.parity",
+    "check_parity": "layoutmap.scope.parity",
 }
 """Names whose modules load numpy or a framework, which takes long: they are imported when first asked for."""
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from layoutmap.cli import main
+from layoutmap.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from layoutmap.blocks import Index, assemble
-from layoutmap.devices import default_engine_name
+from layoutmap.core.blocks import Index, assemble
+from layoutmap.core.errors import EngineError, LayoutError
+from layoutmap.core.layout import Layout, as_layout
+from layoutmap.core.mesh import Mesh, as_mesh
+from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, engine_of_array, get_engine
-from layoutmap.errors import EngineError, LayoutError
-from layoutmap.layout import Layout, as_layout
-from layoutmap.mesh import Mesh, as_mesh
-from layoutmap.variables import Assignment, VariableSpec
+from layoutmap.scope.devices import default_engine_name
 
 __all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "run_on", "unpack"]
 
@@ -54,11 +54,11 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
         >>> pack(halves[:5], Layout(["x"], mesh), engine="jax")
         Traceback (most recent call last):
         ...
-        layoutmap.errors.LayoutError: pack: 5 components for 6 devices
+        layoutmap.core.errors.LayoutError: pack: 5 components for 6 devices
           layout  (x,)
           mesh    x=3, y=2
           why     each device holds one component
-          mend    pass 6 components, in the order of the mesh's devices
+          fix     pass 6 components, in the order of the mesh's devices
 
     References:
         `tf.experimental.dtensor.pack`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/pack
@@ -72,7 +72,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
             f"pack: {len(tensors)} components for {len(places)} devices",
             facts={"layout": str(layout), "mesh": str(mesh)},
             why="each device holds one component",
-            mend=f"pass {len(places)} components, in the order of the mesh's devices",
+            fix=f"pass {len(places)} components, in the order of the mesh's devices",
         )
     components = [held_by.canonical(_values(tensor)) for tensor in tensors]
     first = components[0]
@@ -85,7 +85,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
                     f"component {i}": f"{component.dtype}{list(component.shape)}",
                 },
                 why="all components of a tensor have the same shape and element type",
-                mend=f"convert component {i}, or pad it",
+                fix=f"convert component {i}, or pad it",
             )
     layout.check_rank(first.shape, "pack")
     shape = tuple(n * count for n, count in zip(first.shape, layout.shard_counts, strict=True))
@@ -97,7 +97,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
                 f"pack: components {number} and {i} differ, and are the same shard",
                 facts={"layout": str(layout), "mesh": str(mesh), "shard": layout.shard_offset(place)},
                 why="devices that hold the same shard hold the same values",
-                mend=f"pass component {number} again as component {i}, or cut an axis over a further mesh dim",
+                fix=f"pass component {number} again as component {i}, or cut an axis over a further mesh dim",
             )
     variable = VariableSpec("pack", shape, str(first.dtype))
     return held_by.from_shards(Assignment(variable, layout), lambda index: parts[_ends(index)][1])
@@ -185,7 +185,7 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
             "copy_to_mesh: the tensor is on a mesh already",
             facts={"layout": str(present), "mesh": str(present.mesh)},
             why="copy_to_mesh takes a plain tensor",
-            mend="use relayout(tensor, layout)",
+            fix="use relayout(tensor, layout)",
         )
     return held_by.relayout(tensor, as_layout(layout))
 
@@ -265,9 +265,9 @@ def fetch_layout(tensor: Any) -> Layout:
         >>> fetch_layout(np.zeros(3))
         Traceback (most recent call last):
         ...
-        layoutmap.errors.LayoutError: the numpy.ndarray has no layout
+        layoutmap.core.errors.LayoutError: the numpy.ndarray has no layout
           why   it lies on no mesh, or a function that is compiled has yet to compute it
-          mend  give it one: relayout(tensor, layout)
+          fix   give it one: relayout(tensor, layout)
 
     References:
         `tf.experimental.dtensor.fetch_layout`,
@@ -278,7 +278,7 @@ def fetch_layout(tensor: Any) -> Layout:
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
             why="it lies on no mesh, or a function that is compiled has yet to compute it",
-            mend="give it one: relayout(tensor, layout)",
+            fix="give it one: relayout(tensor, layout)",
         )
     return layout
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checksums import checksum
+from layoutmap.core.checksums import checksum
+from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import get_engine
-from layoutmap.errors import LayoutMapError
 
 AGREE = "replicas agree bit for bit"
 

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 
 import layoutmap as lm
-from layoutmap.devices import devices
-from layoutmap.errors import LayoutMapError
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.scope.devices import devices
 
 L = keras.layers
 RULES = {r"up\.kernel": (None, "model"), r"down\.kernel": ("model", "batch"), r"norm\..*": ("model",)}

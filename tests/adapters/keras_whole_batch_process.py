@@ -23,7 +23,7 @@ else:
 import keras  # noqa: E402 - TensorFlow's devices are made before
 
 import layoutmap as lm  # noqa: E402
-from layoutmap.errors import LayoutMapError  # noqa: E402
+from layoutmap.core.errors import LayoutMapError  # noqa: E402
 
 L = keras.layers
 RULES = {r"up\.kernel": (None, "all"), r"down\.kernel": ("all", None)}

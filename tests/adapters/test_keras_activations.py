@@ -122,7 +122,7 @@ ERRORS = {
           layout  (batch, model)
           mesh    batch=2, model=4
           why     a layout has one sharding spec for each axis
-          mend    use (batch, model, unsharded), or a rule that does not match this one
+          fix     use (batch, model, unsharded), or a rule that does not match this one
         """,
     ),
     "uneven": (
@@ -133,7 +133,7 @@ ERRORS = {
           layout  (unsharded, model, unsharded)
           mesh    batch=2, model=4
           why     3 is not a multiple of 4
-          mend    pad axis 1 to 4, or leave it unsharded: (unsharded, unsharded, unsharded)
+          fix     pad axis 1 to 4, or leave it unsharded: (unsharded, unsharded, unsharded)
         """,
     ),
 }

@@ -57,7 +57,7 @@ def test_the_plan_names_it(name):
 
     kernel = "c.depthwise_kernel" if name.startswith("Sep") else "c.kernel"
     assert (kernel, "error") == (problem.subject, problem.severity)
-    assert f"leave axis {spec.index('model')} of the kernel unsharded" == problem.mend
+    assert f"leave axis {spec.index('model')} of the kernel unsharded" == problem.fix
     assert [] == cannot_run(make, shape, rules([None] * len(spec)))
     assert [] == cannot_run(make, (*(n + 1 for n in shape[:-1]), shape[-1]), rules(spec))
 
@@ -71,7 +71,7 @@ def test_it_is_of_cpu_devices():
     assert 1 == len(cannot_run(make, shape, rules(spec, devices=[f"CPU:{number}" for number in range(8)])))
 
 
-@pytest.mark.filterwarnings("ignore:layout map:layoutmap.errors.LayoutMapWarning")
+@pytest.mark.filterwarnings("ignore:layout map:layoutmap.core.errors.LayoutMapWarning")
 def test_the_fix_runs():
     """With the axis unsharded the layer computes what it computes on one device."""
     make, shape, spec = LAYERS["DepthwiseConv2D"]
@@ -89,7 +89,7 @@ def test_the_fix_runs():
 
 @pytest.mark.long
 def test_xla_still_ends_the_process():
-    """Where this fails, XLA is mended: delete `ports/jax_limits.py`, `Limit.device_type` and this file."""
+    """Where this fails, XLA is fixed: delete `ports/jax_limits.py`, `Unsupported.device_type` and this file."""
     flags = "--xla_force_host_platform_device_count=8"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     run = subprocess.run(

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.keras.draws import draw_of, why_whole
-from layoutmap.adapters.keras.ports import backend_name, port_of
+from layoutmap.adapters.keras.backends import backend_name, backend_of
+from layoutmap.adapters.keras.initializers import initializer_of, why_global
 from layoutmap.engines import get_engine
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -38,10 +38,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 def test_the_plan_names_what_the_engine_draws_whole(initializer):
     """A dry run says of an initializer what the engine finds out when it traces it."""
-    port = port_of(backend_name())
-    expected = bool(get_engine(port.engine_name).why_whole(draw_of(initializer, SHAPE, "float32")))
+    port = backend_of(backend_name())
+    expected = bool(get_engine(port.engine_name).why_global(initializer_of(initializer, SHAPE, "float32")))
 
-    assert expected == bool(why_whole(initializer, port.drawn_whole))
+    assert expected == bool(why_global(initializer, port.global_init))
 
 
 def test_draws_that_differ_in_a_digit_are_not_one_program():
@@ -50,10 +50,10 @@ def test_draws_that_differ_in_a_digit_are_not_one_program():
         keras.ops.convert_to_tensor(np.float32(0.1)),
         keras.ops.convert_to_tensor(np.nextafter(np.float32(0.1), 1)),
     ]
-    draws = [draw_of(I.RandomNormal(stddev=stddev, seed=1), SHAPE, "float32") for stddev in close]
+    draws = [initializer_of(I.RandomNormal(stddev=stddev, seed=1), SHAPE, "float32") for stddev in close]
     arrays = [np.arange(4096, dtype="float32"), np.arange(4096, dtype="float32")]
     arrays[1][2000] = 0
-    draws += [draw_of(I.Constant(keras.ops.convert_to_tensor(a)), (4096,), "float32") for a in arrays]
+    draws += [initializer_of(I.Constant(keras.ops.convert_to_tensor(a)), (4096,), "float32") for a in arrays]
 
     assert len(draws) == len({draw.program.key for draw in draws if draw.program})
 

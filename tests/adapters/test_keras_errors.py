@@ -73,7 +73,7 @@ def test_a_layout_longer_than_the_rank():
           layout  (unsharded, model, unsharded)     rule 1  d1\.kernel
           mesh    batch=2, model=4
           why     a layout has one sharding spec for each axis
-          mend    use (unsharded, model), or a rule that does not match this one
+          fix     use (unsharded, model), or a rule that does not match this one
         """)
 
 
@@ -87,7 +87,7 @@ def test_an_axis_that_does_not_divide():
           layout  (unsharded, model)     rule 1  d1\.kernel
           mesh    batch=2, model=4
           why     6 is not a multiple of 4
-          mend    pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
+          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
         """)
 
 
@@ -115,7 +115,7 @@ def test_a_typo_in_a_rule_warns_with_what_it_is_near_to():
         rule 1  d1\.kernal: matches no variable
           near misses  d1.kernel
           why          re.match finds it at the start of none of the 4 paths
-          mend         did you mean r"d1\.kernel$"? else delete it
+          fix          did you mean r"d1\.kernel$"? else delete it
         """)
 
 
@@ -153,7 +153,7 @@ def test_a_scope_inside_a_compiled_function():
     assert raised(lm.ScopeError, lambda: function(traced)()) == text("""
         a scope was opened inside a compiled function
           why   variables are real arrays on real devices, and inside a trace there are none
-          mend  build the model outside, and call it inside
+          fix   build the model outside, and call it inside
         """)
 
 
@@ -181,7 +181,7 @@ def test_a_model_that_outlives_an_exception_is_laid_out_when_it_is_read():
 
 
 def test_a_model_whose_plan_failed_is_never_made_in_other_layouts():
-    """Every later read of it raises the same problems again, until a rule is mended."""
+    """Every later read of it raises the same problems again, until a rule is fixed."""
     layout_map = make_map({r"d1\.(kernel|bias)": (None, "model"), r"d2\.": (None, None), r"d2.bias": (None,)})
     model = None
     with pytest.raises(lm.PlanError) as first, layout_map.scope():
@@ -239,7 +239,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             """
             the function returned no model
               why   it may have made one, and build and plan have only what it returns
-              mend  end it with: return model
+              fix   end it with: return model
             """,
         ),
         (
@@ -247,7 +247,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             """
             builtins.int is no model
               why   it is of none of the supported libraries: keras, torch
-              mend  pass a model, or a function that makes and returns one
+              fix   pass a model, or a function that makes and returns one
             """,
         ),
     ],
@@ -274,7 +274,7 @@ def test_a_map_without_a_mesh(verb):
     assert str(caught.value) == text("""
         the layout map has no mesh
           why   it was made without one and has no rule
-          mend  give it one: LayoutMap(create_mesh("batch=2,model=4"))
+          fix   give it one: LayoutMap(create_mesh("batch=2,model=4"))
         """)
 
 
@@ -284,7 +284,7 @@ def test_a_batch_dim_that_the_mesh_does_not_have():
         batch_dim 'data' is no dim of the mesh
           mesh  batch=2, model=4
           why   the batch is split over one of the mesh's dims
-          mend  use one of 'batch', 'model', or leave it out
+          fix   use one of 'batch', 'model', or leave it out
         """)
 
 
@@ -326,8 +326,8 @@ def test_a_plan_allocates_nothing():
     with nothing_is_left():
         plan = lm.plan(make_huge, layout_map)
 
-    assert 3 * 4 * huge**2 < plan.nbytes
-    assert plan.device_nbytes < plan.nbytes / 4000
+    assert 3 * 4 * huge**2 < plan.global_bytes
+    assert plan.device_bytes < plan.global_bytes / 4000
 
 
 def test_a_model_built_three_times():
@@ -393,7 +393,7 @@ def test_a_keras_that_makes_its_variables_whole():
     assert run_python(source) == text("""
         Keras runs with KERAS_NNX_ENABLED
           why   in that mode each variable is first made whole on one device, which a layout map exists to avoid
-          mend  unset KERAS_NNX_ENABLED and start again
+          fix   unset KERAS_NNX_ENABLED and start again
         """)
 
 
@@ -402,7 +402,7 @@ def test_no_model_library_is_imported():
     assert run_python(OPEN) == text("""
         no model library is imported
           why   a scope works inside one of keras, torch, and cannot know which is to come
-          mend  import it before the scope is opened, or pass library="keras"
+          fix   import it before the scope is opened, or pass library="keras"
         """)
 
 
@@ -413,7 +413,7 @@ def test_a_backend_without_a_port():
     assert run_python(source) == text("""
         Keras runs on numpy, where layout maps do not work yet
           why   the supported backends are jax, tensorflow, torch
-          mend  set KERAS_BACKEND to one of them before Keras is imported
+          fix   set KERAS_BACKEND to one of them before Keras is imported
         """)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.adapters.keras import hooks
-from layoutmap.adapters.keras.ports import backend_name, port_of
+from layoutmap.adapters.keras.backends import backend_name, backend_of
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
@@ -99,7 +99,10 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
         "keras.src.backend.common.variables.Variable.__init__",
         "keras.src.layers.layer.Layer.__new__",
         "keras.src.optimizers.base_optimizer.BaseOptimizer.__init__",
-        *(f"{owner.__module__}.{owner.__qualname__}.{name}" for owner, name in port_of(backend_name()).quiet),
+        *(
+            f"{owner.__module__}.{owner.__qualname__}.{name}"
+            for owner, name in backend_of(backend_name()).quiet
+        ),
     }
     assert 1000 < len(before)
     assert hooked == inside
@@ -107,7 +110,7 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
 
 
 def probed():
-    return [*hooks.NAMES, *port_of(backend_name()).private_names()]
+    return [*hooks.NAMES, *backend_of(backend_name()).private_names()]
 
 
 def name_of(value):
@@ -206,7 +209,7 @@ def without_file(module):
 
 def test_the_list_says_all_that_is_probed():
     """Every name that is probed or imported is in the list at the top of `hooks`, or of the backend's port."""
-    folder = Path(sys.modules[type(port_of(backend_name())).__module__].__file__).parent
+    folder = Path(sys.modules[type(backend_of(backend_name())).__module__].__file__).parent
     lists = [
         hooks.__doc__,
         *(ast.get_docstring(ast.parse(p.read_text("utf-8"))) for p in folder.glob("*.py")),

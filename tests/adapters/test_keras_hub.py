@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-import house
+import frameworks
 import hub_models
 import keras
 import numpy as np
@@ -118,7 +118,7 @@ if ON_JAX:
 
     def test_the_example_runs(monkeypatch, capsys):
         """It shows the slip, the plan and the losses."""
-        example = str(house.ROOT / "examples" / "train_hub_llama.py")
+        example = str(frameworks.ROOT / "examples" / "train_hub_llama.py")
         monkeypatch.setattr(sys, "argv", [example, "--steps", "2"])
         runpy.run_path(example, run_name="__main__")
         shown = capsys.readouterr().out

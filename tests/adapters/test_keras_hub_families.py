@@ -1,6 +1,6 @@
 """Every family of keras-hub: planned, built and trained for three steps, as on one device."""
 
-import house
+import frameworks
 import hub_families
 import jax
 import pytest
@@ -15,7 +15,7 @@ pytestmark = [
         "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
     ),
     # Of the mesh's rules some match nothing a model has; and what keras-hub's own layers say of themselves.
-    pytest.mark.filterwarnings("ignore::layoutmap.errors.LayoutMapWarning"),
+    pytest.mark.filterwarnings("ignore::layoutmap.core.errors.LayoutMapWarning"),
     pytest.mark.filterwarnings("ignore:.*:UserWarning"),
 ]
 MESH = "batch=2,model=4"
@@ -68,6 +68,6 @@ def test_every_family_is_tried_or_left_out():
 
 def test_the_page_has_the_table():
     """`docs/keras-hub.md` lists the families as the tests try them."""
-    page = (house.ROOT / "docs" / "keras-hub.md").read_text(encoding="utf-8")
+    page = (frameworks.ROOT / "docs" / "keras-hub.md").read_text(encoding="utf-8")
 
     assert hub_families.table() in page

@@ -8,8 +8,8 @@ from keras.src.backend.common.variables import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 import layoutmap as lm
-from layoutmap.active import current
 from layoutmap.adapters.keras import hooks
+from layoutmap.core.current import current
 
 PROCESSES = ("jax",)
 L = keras.layers

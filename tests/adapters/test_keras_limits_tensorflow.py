@@ -77,7 +77,7 @@ def test_what_is_wanted_whole_is_put_together(layer, shape, rules):
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape", "path", "severity", "mend"),
+    ("layer", "shape", "path", "severity", "fix"),
     [
         (lambda: L.LSTM(8, name="r"), SERIES, "r.cell", "error", "unroll=True"),
         (lambda: L.Bidirectional(L.GRU(8), name="r"), SERIES, "r.forward_layer.cell", "error", "unroll=True"),
@@ -88,14 +88,14 @@ def test_what_is_wanted_whole_is_put_together(layer, shape, rules):
     ],
     ids=["LSTM", "Bidirectional GRU", "ConvLSTM1D", "grouped Conv2D", "DepthwiseConv2D", "SeparableConv1D"],
 )
-def test_what_cannot_run_is_known_before_the_first_step(layer, shape, path, severity, mend):
-    """The plan names the layer, why, and the mend; if it cannot run at all, a scope refuses it."""
+def test_what_cannot_run_is_known_before_the_first_step(layer, shape, path, severity, fix):
+    """The plan names the layer, why, and the fix; if it cannot run at all, a scope refuses it."""
     make_model = model_of(layer, shape)
     plan = lm.plan(make_model, make_map({r"out\.kernel": ("model", None)}))
     found = {p.subject: p for p in plan.problems if p.kind == "cannot run"}
 
     assert severity == found[path].severity
-    assert mend in found[path].mend
+    assert fix in found[path].fix
     assert found[path].why
     if severity == "error":
         with pytest.raises(lm.PlanError, match="cannot run on TensorFlow's DTensor"):
@@ -144,7 +144,7 @@ def test_what_nobody_knew_is_told_in_words(how):
 
     first = str(caught.value).splitlines()[0]
     assert first.endswith("step cannot be run by TensorFlow's DTensor in these layouts")
-    assert all(word in str(caught.value) for word in ("  operation ", "  TensorFlow ", "  why ", "  mend "))
+    assert all(word in str(caught.value) for word in ("  operation ", "  TensorFlow ", "  why ", "  fix "))
 
 
 def test_an_axis_over_two_dims_is_in_the_plan():
@@ -160,7 +160,7 @@ def test_an_axis_over_two_dims_is_in_the_plan():
 
 
 def test_dtensor_itself_still_cannot():
-    """A cut filter and a loop over time fail in plain DTensor: when this test fails, TensorFlow has mended it."""
+    """A cut filter and a loop over time fail in plain DTensor: when this test fails, TensorFlow has fixed it."""
     mesh = dtensor.create_mesh([("batch", 2), ("model", 4)], devices=[f"CPU:{i}" for i in range(8)])
     image = dtensor.relayout(tf.ones((8, 6, 6, 4)), dtensor.Layout.batch_sharded(mesh, "batch", 4))
     kernel = dtensor.relayout(tf.ones((3, 3, 4, 8)), dtensor.Layout.inner_sharded(mesh, "model", 4))

@@ -12,7 +12,7 @@ from cases import few
 import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.roles import uses
-from layoutmap.planning import make_plan
+from layoutmap.plan.planner import make_plan
 
 PROCESSES = ("jax",)
 ROWS = 3
@@ -114,14 +114,14 @@ def keras_hubs_own(model, changes=()):
 
 
 def test_the_two_faults_of_keras_hubs_map_for_llama_are_found():
-    """Heads over the dim of the batch, and a table that no rule matches; with both mended nothing is left."""
+    """Heads over the dim of the batch, and a table that no rule matches; with both fixed nothing is left."""
 
     def make():
         return hub_models.make("llama")
 
     model = make()
     shipped = lm.plan(make, keras_hubs_own(model)).lint()
-    mended = keras_hubs_own(
+    fixed = keras_hubs_own(
         model,
         [(f"{part}_dense", ("data", "model", None)) for part in ("query", "key", "value")]
         + [("reverse_embeddings", ("data", "model"))],
@@ -133,8 +133,8 @@ def test_the_two_faults_of_keras_hubs_map_for_llama_are_found():
         ("swapped", "llama3_backbone.transformer_layer_1.self_attention_layer.query_dense.kernel"),
         ("whole table", "llama3_backbone.token_embedding.reverse_embeddings"),
     ] == [(p.kind, p.subject) for p in shipped]
-    assert "its axes seem to be swapped: (data, model, unsharded)" == shipped.problems[0].mend
-    assert () == lm.plan(make, mended).lint().problems
+    assert "its axes seem to be swapped: (data, model, unsharded)" == shipped.problems[0].fix
+    assert () == lm.plan(make, fixed).lint().problems
 
 
 # What may as well be cut along the other axis: tables, what makes logits, and experts that are one array.

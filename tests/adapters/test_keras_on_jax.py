@@ -117,6 +117,6 @@ def test_the_bytes_of_a_plan_are_those_of_the_shards_and_of_the_compiled_step():
     used = {v.path for group in groups for v in group}
 
     assert len(used) == len(scope.plan)
-    assert sum(held) == scope.plan.device_nbytes
+    assert sum(held) == scope.plan.device_bytes
     brought = sum(array.addressable_shards[0].data.nbytes for array in data)
     assert sum(held) + brought == compiled.memory_analysis().argument_size_in_bytes

@@ -19,7 +19,7 @@ pytestmark = [
         "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
     ),
     pytest.mark.filterwarnings(
-        "ignore:layout map:layoutmap.errors.LayoutMapWarning"
+        "ignore:layout map:layoutmap.core.errors.LayoutMapWarning"
     ),  # the rules of other models
 ]
 

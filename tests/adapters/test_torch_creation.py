@@ -155,7 +155,7 @@ class TestFirstValues:
     def test_little_is_drawn_whole_and_the_plan_names_it(self):
         """Only what cannot be drawn in pieces is drawn whole; the plan says what and why."""
         _, scope = assert_as_plain(zoo)
-        whole = {a.variable.path: a.drawn_whole for a in scope.plan.assignments if a.drawn_whole}
+        whole = {a.variable.path: a.global_init for a in scope.plan.assignments if a.global_init}
 
         assert {"orthogonal", "eye"} <= set(whole)
         assert {"xavier_uniform", "kaiming_normal", "trunc_normal", "of_bfloat16"}.isdisjoint(whole)
@@ -407,12 +407,12 @@ class TestScopes:
             lambda: transformers.LlamaForCausalLM(config), make_map("batch=512,model=8"), library="torch"
         )
 
-        assert plan.nbytes > 4e9
-        assert not plan.largest_drawn_whole
+        assert plan.global_bytes > 4e9
+        assert not plan.largest_global_init
 
     def test_the_tape_is_let_go(self):
         """After a scope nothing of what it recorded is alive."""
-        from layoutmap.pytorch.drawing.tape import Tape
+        from layoutmap.engines.torch.deferred_init.tape import Tape
 
         model = make_map().build(lambda: nn.Linear(96, 96), library="torch")
         gc.collect()

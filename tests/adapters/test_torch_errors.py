@@ -26,10 +26,10 @@ def variables(model):
 
 
 class TestRefusedBeforeAnythingIsMade:
-    """Each is told with what, why and the mend."""
+    """Each is told with what, why and the fix."""
 
     def test_an_axis_that_does_not_divide(self):
-        """A plan error names the path, the shape, the rule and the mend."""
+        """A plan error names the path, the shape, the rule and the fix."""
         with pytest.raises(lm.PlanError, match=r"0\.weight: axis 0 cannot be split evenly") as caught:
             build(lambda: nn.Sequential(nn.Linear(64, 97)), {"0.weight": ("model", None)})
 
@@ -183,7 +183,7 @@ class TestWhatIsSaid:
         batch = torch.ones(2, 8), torch.ones(2, 8)
         with pytest.raises(lm.ScopeError, match="no loss is known") as caught:
             lm.check_parity(lambda: nn.Linear(8, 8), make_map(), batch, library="torch")
-        assert "train_with" in str(caught.value.mend)
+        assert "train_with" in str(caught.value.fix)
         with pytest.raises(lm.ScopeError, match="no optimizer is known"):
             lm.check_parity(
                 lambda: train_with(nn.Linear(8, 8), loss=nn.functional.mse_loss),
@@ -233,7 +233,7 @@ class TestOtherLibraries:
         for run in (lm.plan, lm.build):
             with pytest.raises(lm.ScopeError, match=r"Linear: a torch module .* keras") as caught:
                 run(lambda: nn.Linear(8, 8), make_map())
-            assert 'pass library="torch"' == caught.value.mend
+            assert 'pass library="torch"' == caught.value.fix
         assert isinstance(nn.Linear(8, 8).weight, nn.Parameter)
 
     def test_a_keras_layer_in_a_scope_for_torch(self):

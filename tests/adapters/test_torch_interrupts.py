@@ -9,8 +9,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import layoutmap as lm
-from layoutmap.active import current
-from layoutmap.pytorch.drawing import interception
+from layoutmap.core.current import current
+from layoutmap.engines.torch.deferred_init import interception
 
 PROCESSES = ("torch",)
 pytestmark = [

@@ -13,7 +13,7 @@ import transformers
 from transformers_models import WITH_A_PLAN, WITHOUT, on_meta
 
 import layoutmap as lm
-from layoutmap.tp_plan import STYLES
+from layoutmap.rules.tp_plan import STYLES
 
 MESH = lm.Mesh(None, "batch=2,model=4")
 
@@ -156,7 +156,7 @@ def test_a_model_of_full_size_is_planned():
     plan = lm.plan(make, layout_map, strict=True, library="torch")
 
     assert 405_853_388_800 * 4 == sum(
-        a.variable.nbytes for a in plan.assignments if a.variable.kind == "weight"
+        a.variable.global_bytes for a in plan.assignments if a.variable.kind == "weight"
     )
-    assert plan.device_nbytes < plan.nbytes / 7.9
+    assert plan.device_bytes < plan.global_bytes / 7.9
     assert 2 * 126 + 2 == len(plan.activations)

@@ -200,7 +200,7 @@ class TestWeightsCutByTheBatch:
             "Linear.weight was changed in place before the backward pass",
             "  shape  (64, 128)",
             "  why    the batch's dim cuts it, and the backward pass would put it together from its new values",
-            "  mend   call backward() first, and change weights (as optimizer.step() does) after it",
+            "  fix    call backward() first, and change weights (as optimizer.step() does) after it",
         ]
 
     def test_a_graph_is_walked_twice(self):

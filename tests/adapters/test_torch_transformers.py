@@ -11,7 +11,7 @@ from cases import few
 from transformers_models import FULL, WITH_A_PLAN, WITHOUT, on_meta
 
 import layoutmap as lm
-from layoutmap.engines.torch import engine
+from layoutmap.engines.torch.engine import engine
 
 MESH = "batch=2,model=4"
 TOKENS = torch.randint(1, 64, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -101,5 +101,5 @@ def test_a_model_of_full_size_is_planned(name):
 
     assert {path: tuple(p.shape) for path, p in on_meta(kind, FULL[name]).named_parameters()} == weights
     assert () == plan.errors
-    assert plan.nbytes / 4 <= plan.device_nbytes < plan.nbytes / 2
-    assert grown * 1024 < plan.nbytes / 4
+    assert plan.global_bytes / 4 <= plan.device_bytes < plan.global_bytes / 2
+    assert grown * 1024 < plan.global_bytes / 4

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from several_processes import SHAPE, Framework, work
 
-from layoutmap.engines.jax import engine
+from layoutmap.engines.jax.engine import engine
 
 
 def normal(seed):

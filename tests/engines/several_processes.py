@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 import layoutmap.dtensor
-from layoutmap.blocks import assemble
-from layoutmap.draws import Draw, Program
+from layoutmap.core.blocks import assemble
+from layoutmap.core.errors import EngineError
+from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine
-from layoutmap.errors import EngineError
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
 from layoutmap.testing.engine_contract import assert_same_bits, random_values
-from layoutmap.variables import Assignment, VariableSpec
 
 SHAPE = (16, 8)
 TIMEOUT_SECONDS = 300
@@ -105,15 +105,15 @@ def work(
         layouts["tuple"] = Layout([("y", "x"), None], mesh)
     values = np.arange(128, dtype=np.float32).reshape(SHAPE)
 
-    def drawn(function: Callable[[Any], Any], name: str) -> Draw:
+    def drawn(function: Callable[[Any], Any], name: str) -> Initializer:
         """A draw with another seed in each process: that of process 0 counts."""
         seed = framework.seed(number)
-        return Draw(whole=lambda: function(seed), program=Program(name, seed, function))
+        return Initializer(whole=lambda: function(seed), program=Program(name, seed, function))
 
     draws = {
         **dict.fromkeys(layouts, drawn(framework.normal, "normal")),
         "summed": drawn(framework.summed, "summed"),
-        "whole": Draw(whole=lambda: values),
+        "whole": Initializer(whole=lambda: values),
     }
     assignments = {
         key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key, layout in layouts.items()
@@ -166,7 +166,7 @@ def work(
         "other_values": refusal(
             lambda: engine.create(
                 {"other": assignments["summed"]},
-                {"other": Draw(whole=lambda: np.full(SHAPE, number, np.float32))},
+                {"other": Initializer(whole=lambda: np.full(SHAPE, number, np.float32))},
             )
         ),
         "gathered": engine.gather(np.array([number, 2.5]), mesh).tolist(),

@@ -8,9 +8,9 @@ import tensorflow as tf
 from several_processes import SHAPE, Framework, refusal, work
 
 import layoutmap as lm
-from layoutmap.draws import Draw, Program
-from layoutmap.engines.tensorflow import engine
-from layoutmap.variables import Assignment, VariableSpec
+from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines.tensorflow.engine import engine
 
 
 def normal(seed):
@@ -54,7 +54,7 @@ def other_numbers(number, with_programs):
     layout = lm.Layout(["x", None], lm.Mesh(None, "x=8"))
     keys = ["first", "second"][: 1 + number]
     program = Program("normal", seed_of(0), normal) if with_programs else None
-    draw = Draw(whole=lambda: np.zeros(SHAPE, np.float32), program=program)
+    draw = Initializer(whole=lambda: np.zeros(SHAPE, np.float32), program=program)
     assignments = {key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key in keys}
     return refusal(lambda: engine().create(assignments, dict.fromkeys(keys, draw)))
 

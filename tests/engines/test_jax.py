@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from layoutmap.draws import Draw, Program
-from layoutmap.engines.jax import engine
-from layoutmap.engines.jax_programs import ShardedProgram, trace
-from layoutmap.errors import EngineError
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
+from layoutmap.core.errors import EngineError
+from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines.jax.engine import engine
+from layoutmap.engines.jax.programs import ShardedProgram, trace
 from layoutmap.testing.engine_contract import EngineContract, assert_same_bits
-from layoutmap.variables import Assignment, VariableSpec
 
 
 def normal(seed, shape, dtype):
@@ -30,7 +30,7 @@ def random_draw(shape, dtype, seed):
     def function(seed):
         return normal(seed, shape, dtype)
 
-    return Draw(whole=lambda: function(key), program=Program(("normal", shape, dtype), key, function))
+    return Initializer(whole=lambda: function(key), program=Program(("normal", shape, dtype), key, function))
 
 
 class TestJaxEngine(EngineContract):
@@ -70,7 +70,7 @@ def counted(shape, traced):
             return normal(seed, shape, "float32")
 
         program = Program(("counted", shape), key_of(seed), function)
-        return Draw(whole=lambda: normal(key_of(seed), shape, "float32"), program=program)
+        return Initializer(whole=lambda: normal(key_of(seed), shape, "float32"), program=program)
 
     return draw
 
@@ -157,11 +157,11 @@ def test_other_layouts_are_other_programs():
 def test_what_would_change_when_cut_is_drawn_whole(name, function):
     """A program that adds elements up is drawn whole, says why, and has the plain draw's bits."""
     seed = key_of(3)
-    draw = Draw(whole=lambda: function(seed), program=Program((name, 16), seed, function))
+    draw = Initializer(whole=lambda: function(seed), program=Program((name, 16), seed, function))
     made = created({"w": draw}, layout_on("x=2,y=4", ("y", "x"), None), (16, 16))["w"]
 
     if name != "constant array":
-        assert name in engine().why_whole(draw)
+        assert name in engine().why_global(draw)
     assert_same_bits(np.asarray(draw.whole()), np.asarray(made))
 
 
@@ -180,10 +180,10 @@ def test_what_would_change_when_cut_is_drawn_whole(name, function):
 def test_what_does_not_change_when_cut_is_drawn_in_shards(name, function):
     """Moves, whole numbers and work on single elements are done in shards, with the plain draw's bits."""
     seed = key_of(4)
-    draw = Draw(whole=lambda: function(seed), program=Program((name, 16), seed, function))
+    draw = Initializer(whole=lambda: function(seed), program=Program((name, 16), seed, function))
     made = created({"w": draw}, layout_on("x=2,y=4", ("y", "x"), None), (16, 16))["w"]
 
-    assert "" == engine().why_whole(draw)
+    assert "" == engine().why_global(draw)
     assert_same_bits(np.asarray(draw.whole()), np.asarray(made))
 
 
@@ -194,7 +194,7 @@ def test_typed_keys_are_seeds_too():
     def function(seed):
         return jax.random.normal(seed["key"], (8, 8)) * seed["scale"]
 
-    draw = Draw(whole=lambda: function(seed), program=Program("typed", seed, function))
+    draw = Initializer(whole=lambda: function(seed), program=Program("typed", seed, function))
     made = created({"w": draw}, layout_on("x=2", "x", None), (8, 8))["w"]
 
     assert_same_bits(np.asarray(draw.whole()), np.asarray(made))
@@ -237,7 +237,7 @@ def test_independent_relayouts_do_not_wait_for_each_other():
 def test_numbers_of_64_bits_are_refused_by_name():
     """A variable of 64 bits is refused by its path while JAX would make it one of 32."""
     with pytest.raises(EngineError, match=r"w: JAX would hold float64 as float32"):
-        created({"w": Draw(whole=lambda: np.zeros(4))}, layout_on("x=2", "x"), (4,), "float64")
+        created({"w": Initializer(whole=lambda: np.zeros(4))}, layout_on("x=2", "x"), (4,), "float64")
 
 
 def test_natives_are_made_once():

@@ -12,14 +12,14 @@ from cases import few
 from hypothesis import given, settings
 
 import layoutmap as lm
-from layoutmap.draws import Draw, Program
-from layoutmap.engines import tensorflow_programs
-from layoutmap.engines.tensorflow import engine
-from layoutmap.errors import EngineError
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
+from layoutmap.core.errors import EngineError
+from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines.tensorflow import programs
+from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import EngineContract, assert_same_bits
-from layoutmap.variables import Assignment, VariableSpec
 
 dtensor = tf.experimental.dtensor
 DEVICE = "/job:localhost/replica:0/task:0/device:"
@@ -32,7 +32,7 @@ def key_of(seed):
 def drawn_by(name, function, seed=1):
     """A draw by a program; its whole value is made by the plain function, operation by operation."""
     key = key_of(seed)
-    return Draw(whole=lambda: function(key), program=Program(name, key, function))
+    return Initializer(whole=lambda: function(key), program=Program(name, key, function))
 
 
 def random_draw(shape, dtype, seed):
@@ -112,10 +112,10 @@ def test_a_draw_in_pieces_has_the_bits_of_the_whole(source, dtype, monkeypatch):
         draw = drawn_by(("scaled", source, shape, dtype), function, seed=len(shape))
         expected = draw.whole().numpy()
         for piece_bytes in (16 << 20, 1, 100):
-            monkeypatch.setattr(tensorflow_programs, "_PIECE_BYTES", piece_bytes)
+            monkeypatch.setattr(programs, "_PIECE_BYTES", piece_bytes)
             made = created(draw, layout_on(dims, *specs), shape, dtype)
 
-            assert "" == engine().why_whole(draw) or shape == (2,)
+            assert "" == engine().why_global(draw) or shape == (2,)
             assert_same_bits(expected, engine().whole(made))
 
 
@@ -134,7 +134,7 @@ def test_any_run_of_a_draw_has_the_bits_of_the_whole(data):
         return source((size,), seed, dtype=dtype) * tf.cast(0.3, dtype) + tf.cast(0.1, dtype)
 
     index = (slice(start, start + count),)
-    (block,) = tensorflow_programs.trace(function, key).blocks(key, [index]).values()
+    (block,) = programs.trace(function, key).blocks(key, [index]).values()
 
     assert_same_bits(function(key).numpy()[index], block)
 
@@ -150,7 +150,7 @@ def test_a_counter_runs_over_into_its_upper_half():
 
     draw = drawn_by("far", function)
 
-    assert "" == engine().why_whole(draw)
+    assert "" == engine().why_global(draw)
     assert_same_bits(draw.whole().numpy(), engine().whole(created(draw, layout_on("x=8", "x"), (64,))))
 
 
@@ -158,14 +158,14 @@ def test_a_counter_runs_over_into_its_upper_half():
 def test_no_piece_is_larger_than_was_asked_for(specs, monkeypatch):
     """While a variable is drawn in pieces, no run of it is larger than the size of a piece."""
     asked = []
-    elements = tensorflow_programs._Run.elements
+    elements = programs._Run.elements
 
     def recorded(run, start, count):
         asked.append(count)
         return elements(run, start, count)
 
-    monkeypatch.setattr(tensorflow_programs._Run, "elements", recorded)
-    monkeypatch.setattr(tensorflow_programs, "_PIECE_BYTES", 4 * 3 * 50)
+    monkeypatch.setattr(programs._Run, "elements", recorded)
+    monkeypatch.setattr(programs, "_PIECE_BYTES", 4 * 3 * 50)
     draw = random_draw((64, 50), "float32", seed=3)
     made = created(draw, layout_on("x=2,y=2", *specs), (64, 50))
 
@@ -201,7 +201,7 @@ def test_what_does_not_change_when_cut_is_drawn_in_pieces(name, function):
     draw = drawn_by(name, function)
     made = created(draw, layout_on("x=2,y=4", "y", "x"), (48, 48))
 
-    assert "" == engine().why_whole(draw)
+    assert "" == engine().why_global(draw)
     assert_same_bits(draw.whole().numpy(), engine().whole(made))
 
 
@@ -238,7 +238,7 @@ def test_what_would_change_when_cut_is_drawn_whole(why, function):
     draw = drawn_by(why, floats)
     made = created(draw, layout_on("x=2,y=4", "y", "x"), (48, 48))
 
-    assert re.search(why, engine().why_whole(draw))
+    assert re.search(why, engine().why_global(draw))
     assert_same_bits(draw.whole().numpy(), engine().whole(made))
 
 
@@ -251,7 +251,7 @@ def test_an_array_that_a_program_is_not_given_is_noticed(why, scale):
     draw = drawn_by(why, lambda seed: normal(seed) * tf.reduce_max(scale))
     made = created(draw, layout_on("x=2", "x", None), (48, 48))
 
-    assert why in engine().why_whole(draw)
+    assert why in engine().why_global(draw)
     assert_same_bits(draw.whole().numpy(), engine().whole(made))
 
 
@@ -266,7 +266,7 @@ def test_a_seed_may_be_a_nest():
     made, expected = [], []
     for number in (1, 2):
         seed = {"key": key_of(number), "scale": tf.constant(0.1 * number)}
-        draw = Draw(whole=lambda: np.zeros(0), program=Program("nest", seed, function))
+        draw = Initializer(whole=lambda: np.zeros(0), program=Program("nest", seed, function))
         made.append(created(draw, layout_on("x=2", "x", None), (8, 8)))
         expected.append(tf.random.stateless_normal((8, 8), seed["key"]) * seed["scale"])
 
@@ -352,4 +352,4 @@ def test_tensors_that_tensorflow_laid_out_have_a_layout():
 def test_a_variable_is_refused_text():
     """Element types that are no numbers are refused by the variable's path."""
     with pytest.raises(EngineError, match="w: TensorFlow holds no 'string'"):
-        created(Draw(whole=lambda: np.zeros(4)), layout_on("x=2", "x"), (4,), "string")
+        created(Initializer(whole=lambda: np.zeros(4)), layout_on("x=2", "x"), (4,), "string")

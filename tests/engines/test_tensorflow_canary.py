@@ -3,7 +3,7 @@
 import pytest
 from engines.fresh_process import EIGHT_DEVICES, run_all
 
-from layoutmap.engines.tensorflow_canary import SETTING
+from layoutmap.engines.tensorflow.selfcheck import SETTING
 
 PROCESSES = ("tensorflow",)
 
@@ -28,12 +28,12 @@ print(first.numpy()[0])
 FIRST_USE = 'dtensor.relayout(tf.zeros(8), dtensor.Layout(["x"], mesh))\n'
 REFUSAL = """
 import layoutmap as lm
-from layoutmap.draws import Draw
-from layoutmap.engines.tensorflow import engine
-from layoutmap.variables import Assignment, VariableSpec
+from layoutmap.core.initializers import Initializer
+from layoutmap.engines.tensorflow.engine import engine
+from layoutmap.core.variables import Assignment, VariableSpec
 
 layout = lm.Layout(["x"], lm.Mesh(None, "x=4"))
-zeros = Draw(whole=lambda: np.zeros(8, np.float32))
+zeros = Initializer(whole=lambda: np.zeros(8, np.float32))
 made = []
 for make in (
     lambda: lm.DVariable(tf.zeros(8), layout=layout),
@@ -49,7 +49,7 @@ on_one_device = lm.DVariable(tf.zeros(8), layout=lm.Layout(["x"], lm.Mesh(None, 
 """
 
 
-ENGINE_FIRST = "import layoutmap.engines.tensorflow\n"
+ENGINE_FIRST = "import layoutmap.engines.tensorflow.engine\n"
 VARIABLE_FIRST = "import layoutmap as lm\nlm.DVariable(0, layout=lm.Layout([], lm.Mesh(None, 'x=4')))\n"
 
 WRONG = {

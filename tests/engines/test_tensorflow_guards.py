@@ -10,10 +10,10 @@ import tensorflow as tf
 from engines.fresh_process import EIGHT_DEVICES, run_all
 
 import layoutmap as lm
-from layoutmap.engines.tensorflow import engine
-from layoutmap.errors import LayoutError, LayoutMapError, MeshError
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
+from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits
 
 dtensor = tf.experimental.dtensor
@@ -58,7 +58,7 @@ def endings():
 
 @pytest.mark.parametrize("case", FATAL)
 def test_what_ends_tensorflows_process_is_an_error_here(case, endings):
-    """The call ends TensorFlow's process or fails to allocate; here it is an error with what, why and the mend."""
+    """The call ends TensorFlow's process or fails to allocate; here it is an error with what, why and the fix."""
     call, ours, message = FATAL[case]
     ending = endings[call]
 
@@ -67,7 +67,7 @@ def test_what_ends_tensorflows_process_is_an_error_here(case, endings):
     with pytest.raises(LayoutMapError, match=message) as caught:
         ours()
     assert caught.value.why
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 # -- where TensorFlow does not crash, and gives something wrong or says something unreadable
@@ -117,7 +117,7 @@ def test_components_that_do_not_fit_are_named(native_error, words, parts):
 
 
 def test_what_does_not_divide_is_named():
-    """TensorFlow answers with the text of its compiler; here the axis, the sizes and the mend are named."""
+    """TensorFlow answers with the text of its compiler; here the axis, the sizes and the fix are named."""
     values = np.zeros(6, np.float32)
     with mesh_put_right(), pytest.raises(tf.errors.UnknownError, match="DTensorLayout"):
         dtensor.relayout(values, own_layout("x"))
@@ -130,7 +130,7 @@ def test_what_does_not_divide_is_named():
     ):
         with pytest.raises(LayoutError, match="6 is not a multiple of 4") as caught:
             refuse()
-        assert "pad axis 0 to 8" in caught.value.mend
+        assert "pad axis 0 to 8" in caught.value.fix
 
 
 def test_a_scalar_has_a_layout_of_rank_0():

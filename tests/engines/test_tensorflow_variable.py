@@ -8,14 +8,14 @@ import pytest
 import tensorflow as tf
 
 import layoutmap as lm
-from layoutmap.draws import Draw, Program
+from layoutmap.core.errors import EngineError, LayoutError
+from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.dtensor import relayout, unpack
-from layoutmap.engines.tensorflow import engine
-from layoutmap.errors import EngineError, LayoutError
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
+from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits
-from layoutmap.variables import Assignment, VariableSpec
 
 dtensor = tf.experimental.dtensor
 
@@ -91,10 +91,10 @@ def test_settings_are_those_of_tf_variable():
     ],
 )
 def test_a_variable_without_a_layout_that_fits_is_refused(words, make):
-    """No layout, another one than the value's, and one that does not fit are refused, with the mend."""
+    """No layout, another one than the value's, and one that does not fit are refused, with the fix."""
     with pytest.raises(LayoutError, match=words) as caught:
         make()
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize("value", ["text", [["a"], ["b"]], None, tf.constant("text")])
@@ -204,7 +204,7 @@ def test_replicas_do_not_share_memory(compiled):
     program = Program("zeros of replicas", key, lambda seed: tf.zeros(1 << 16))
     drawn = engine().create(
         {"w": Assignment(VariableSpec("w", (1 << 16,), "float32"), layout)},
-        {"w": Draw(whole=lambda: source, program=program)},
+        {"w": Initializer(whole=lambda: source, program=program)},
     )["w"]
     for start in (tensor, drawn):
         held, other = lm.DVariable(start), lm.DVariable(start)

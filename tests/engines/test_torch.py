@@ -6,16 +6,16 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from layoutmap.draws import Draw, Program
-from layoutmap.engines.torch_arrays import to_numpy
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
-from layoutmap.pytorch import simulation
+from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.arrays import to_numpy
 from layoutmap.testing.engine_contract import EngineContract
 
 
 def drawn_by(name, function, seed=1):
-    return Draw(whole=lambda: function(seed), program=Program(name, seed, function))
+    return Initializer(whole=lambda: function(seed), program=Program(name, seed, function))
 
 
 def random_draw(shape, dtype, seed):

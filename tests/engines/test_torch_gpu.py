@@ -6,9 +6,9 @@ import pytest
 import torch
 from engines import test_torch
 
-from layoutmap.engines.torch import engine
-from layoutmap.engines.torch_arrays import to_numpy
-from layoutmap.pytorch import simulation
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.arrays import to_numpy
+from layoutmap.engines.torch.engine import engine
 
 HAS_GPU = torch.cuda.is_available()
 CUDA = "with CUDA, and finds no device" if torch.backends.cuda.is_built() else "without CUDA"

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from several_processes import SHAPE, Framework, refusal, work
 
-from layoutmap.draws import Draw, Program
-from layoutmap.engines.torch import engine
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
-from layoutmap.variables import Assignment, VariableSpec
+from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines.torch.engine import engine
 
 
 def normal(seed):
@@ -25,7 +25,7 @@ def other_numbers(number, with_programs):
     layout = Layout(["x", None], Mesh(None, {"x": len(engine().devices())}))
     keys = ["first", "second"][: 1 + (number == 1)]
     program = Program("normal", 0, normal) if with_programs else None
-    draw = Draw(whole=lambda: np.zeros(SHAPE, np.float32), program=program)
+    draw = Initializer(whole=lambda: np.zeros(SHAPE, np.float32), program=program)
     assignments = {key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key in keys}
     return refusal(lambda: engine().create(assignments, dict.fromkeys(keys, draw)))
 
@@ -35,7 +35,7 @@ def other_states(number):
     torch.manual_seed(number)
     layout = Layout(["x", None], Mesh(None, {"x": len(engine().devices())}))
     assignment = Assignment(VariableSpec("w", SHAPE, "float32"), layout)
-    draw = Draw(
+    draw = Initializer(
         whole=lambda: torch.rand(SHAPE), blocks=lambda indices: [torch.rand(SHAPE)[i] for i in indices]
     )
     return refusal(lambda: engine().create({"w": assignment}, {"w": draw}))

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 from layoutmap.adapters.protocol import Adapter
-from layoutmap.errors import LayoutMapError, ScopeError
+from layoutmap.core.errors import LayoutMapError, ScopeError
 
 __all__ = [
     "ADAPTERS",
@@ -46,8 +46,8 @@ def refuse(library: str, what: str) -> NoReturn:
     Raises:
         ScopeError: Always.
     """
-    why, mend = REFUSED[library]
-    raise ScopeError(f"{what}: layout maps do not work with {library}", why=why, mend=mend)
+    why, fix = REFUSED[library]
+    raise ScopeError(f"{what}: layout maps do not work with {library}", why=why, fix=fix)
 
 
 def get_adapter(name: str) -> Adapter:
@@ -65,13 +65,13 @@ def get_adapter(name: str) -> Adapter:
         raise ScopeError(
             f"there is no adapter {name!r}",
             why=f"the adapters are {', '.join(map(repr, ADAPTERS))}",
-            mend="use one of them",
+            fix="use one of them",
         )
     if importlib.util.find_spec(name) is None:
         raise ScopeError(
             f"the {name} adapter needs {name}, which is not installed",
             why=f"no package {name!r} is found in this environment",
-            mend=f'pip install "layoutmap[{name}]"',
+            fix=f'pip install "layoutmap[{name}]"',
         )
     return importlib.import_module(ADAPTERS[name]).adapter()
 
@@ -91,7 +91,7 @@ def imported_adapter() -> Adapter:
     raise ScopeError(
         "no model library is imported",
         why=f"a scope works inside one of {', '.join(ADAPTERS)}, and cannot know which is to come",
-        mend='import it before the scope is opened, or pass library="keras"',
+        fix='import it before the scope is opened, or pass library="keras"',
     )
 
 
@@ -125,5 +125,5 @@ def adapter_of_model(model: Any) -> Adapter:
     raise ScopeError(
         f"{type(model).__module__}.{type(model).__qualname__} is no model",
         why=f"it is of none of the supported libraries: {', '.join(ADAPTERS)}",
-        mend="pass a model, or a function that makes and returns one",
+        fix="pass a model, or a function that makes and returns one",
     )

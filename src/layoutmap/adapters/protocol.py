@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from layoutmap.draws import Draw
-from layoutmap.layout import Layout
-from layoutmap.limits import Limit
-from layoutmap.variables import Assignment, VariableSpec
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout
+from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.variables import Assignment, VariableSpec
 
 __all__ = ["Adapter", "Home", "Session"]
 
@@ -32,13 +32,13 @@ class Home(Protocol):
     """Whether processes compare the data that they bring, where it must be the same in all of them."""
 
     draws: str
-    """How first values are drawn: `"exact"`, or one of the adapter's `other_draws`."""
+    """How first values are drawn: `"exact"`, or one of the adapter's `other_inits`."""
 
     def assign(
         self,
         variables: Sequence[VariableSpec],
-        drawn_whole: Mapping[tuple[str, str], str],
-        limits: Sequence[Limit],
+        global_init: Mapping[tuple[str, str], str],
+        limits: Sequence[Unsupported],
         complete: bool,
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
@@ -47,7 +47,7 @@ class Home(Protocol):
 
         Args:
             variables: The variables, in the order of the model; no two with one `key`.
-            drawn_whole: For each variable, by its `key`, whose first value must be drawn whole: why.
+            global_init: For each variable, by its `key`, whose first value must be drawn whole: why.
             limits: What the library's backend cannot do.
             complete: Whether these are all variables there will be.
             layers: The paths of all layers, so that rules for activations of none of them are found.
@@ -83,7 +83,9 @@ class Home(Protocol):
         """A layout for a variable that is needed before all are known: its rule's where that fits, else replicated."""
         ...
 
-    def create(self, assignments: Mapping[str, Assignment], draws: Mapping[str, Draw]) -> Mapping[str, Any]:
+    def create(
+        self, assignments: Mapping[str, Assignment], draws: Mapping[str, Initializer]
+    ) -> Mapping[str, Any]:
         """First values, each in its layout, by the keys given."""
         ...
 
@@ -173,7 +175,7 @@ class Adapter(Protocol):
 
     name: str
 
-    other_draws: Sequence[str]
+    other_inits: Sequence[str]
     """Ways to draw first values that do not give those of the plain model, by name."""
 
     @property

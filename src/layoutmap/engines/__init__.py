@@ -10,12 +10,12 @@ import importlib
 import importlib.util
 import sys
 
+from layoutmap.core.errors import EngineError
 from layoutmap.engines.protocol import Engine
-from layoutmap.errors import EngineError
 
 __all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine"]
 
-ENGINES = {name: f"layoutmap.engines.{name}" for name in ("jax", "tensorflow", "torch")}
+ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
 """Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
 
 
@@ -32,7 +32,7 @@ def get_engine(name: str) -> Engine:
         raise EngineError(
             f"there is no engine {name!r}",
             why=f"the engines are {', '.join(map(repr, ENGINES))}",
-            mend="use one of them",
+            fix="use one of them",
         )
     loaded = sys.modules.get(ENGINES[name])
     # The usual case, and inside a trace no import may happen; unless another thread is still importing it.
@@ -42,7 +42,7 @@ def get_engine(name: str) -> Engine:
         raise EngineError(
             f"the {name} engine needs {name}, which is not installed",
             why=f"no package {name!r} is found in this environment",
-            mend=f'pip install "layoutmap[{name}]"',
+            fix=f'pip install "layoutmap[{name}]"',
         )
     return importlib.import_module(ENGINES[name]).engine()
 
@@ -63,5 +63,5 @@ def engine_of_array(array: object) -> Engine:
     raise EngineError(
         f"no engine holds a {type(array).__module__}.{type(array).__qualname__}",
         why=f"the engines are {', '.join(map(repr, ENGINES))}",
-        mend="pass an array of one of these frameworks",
+        fix="pass an array of one of these frameworks",
     )

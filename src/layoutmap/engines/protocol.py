@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from layoutmap.draws import Draw
-from layoutmap.layout import Layout
-from layoutmap.mesh import Mesh
-from layoutmap.variables import Assignment
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from layoutmap.blocks import Index
+    from layoutmap.core.blocks import Index
 
     NumpyArray: TypeAlias = npt.NDArray[np.generic]
 
@@ -81,7 +81,7 @@ class Engine(Protocol):
     def create(
         self,
         assignments: Mapping[str, Assignment],
-        draws: Mapping[str, Draw],
+        draws: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, Array]:
         """First values, each straight in its layout.
@@ -159,6 +159,6 @@ class Engine(Protocol):
         """
         ...
 
-    def why_whole(self, draw: Draw) -> str:
+    def why_global(self, draw: Initializer) -> str:
         """Why `create` makes a draw whole on one device before it is cut; empty if it does not."""
         ...

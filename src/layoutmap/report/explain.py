@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layoutmap.escaping import escaped
-from layoutmap.path_groups import path_pattern
-from layoutmap.plan import Plan
+from layoutmap.core.escaping import escaped
+from layoutmap.core.paths import path_pattern
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.plan.table import Plan
 from layoutmap.report.rows import size
 from layoutmap.report.text import shape_text
-from layoutmap.rules import how_to_change
-from layoutmap.variables import Assignment, Kind, VariableSpec
+from layoutmap.rules.rule_set import how_to_change
 
 __all__ = ["explain_text"]
 
@@ -41,14 +41,14 @@ def _what(assignment: Assignment) -> Iterator[tuple[str, str]]:
     variable, layout = assignment.variable, assignment.layout
     if variable.aliases:
         yield "also called", ", ".join(variable.aliases)
-    yield "what", f"{variable.kind}, {variable.dtype}{list(variable.shape)}, {size(variable.nbytes)}"
+    yield "what", f"{variable.kind}, {variable.dtype}{list(variable.shape)}, {size(variable.global_bytes)}"
     yield "layout", "replicated" if layout.is_fully_replicated() else str(layout)
     if assignment.fits:
-        yield "per device", f"{shape_text(assignment.shard_shape)}, {size(assignment.shard_nbytes)}"
+        yield "per device", f"{shape_text(assignment.shard_shape)}, {size(assignment.shard_bytes)}"
     else:
         yield "per device", "does not fit"
-    if assignment.drawn_whole:
-        yield "drawn whole", assignment.drawn_whole
+    if assignment.global_init:
+        yield "drawn whole", assignment.global_init
 
 
 def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from layoutmap.lint import Findings
-from layoutmap.plan import Plan, group_problems
-from layoutmap.plan_diff import PlanDiff
+from layoutmap.plan.diff import PlanDiff
+from layoutmap.plan.lint import Findings
+from layoutmap.plan.table import Plan, group_problems
 from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import (
     ACTIVATION_COLUMNS,
@@ -55,5 +55,5 @@ def diff_html(diff: PlanDiff) -> str:
 def findings_html(findings: Findings) -> str:
     """What lint has found, as a table."""
     grouped = group_problems(findings.problems)
-    rows = [(p.kind, p.what, p.why, p.mend) for p in grouped]
-    return table(f"Lint: {findings_line(findings)}", ("kind", "what", "why", "mend"), rows)
+    rows = [(p.kind, p.what, p.why, p.fix) for p in grouped]
+    return table(f"Lint: {findings_line(findings)}", ("kind", "what", "why", "fix"), rows)

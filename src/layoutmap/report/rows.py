@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layoutmap.path_groups import merge_paths, path_shape
-from layoutmap.plan import Plan
-from layoutmap.plan_memory import Cut, Memory
-from layoutmap.variables import Assignment, Kind, VariableSpec, has_several_models
+from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
+from layoutmap.plan.memory import CouldShard, Memory
+from layoutmap.plan.table import Plan
 
-__all__ = ["CutRow", "Row", "cut_rows", "plan_rows", "size"]
+__all__ = ["CouldShardRow", "Row", "could_shard_rows", "plan_rows", "size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Row:
         return self.assignments[0]
 
     @property
-    def nbytes(self) -> int:
+    def global_bytes(self) -> int:
         """Size in bytes of all of them."""
-        return sum(a.variable.nbytes for a in self.assignments)
+        return sum(a.variable.global_bytes for a in self.assignments)
 
     @property
-    def device_nbytes(self) -> int:
+    def device_bytes(self) -> int:
         """Size in bytes of what a device holds of them, as far as they fit their layouts."""
-        return sum(a.shard_nbytes for a in self.assignments if a.fits)
+        return sum(a.shard_bytes for a in self.assignments if a.fits)
 
     @property
     def rule(self) -> str:
@@ -77,7 +77,7 @@ def plan_rows(plan: Plan) -> list[Row]:
                 v.kind,
                 a.layout,
                 rule,
-                a.drawn_whole,
+                a.global_init,
             )
         groups.setdefault(key, []).append(a)
     several = has_several_models(a.variable for a in plan.assignments)
@@ -89,41 +89,41 @@ def plan_rows(plan: Plan) -> list[Row]:
 
 
 @dataclass(frozen=True, slots=True)
-class CutRow:
+class CouldShardRow:
     """Replicated variables of repeated blocks that could be cut alike.
 
     Args:
         path: Their paths in one.
         axis: The axis that could be cut.
         dim: The mesh dim over which it divides.
-        saved_nbytes: Bytes that each device would save if all of them were.
+        saved_bytes: Bytes that each device would save if all of them were.
         assignments: The variables.
     """
 
     path: str
     axis: int
     dim: str
-    saved_nbytes: int
+    saved_bytes: int
     assignments: tuple[Assignment, ...]
 
 
-def cut_rows(memory: Memory) -> list[CutRow]:
+def could_shard_rows(memory: Memory) -> list[CouldShardRow]:
     """What is replicated and could be cut, those that would save most first."""
-    groups: dict[object, list[Cut]] = {}
-    for cut in memory.could_be_cut:
+    groups: dict[object, list[CouldShard]] = {}
+    for cut in memory.could_be_sharded:
         v = cut.assignment.variable
         groups.setdefault((v.model, path_shape(v.path), v.shape, v.dtype), []).append(cut)
     rows = [
-        CutRow(
+        CouldShardRow(
             merge_paths([cut.assignment.variable.path for cut in group]),
             group[0].axis,
             group[0].dim,
-            sum(cut.saved_nbytes for cut in group),
+            sum(cut.saved_bytes for cut in group),
             tuple(cut.assignment for cut in group),
         )
         for group in groups.values()
     ]
-    return sorted(rows, key=lambda row: -row.saved_nbytes)
+    return sorted(rows, key=lambda row: -row.saved_bytes)
 
 
 def _slot_kind(variable: VariableSpec) -> str:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from layoutmap.escaping import escaped
-from layoutmap.lint import Findings
-from layoutmap.path_groups import merge_paths, path_shape
-from layoutmap.plan import Plan, group_problems
-from layoutmap.plan_diff import PlanDiff
-from layoutmap.plan_memory import Memory
-from layoutmap.report.rows import Row, cut_rows, plan_rows, size
-from layoutmap.rules import Match, Rule
-from layoutmap.variables import full_names, has_several_models
+from layoutmap.core.escaping import escaped
+from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.variables import full_names, has_several_models
+from layoutmap.plan.diff import PlanDiff
+from layoutmap.plan.lint import Findings
+from layoutmap.plan.memory import Memory
+from layoutmap.plan.table import Plan, group_problems
+from layoutmap.report.rows import Row, could_shard_rows, plan_rows, size
+from layoutmap.rules.rule_set import Match, Rule
 
 __all__ = [
     "ACTIVATION_COLUMNS",
@@ -50,8 +50,8 @@ def plan_line(plan: Plan) -> str:
         if found
     ]
     return (
-        f"{count} variable{'' if count == 1 else 's'} on {escaped(str(plan.mesh))}, {size(plan.nbytes)}, "
-        f"{size(plan.device_nbytes)} per device; {', '.join(faults) or 'no problems'}"
+        f"{count} variable{'' if count == 1 else 's'} on {escaped(str(plan.mesh))}, {size(plan.global_bytes)}, "
+        f"{size(plan.device_bytes)} per device; {', '.join(faults) or 'no problems'}"
     )
 
 
@@ -66,11 +66,11 @@ def plan_text(plan: Plan) -> str:
     if plan.activations:
         lines += ["", *_table(ACTIVATION_COLUMNS, activation_cells(plan))]
     lines += ["", f"Plan: {plan_line(plan)}"]
-    whole = plan.largest_drawn_whole
+    whole = plan.largest_global_init
     if whole:
         names = zip(full_names([a.variable for a in plan.assignments]), plan.assignments, strict=True)
         path = escaped(next(name for name, a in names if a is whole))
-        lines.append(f"largest variable drawn whole: {path}, {size(whole.variable.nbytes)}")
+        lines.append(f"largest variable drawn whole: {path}, {size(whole.variable.global_bytes)}")
     for problem in group_problems(plan.errors):
         lines += ["", f"error: {problem}"]
     grouped = group_problems(plan.warnings)
@@ -81,7 +81,7 @@ def plan_text(plan: Plan) -> str:
         lines[-1] += " a rule for each says that this is meant"
         subjects = [escaped(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
         width = max(map(len, subjects))
-        lines += [f"  {s:<{width}}  {escaped(p.mend)}" for s, p in zip(subjects, no_rule, strict=True)]
+        lines += [f"  {s:<{width}}  {escaped(p.fix)}" for s, p in zip(subjects, no_rule, strict=True)]
     for problem in grouped:
         if problem.kind != "no rule":
             lines += ["", f"warning: {problem}"]
@@ -104,7 +104,10 @@ def memory_text(memory: Memory) -> str:
     parts = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     told = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items() if nbytes)
     lines = [f"per device: {told or 'nothing'}; {size(memory.total)} in all"]
-    rows = [(row.path, size(row.saved_nbytes), f"axis {row.axis} over {row.dim}") for row in cut_rows(memory)]
+    rows = [
+        (row.path, size(row.saved_bytes), f"axis {row.axis} over {row.dim}")
+        for row in could_shard_rows(memory)
+    ]
     if rows:
         lines += ["", *_table(("whole on every device", "bytes", "could save it"), rows[:_MOST_CUTS])]
     return "\n".join(
@@ -117,7 +120,7 @@ def diff_line(diff: PlanDiff) -> str:
     if not diff:
         return "no change"
     count = f"{len(diff)} change{'' if len(diff) == 1 else 's'}"
-    return f"{count}; per device {size(diff.before.device_nbytes)} -> {size(diff.after.device_nbytes)}"
+    return f"{count}; per device {size(diff.before.device_bytes)} -> {size(diff.after.device_bytes)}"
 
 
 def diff_cells(diff: PlanDiff) -> list[tuple[str, str, str]]:
@@ -145,7 +148,7 @@ def findings_line(findings: Findings) -> str:
 
 
 def findings_text(findings: Findings) -> str:
-    """What lint has found, each with its evidence and the mend."""
+    """What lint has found, each with its evidence and the fix."""
     lines = [f"{escaped(problem.kind)}: {problem}\n" for problem in group_problems(findings.problems)]
     return "\n".join([*lines, f"Lint: {findings_line(findings)}"])
 
@@ -179,8 +182,8 @@ def row_cells(row: Row) -> tuple[str, ...]:
             shape_text(a.shard_shape) if a.fits else "does not fit",
         )
     shape, layout, shard = cells
-    held = size(row.device_nbytes) if a.fits else ""
-    return row.path, times, shape, a.variable.dtype, layout, shard, size(row.nbytes), held, row.rule
+    held = size(row.device_bytes) if a.fits else ""
+    return row.path, times, shape, a.variable.dtype, layout, shard, size(row.global_bytes), held, row.rule
 
 
 def activation_cells(plan: Plan) -> list[tuple[str, ...]]:

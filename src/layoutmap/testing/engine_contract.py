@@ -27,14 +27,14 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from layoutmap.blocks import Index, assemble, block_shape, whole_index
-from layoutmap.draws import Draw
+from layoutmap.core.blocks import Index, assemble, block_shape, whole_index
+from layoutmap.core.errors import EngineError, LayoutError, MeshError
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout, ShardingSpec
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import engine_of_array, get_engine
 from layoutmap.engines.protocol import Engine
-from layoutmap.errors import EngineError, LayoutError, MeshError
-from layoutmap.layout import Layout, ShardingSpec
-from layoutmap.mesh import Mesh
-from layoutmap.variables import Assignment, VariableSpec
 
 __all__ = ["EngineContract", "all_specs", "assert_same_bits", "random_values"]
 
@@ -76,10 +76,10 @@ class EngineContract:
         """What each device of this process holds of an array, by device name."""
         raise NotImplementedError
 
-    def random_draw(self, shape: tuple[int, ...], dtype: str, seed: int) -> Draw:
+    def random_draw(self, shape: tuple[int, ...], dtype: str, seed: int) -> Initializer:
         """A draw of random numbers, as the framework's model libraries hand them to the engine."""
         values = random_values(shape, dtype, seed)
-        return Draw(whole=lambda: values)
+        return Initializer(whole=lambda: values)
 
     def gathered(self, shards: Iterable[tuple[Index, NumpyArray]]) -> list[tuple[Index, NumpyArray]]:
         """The shards of all processes, each index once."""
@@ -314,7 +314,7 @@ class EngineContract:
         arrays = [
             self.engine.relayout(source, layout),
             self.engine.from_shards(assignment, lambda index: source[index]),
-            self.engine.create({"w": assignment}, {"w": Draw(whole=lambda: source)})["w"],
+            self.engine.create({"w": assignment}, {"w": Initializer(whole=lambda: source)})["w"],
         ]
         source[:] = 1
         for array in arrays:
@@ -387,7 +387,9 @@ class EngineContract:
         """A draw of any shape and element type has its values, on any mesh and layout."""
         _, (layout,), shape, dtype = data.draw(self._cases(num_layouts=1))
         values = random_values(shape, dtype, seed=8)
-        made = self.engine.create({"w": _assignment(shape, dtype, layout)}, {"w": Draw(whole=lambda: values)})
+        made = self.engine.create(
+            {"w": _assignment(shape, dtype, layout)}, {"w": Initializer(whole=lambda: values)}
+        )
 
         assert ["w"] == list(made)
         assert layout == self.engine.layout_of(made["w"])
@@ -455,7 +457,7 @@ class EngineContract:
         gc.collect()
         before = self.num_live_arrays()
         with pytest.raises(error, match="broken draw"):
-            self.engine.create(assignments, {**draws, "c": Draw(whole=fail)}, told.append)
+            self.engine.create(assignments, {**draws, "c": Initializer(whole=fail)}, told.append)
         gc.collect()
 
         assert ["a", "b"] == told
@@ -467,7 +469,7 @@ class EngineContract:
         assignments = {"w": _assignment((4,), "float32", layout, "block.w")}
         for wrong in (np.zeros(8, np.float32), np.zeros((4, 1), np.float32), np.zeros(4, np.int8)):
             with pytest.raises(EngineError, match=r"block\.w"):
-                self.engine.create(assignments, {"w": Draw(whole=lambda: wrong)})  # noqa: B023
+                self.engine.create(assignments, {"w": Initializer(whole=lambda: wrong)})  # noqa: B023
         for shape, dtype in (((8,), "float32"), ((4,), "bfloat16")):
             with pytest.raises(EngineError, match=r"block\.w"):
                 self.engine.create(assignments, {"w": self.random_draw(shape, dtype, seed=11)})
@@ -574,7 +576,7 @@ class EngineContract:
 
     def test_a_draw_without_a_program_is_said_to_be_whole(self):
         """A draw that can only give its whole value is said to be made whole, and a reason is given."""
-        assert self.engine.why_whole(Draw(whole=lambda: np.zeros(4, np.float32)))
+        assert self.engine.why_global(Initializer(whole=lambda: np.zeros(4, np.float32)))
 
     # -- parts
 
@@ -691,14 +693,14 @@ def _assignment(shape: tuple[int, ...], dtype: str, layout: Layout, path: str = 
     return Assignment(VariableSpec(path, shape, dtype), layout)
 
 
-def _recorded(values: NumpyArray, drawn: list[str], key: str) -> Draw:
+def _recorded(values: NumpyArray, drawn: list[str], key: str) -> Initializer:
     """A draw that notes when it is used."""
 
     def whole() -> NumpyArray:
         drawn.append(key)
         return values
 
-    return Draw(whole=whole)
+    return Initializer(whole=whole)
 
 
 def _ends(index: Index) -> tuple[tuple[int, int], ...]:

@@ -17,13 +17,13 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
-from layoutmap.fitting import Uneven
-from layoutmap.layout import UNSHARDED, Layout
-from layoutmap.layout_map import LayoutMap
-from layoutmap.mesh import Mesh
-from layoutmap.plan import Plan
-from layoutmap.planning import make_plan
-from layoutmap.variables import Kind, VariableSpec
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.uneven import Uneven
+from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.plan.planner import make_plan
+from layoutmap.plan.table import Plan
+from layoutmap.scope.layout_map import LayoutMap
 
 __all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "plans", "shapes"]
 

@@ -1,4 +1,4 @@
-"""Keras 3 models, on any backend that has a port: subclassed, Functional and Sequential."""
+"""Keras 3 models, on any backend that has a backend: subclassed, Functional and Sequential."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import keras
 import numpy as np
 
+from layoutmap.adapters.keras.backends import backend_name, backend_of
 from layoutmap.adapters.keras.derived import reduced_slots
 from layoutmap.adapters.keras.hooks import check_keras, global_seed_state, installed
 from layoutmap.adapters.keras.paths import find_variables, slot_path
-from layoutmap.adapters.keras.ports import backend_name, port_of
 from layoutmap.adapters.keras.session import KerasSession
 from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.protocol import Home
-from layoutmap.errors import ScopeError
+from layoutmap.core.errors import ScopeError
 
 __all__ = ["KerasAdapter", "adapter"]
 
@@ -26,12 +26,12 @@ class KerasAdapter:
     """Knows Keras 3; see `layoutmap.adapters.protocol`."""
 
     name = "keras"
-    other_draws = ()
+    other_inits = ()
 
     @property
     def engine_name(self) -> str:
         """The engine of the backend that Keras runs on."""
-        return port_of(backend_name()).engine_name
+        return backend_of(backend_name()).engine_name
 
     def check(self) -> None:
         """Refuse a Keras, a backend or a place in which a scope cannot work.
@@ -39,13 +39,13 @@ class KerasAdapter:
         Raises:
             ScopeError: It cannot; says why.
         """
-        port = port_of(backend_name())
-        check_keras(port.private_names())
-        if port.is_tracing():
+        backend = backend_of(backend_name())
+        check_keras(backend.private_names())
+        if backend.is_tracing():
             raise ScopeError(
                 "a scope was opened inside a compiled function",
                 why="variables are real arrays on real devices, and inside a trace there are none",
-                mend="build the model outside, and call it inside",
+                fix="build the model outside, and call it inside",
             )
 
     def owns(self, model: Any) -> bool:
@@ -58,9 +58,9 @@ class KerasAdapter:
 
     def begin(self, home: Home) -> KerasSession:
         """A session for one scope."""
-        port = port_of(backend_name())
-        check_keras(port.private_names())
-        return KerasSession(home, port)
+        backend = backend_of(backend_name())
+        check_keras(backend.private_names())
+        return KerasSession(home, backend)
 
     @contextmanager
     def undisturbed(self) -> Generator[None]:
@@ -101,7 +101,7 @@ class KerasAdapter:
 
     def read(self, variable: Any) -> Any:
         """The whole value of a variable, as a numpy array."""
-        return port_of(backend_name()).read(variable)
+        return backend_of(backend_name()).read(variable)
 
     def write(self, variable: Any, value: Any) -> None:
         """Give a variable a value, of the engine or of numpy; it keeps its layout."""
@@ -114,9 +114,9 @@ class KerasAdapter:
     def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
         """The loss of a batch, and its gradient for each trainable variable by path."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        port = port_of(backend_name())
-        with port.drawing(model):
-            loss, gradients = port.gradients(model, x, y, sample_weight)
+        backend = backend_of(backend_name())
+        with backend.drawing(model):
+            loss, gradients = backend.gradients(model, x, y, sample_weight)
         paths = {id(f.variable): f.path for f in find_variables(model)}
         named = zip(model.trainable_variables, gradients, strict=True)
         return float(loss), {paths[id(v)]: gradient for v, gradient in named}
@@ -124,7 +124,7 @@ class KerasAdapter:
     def train_step(self, model: Any, batch: Any) -> float:
         """One optimizer step of a compiled model on a batch; gives the loss before it."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        with port_of(backend_name()).drawing(model):
+        with backend_of(backend_name()).drawing(model):
             return float(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)["loss"])
 
 

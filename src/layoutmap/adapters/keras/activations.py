@@ -40,7 +40,7 @@ def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> 
         layouts = session.home.output_layouts(layout, shapes, path)
         chosen = {id(array): each for array, each in zip(arrays, layouts, strict=True) if each is not None}
         placed = [
-            session.port.lay_out(each, chosen[id(each)], session) if id(each) in chosen else each
+            session.backend.lay_out(each, chosen[id(each)], session) if id(each) in chosen else each
             for each in flat
         ]
         return keras.tree.pack_sequence_as(outputs, placed)

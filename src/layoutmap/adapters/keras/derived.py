@@ -20,7 +20,7 @@ from typing import Any
 
 import keras
 
-from layoutmap.fitting import Axes
+from layoutmap.core.uneven import Axes
 
 __all__ = ["Derivation", "ReducedSlot", "derivations", "reduced_slots"]
 

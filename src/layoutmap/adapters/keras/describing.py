@@ -8,16 +8,16 @@ from typing import Any
 
 import keras
 
+from layoutmap.adapters.keras.backends import Backend
 from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
 from layoutmap.adapters.keras.hooks import is_global_seed
 from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
-from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.roles import uses
-from layoutmap.limits import Limit
-from layoutmap.variables import Kind, VariableSpec, distinct
+from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.variables import Kind, VariableSpec, distinct
 
-__all__ = ["Entry", "describe", "describe_alone", "layer_paths", "limits_of"]
+__all__ = ["Entry", "describe", "describe_alone", "layer_paths", "unsupported_of"]
 
 
 @dataclass(slots=True)
@@ -77,10 +77,10 @@ def layer_paths(layers: Sequence[Any]) -> list[tuple[str, Any]]:
     return paths
 
 
-def limits_of(port: Port, layers: Sequence[Any], entries: Sequence[Entry]) -> list[Limit]:
+def unsupported_of(backend: Backend, layers: Sequence[Any], entries: Sequence[Entry]) -> list[Unsupported]:
     """What a backend cannot do with the layers that have weights."""
     specs = {id(e.variable): e.spec for e in entries}
-    found: list[Limit] = []
+    found: list[Unsupported] = []
     for layer in layers:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
         # A layer without weights of its own is where the first below it is: an RNN where its cell is.
@@ -88,7 +88,7 @@ def limits_of(port: Port, layers: Sequence[Any], entries: Sequence[Entry]) -> li
         known = [specs[id(v)] for v in inner if id(v) in specs]
         if known:
             weights = [specs[id(v)].path for v in own if id(v) in specs]
-            limits = port.limits_of(layer, known[0].path.rpartition(".")[0] or layer.name, weights)
+            limits = backend.unsupported_of(layer, known[0].path.rpartition(".")[0] or layer.name, weights)
             found += (replace(limit, model=known[0].model) for limit in limits)
     return found
 

@@ -37,9 +37,9 @@ from typing import Any
 
 import keras
 
-from layoutmap.active import current
-from layoutmap.errors import ScopeError
-from layoutmap.patches import Attribute, Closing, Patches
+from layoutmap.core.current import current
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.patches import Attribute, Closing, Patches
 
 __all__ = [
     "BaseOptimizer",
@@ -68,7 +68,7 @@ def _moved(what: str) -> ScopeError:
         f"Keras {keras.__version__} is not supported",
         facts={"missing": what},
         why=f"deferring variables relies on names of Keras {TESTED} that this one does not have",
-        mend=f'pip install "keras=={TESTED}.*"',
+        fix=f'pip install "keras=={TESTED}.*"',
     )
 
 
@@ -194,7 +194,7 @@ def check_keras(more: Names = ()) -> None:
         raise ScopeError(
             "Keras runs with KERAS_NNX_ENABLED",
             why="in that mode each variable is first made whole on one device, which a layout map exists to avoid",
-            mend="unset KERAS_NNX_ENABLED and start again",
+            fix="unset KERAS_NNX_ENABLED and start again",
         )
 
 
@@ -208,7 +208,7 @@ def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
         before = getattr(_inside, "variable", None)
         _inside.variable = variable  # where another library has wrapped this, it may be wrapped twice
         try:
-            session.variable_born(variable, plain, initializer, args, kwargs)
+            session.variable_created(variable, plain, initializer, args, kwargs)
         finally:
             _inside.variable = before
 
@@ -223,12 +223,12 @@ def _making_layers(found: Any) -> Any:
         layer = plain(cls, *args, **kwargs)
         session = current()
         if _is_ours(session):
-            session.layer_born(layer, given=[v for v in (*args, *kwargs.values()) if isinstance(v, str)])
+            session.layer_created(layer, given=[v for v in (*args, *kwargs.values()) if isinstance(v, str)])
         elif session is not None:
             raise ScopeError(
                 f"{cls.__name__}: a Keras layer is built in a scope for {session.library} models",
                 why="a scope works inside one library, and this would not be laid out",
-                mend='pass library="keras"',
+                fix='pass library="keras"',
             )
         return layer
 
@@ -240,7 +240,7 @@ def _making_optimizers(plain: Callable[..., None]) -> Callable[..., None]:
     def optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
         session = current()
         if _is_ours(session):
-            session.optimizer_made(self)
+            session.optimizer_created(self)
         plain(self, *args, **kwargs)
 
     return optimizer

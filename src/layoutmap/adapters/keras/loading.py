@@ -18,12 +18,12 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from layoutmap.adapters.keras.backends import backend_name, backend_of
 from layoutmap.adapters.keras.files import FileArray, FileStore
 from layoutmap.adapters.keras.hooks import H5IOStore, in_stateless_scope
-from layoutmap.adapters.keras.ports import backend_name, port_of
+from layoutmap.core.errors import LayoutError
+from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
-from layoutmap.errors import LayoutError
-from layoutmap.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.adapters.keras.session import KerasSession
@@ -45,7 +45,7 @@ def is_on_host(value: Any) -> bool:
 
 def from_host(assignment: Assignment, value: Any) -> Any:
     """An array of the engine from one on the host, of which each different shard is read once."""
-    engine = get_engine(port_of(backend_name()).engine_name)
+    engine = get_engine(backend_of(backend_name()).engine_name)
     name = assignment.variable.dtype
     dtype = engine.canonical(np.empty(0, getattr(ml_dtypes, name, name))).dtype
     held = replace(assignment, variable=replace(assignment.variable, dtype=dtype.name))
@@ -63,10 +63,10 @@ def _converted(variable: Any, assignment: Assignment, value: Any, dtype: Any = N
     if not is_on_host(value):
         return plain(variable, value, dtype=dtype)
     check_shape(variable, assignment.variable.path, value)
-    port = port_of(backend_name())
-    if in_stateless_scope() or port.is_tracing():
+    backend = backend_of(backend_name())
+    if in_stateless_scope() or backend.is_tracing():
         return plain(variable, np.asarray(value), dtype=dtype)
-    with port.outside():
+    with backend.outside():
         return from_host(assignment, value)
 
 
@@ -85,7 +85,7 @@ def check_shape(variable: Any, path: str, value: Any) -> None:
                 "from": getattr(value, "where", ""),
             },
             why="a variable keeps its shape",
-            mend=f"assign a value of shape {tuple(variable.shape)}",
+            fix=f"assign a value of shape {tuple(variable.shape)}",
         )
 
 
@@ -150,7 +150,7 @@ def _refuse_other_shapes(name: str, found: dict[str, str]) -> None:
             f"{name}: {len(found)} variables of the model have another shape in the file",
             facts=shown | ({"and": f"{more} more"} if more else {}),
             why="it is the file of another model; nothing has been loaded",
-            mend="build the model that was saved, or pass skip_mismatch=True to keep the present values of these",
+            fix="build the model that was saved, or pass skip_mismatch=True to keep the present values of these",
         )
 
 

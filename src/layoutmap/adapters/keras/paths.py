@@ -23,7 +23,7 @@ import keras
 
 from layoutmap.adapters.keras.hooks import Functional
 from layoutmap.adapters.keras.names import stable_names
-from layoutmap.variables import distinct
+from layoutmap.core.variables import distinct
 
 __all__ = ["Found", "find_layers", "find_variables", "slot_path", "sublayers"]
 

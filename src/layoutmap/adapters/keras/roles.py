@@ -18,7 +18,7 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.paths import sublayers
-from layoutmap.variables import Use
+from layoutmap.core.variables import Use
 
 __all__ = ["uses"]
 

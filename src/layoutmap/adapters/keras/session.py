@@ -21,24 +21,24 @@ from typing import Any
 
 import keras
 
-from layoutmap.active import entered, is_entered
 from layoutmap.adapters.keras import hooks
-from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, limits_of
-from layoutmap.adapters.keras.draws import draw_of, draw_of_seed, why_whole
+from layoutmap.adapters.keras.backends import Backend
+from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, unsupported_of
+from layoutmap.adapters.keras.initializers import initializer_of, initializer_of_seed, why_global
 from layoutmap.adapters.keras.loading import check_shape, cut_on_the_host, from_host, is_on_host
 from layoutmap.adapters.keras.names import is_noted, note_given
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
-from layoutmap.adapters.keras.ports import Port
 from layoutmap.adapters.keras.reading import is_in_a_call, read_by
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import Home
-from layoutmap.checksums import checksum
-from layoutmap.draws import Draw
-from layoutmap.errors import PlanError
-from layoutmap.layout import Layout
-from layoutmap.variables import Assignment, Kind, VariableSpec, full_names
+from layoutmap.core.checksums import checksum
+from layoutmap.core.current import entered, is_entered
+from layoutmap.core.errors import PlanError
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 
 __all__ = ["KerasSession"]
 
@@ -60,19 +60,19 @@ class KerasSession:
 
     Args:
         home: The scope, which knows rules, meshes and arrays.
-        port: The Keras backend.
+        backend: The Keras backend.
     """
 
     library = "keras"
 
-    def __init__(self, home: Home, port: Port):
+    def __init__(self, home: Home, backend: Backend):
         self.home = home
-        self.port = port
+        self.backend = backend
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[Any]] = []
         self._records: dict[int, _Record] = {}  # by id, in the order of birth
         self._tagged: dict[int, _Record] = {}  # by the id of the tag
-        self._num_births = self._num_planned = 0
+        self._num_created = self._num_planned = 0
         self._described: tuple[int, dict[int, VariableSpec]] = (0, {})
         self._ahead: tuple[int, dict[int, Assignment]] = (0, {})
         self._outputs: tuple[int, dict[int, tuple[str, Layout | None]]] = (-1, {})
@@ -87,21 +87,21 @@ class KerasSession:
     def defer(self) -> Iterator[None]:
         """While open, variables are born without values; leaving the outermost one settles what is pending."""
         inside = self._is_open
-        with hooks.installed(self.port.quiet), entered(self):
+        with hooks.installed(self.backend.quiet), entered(self):
             yield
         if not inside:
-            if hooks.in_stateless_scope() and self.port.is_tracing():
+            if hooks.in_stateless_scope() and self.backend.is_tracing():
                 hooks.settle_after_stateless_scope(self._settle_if_closed)
             else:
                 self.settle()
 
-    def layer_born(self, layer: Any, *, given: Iterable[str] | None = None) -> None:
+    def layer_created(self, layer: Any, *, given: Iterable[str] | None = None) -> None:
         """A layer was constructed, with these texts among its arguments; `None`: it was there before the scope."""
         if given is not None:
             if is_noted(layer):  # another library wraps the hook that has told this once
                 return
             note_given(layer, given)
-        self._num_births += 1
+        self._num_created += 1
         self._layers.append(weakref.ref(layer))
         wrap_layer(layer, self)
 
@@ -112,16 +112,16 @@ class KerasSession:
         for variable in getattr(thing, "variables", ()):
             self._forget(id(variable))
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def optimizer_created(self, optimizer: Any) -> None:
         """An optimizer is being constructed: look after it, whoever it is for."""
         wrap_optimizer(optimizer, self)
 
-    def optimizer_born(self, optimizer: Any) -> None:
+    def optimizer_attached(self, optimizer: Any) -> None:
         """A model was given an optimizer."""
         if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def variable_born(
+    def variable_created(
         self, variable: Any, plain_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
     ) -> None:
         """A variable is being constructed: do so without a value, where the value is still to be drawn."""
@@ -146,7 +146,7 @@ class KerasSession:
     def _know(self, variable: Any) -> _Record:
         key = id(variable)
         if key not in self._records:
-            self._num_births += 1
+            self._num_created += 1
             self._records[key] = _Record(weakref.ref(variable, lambda _: self._forget(key)))
         return self._records[key]
 
@@ -205,7 +205,7 @@ class KerasSession:
 
     def _outside(self) -> AbstractContextManager[Any]:
         """Leave any tracing that goes on. A plan makes no arrays, and to leave some tracing starts a backend."""
-        return nullcontext() if self.home.plan_only else self.port.outside()
+        return nullcontext() if self.home.plan_only else self.backend.outside()
 
     def settle(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value.
@@ -215,7 +215,7 @@ class KerasSession:
         """
         with self.lock, self._outside():
             waiting = self._known()
-            news = self._num_births != self._num_planned  # also of what an early read has made by itself
+            news = self._num_created != self._num_planned  # also of what an early read has made by itself
             if not news and not any(is_pending(v) or self._layout_of(v) is None for v in waiting):
                 return
             if self.home.across:
@@ -232,7 +232,7 @@ class KerasSession:
     def _settle(self, waiting: list[Any]) -> None:
         entries = self._describe()
         assignments = self._assign(entries, complete=not self.unbuilt())
-        self._num_planned = self._num_births
+        self._num_planned = self._num_created
         if self.home.plan_only:
             return
         pairs = list(zip(entries, assignments, strict=True))
@@ -247,35 +247,35 @@ class KerasSession:
         for variable in waiting:
             if is_pending(variable) and hooks.is_global_seed(variable):
                 self._make_plain(variable)
-        self.port.settled(self._living_optimizers(), self._alive())
+        self.backend.settled(self._living_optimizers(), self._alive())
 
     def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
         return self.home.assign(
             [e.spec for e in entries],
-            {e.spec.key: why for e in entries if (why := self._why_whole(e))},
-            limits_of(self.port, self._alive(), entries),
+            {e.spec.key: why for e in entries if (why := self._why_global(e))},
+            unsupported_of(self.backend, self._alive(), entries),
             complete,
             [path for path, _ in layer_paths(self._alive())] if self.home.lays_out_activations else None,
-            self.port.chooses_layouts,
+            self.backend.chooses_layouts,
         )
 
     # -- what layers put out
 
     def output_layout(self, layer: Any) -> tuple[str, Layout | None]:
         """A layer's path, and the layout of what it puts out; `None`: as it comes."""
-        if self._outputs[0] != self._num_births:
+        if self._outputs[0] != self._num_created:
             found: dict[int, tuple[str, Layout | None]] = {}
             for path, each in layer_paths(self._alive()):
                 # A shared layer has the rule of any of its paths.
                 if found.get(id(each), ("", None))[1] is None:
                     found[id(each)] = path, self.home.activation_layout(path)
-            self._outputs = self._num_births, found
+            self._outputs = self._num_created, found
         return self._outputs[1].get(id(layer), ("", None))
 
-    def _why_whole(self, entry: Entry) -> str:
+    def _why_global(self, entry: Entry) -> str:
         if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
             return ""
-        return why_whole(entry.variable._initializer, self.port.drawn_whole)
+        return why_global(entry.variable._initializer, self.backend.global_init)
 
     def _settle_if_closed(self) -> None:
         """Settle, unless whoever opened the scope is still to do so.
@@ -337,11 +337,11 @@ class KerasSession:
             PlanError: Something does not fit. Nothing has been made then.
         """
         with self.lock, self._outside():
-            if self._num_births not in (self._num_planned, self._ahead[0]):
+            if self._num_created not in (self._num_planned, self._ahead[0]):
                 entries = self._describe()
                 found = self._assign(entries, complete=False)
                 pairs = zip(entries, found, strict=True)
-                self._ahead = (self._num_births, {id(e.variable): a for e, a in pairs})
+                self._ahead = (self._num_created, {id(e.variable): a for e, a in pairs})
 
     def path_of(self, variable: Any) -> str:
         """The object path of a variable, for messages."""
@@ -350,7 +350,7 @@ class KerasSession:
 
     def _assignment_of(self, entry: Entry) -> Assignment:
         """The layout of a variable that gets its value before all are planned, or as planned ahead."""
-        known = self._ahead[1].get(id(entry.variable)) if self._ahead[0] == self._num_births else None
+        known = self._ahead[1].get(id(entry.variable)) if self._ahead[0] == self._num_created else None
         return known or self.home.assign_one(entry.spec)
 
     def refuse_in_a_plan(self, name: str) -> None:
@@ -364,7 +364,7 @@ class KerasSession:
                 f"{name}: this model is only a plan, it has no values",
                 facts={"read by": read_by()},
                 why="plan() builds a model without allocating anything",
-                mend="leave calls with arrays, fit and predict out of the function that makes the model; to have its "
+                fix="leave calls with arrays, fit and predict out of the function that makes the model; to have its "
                 "weights made, call it with keras.Input(...), or pass inputs= to plan()"
                 if self._is_open
                 else "build it for real: with layout_map.scope(): model = make_model()",
@@ -380,13 +380,13 @@ class KerasSession:
                 facts={"shape": tuple(variable.shape), "read by": read_by()},
                 why="plan() answers such a read with zeros, but makes no arrays of more than "
                 f"{_MOST_ZEROS:,} elements",
-                mend="compute from the weight after the model is made, or plan the model with a smaller weight there",
+                fix="compute from the weight after the model is made, or plan the model with a smaller weight there",
             )
 
     def _entry_of(self, variable: Any) -> Entry:
         # Early reads ask for each variable, so they make do with what was found when as many things had been born.
-        if self._described[0] != self._num_births:
-            self._described = (self._num_births, {id(e.variable): e.spec for e in self._describe()})
+        if self._described[0] != self._num_created:
+            self._described = (self._num_created, {id(e.variable): e.spec for e in self._describe()})
         spec = self._described[1].get(id(variable))
         return Entry(variable, spec) if spec else describe_alone(variable)
 
@@ -402,11 +402,11 @@ class KerasSession:
             settle(variable)  # after that: an interrupt before leaves it pending
             variable._initializer = None
 
-    def _draw_of(self, variable: Any) -> Draw:
+    def _draw_of(self, variable: Any) -> Initializer:
         shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)
         if self.home.across and hooks.is_seed_state(variable):
-            return draw_of_seed(variable._initializer, shape, dtype)
-        return draw_of(variable._initializer, shape, dtype, self._off_mesh)
+            return initializer_of_seed(variable._initializer, shape, dtype)
+        return initializer_of(variable._initializer, shape, dtype, self._off_mesh)
 
     def _off_mesh(self, seed: Any) -> Any:
         return keras.ops.convert_to_tensor(self.home.whole(seed))
@@ -414,7 +414,7 @@ class KerasSession:
     def _make_plain(self, variable: Any) -> None:
         settle(variable)
         variable._layout = None
-        with self.port.outside():
+        with self.backend.outside():
             variable._deferred_initialize()
         self._forget(id(variable))
 
@@ -425,7 +425,7 @@ class KerasSession:
         record = self._know(variable)
         self._tagged.pop(id(record.tag), None)
         held = self.home.variable(array, name=variable.name, trainable=variable.trainable)
-        record.tag = self.port.store(variable, held, assignment, self)
+        record.tag = self.backend.store(variable, held, assignment, self)
         cut_on_the_host(variable, assignment)
         record.layout = variable.layout = assignment.layout
         self._tagged[id(record.tag)] = record
@@ -439,7 +439,7 @@ class KerasSession:
     def take(self, model: Any) -> None:
         """Lay out a model that exists, and look after it as if it had been built here."""
         for layer in model._flatten_layers():
-            self.layer_born(layer)
+            self.layer_created(layer)
         self.adopt(found.variable for found in find_variables(model))
         if isinstance(model, keras.Model):
             if getattr(model, "optimizer", None) is not None:

@@ -47,7 +47,7 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
     """Have the scope know every variable that a step touches; gives them."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        session.optimizer_born(optimizer)
+        session.optimizer_attached(optimizer)
     slots = list(optimizer.variables) if optimizer is not None else []
     weights = list(model.trainable_variables)
     variables = [*model.variables, *slots, *model.metrics_variables]
@@ -63,7 +63,7 @@ def settle_for_training(model: Any, session: KerasSession) -> None:
     variables = adopt_for_training(model, session)
     session.refuse_in_a_plan(model.name)
     session.settle()
-    session.port.own_memory(variables)
+    session.backend.own_memory(variables)
 
 
 def place_batch(batch: Any, session: KerasSession) -> Any:

@@ -50,11 +50,11 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     wraps["load_own_variables"] = loading(layer, session)
     if session.home.lays_out_activations:
         _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
-    wraps |= session.port.layer_wraps(layer, session)
+    wraps |= session.backend.layer_wraps(layer, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
         wraps["load_weights"] = loading_weights(layer, lambda: _sessions_below(layer))
-        wraps |= session.port.training_wraps(layer, session)
+        wraps |= session.backend.training_wraps(layer, session)
     _put(layer, wraps)
 
 
@@ -65,12 +65,12 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
             "build": _reopening(session, optimizer.build),
             "load_own_variables": loading(optimizer, session),
         }
-        _put(optimizer, {**wraps, **session.port.optimizer_wraps(optimizer, session)})
-        session.optimizer_born(optimizer)
+        _put(optimizer, {**wraps, **session.backend.optimizer_wraps(optimizer, session)})
+        session.optimizer_attached(optimizer)
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them
         wraps = {"load_own_variables": loading(inner, session)}
-        _put(inner, {**wraps, **session.port.optimizer_wraps(inner, session)})
+        _put(inner, {**wraps, **session.backend.optimizer_wraps(inner, session)})
     for each in getattr(optimizer, "optimizers", ()):  # a MultiOptimizer's, that may have been made outside
         wrap_optimizer(each, session)
 
@@ -140,7 +140,7 @@ def _quantizing(layer: Any, session: KerasSession) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def quantize(*args: Any, **kwargs: Any) -> Any:
-        with session.port.quantizing(layer, session):
+        with session.backend.quantizing(layer, session):
             return plain(*args, **kwargs)
 
     return quantize

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from layoutmap.adapters.protocol import Home
-from layoutmap.adapters.torch import births
+from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.forward import is_planned
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
@@ -28,8 +28,8 @@ from layoutmap.adapters.torch.training import (
     training_of,
 )
 from layoutmap.adapters.torch.variables import Variable
-from layoutmap.errors import ScopeError
-from layoutmap.pytorch.private import FakeTensorMode, dispatch_modes
+from layoutmap.core.errors import ScopeError
+from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes
 
 __all__ = ["TorchAdapter", "adapter", "train_with"]
 
@@ -38,7 +38,7 @@ class TorchAdapter:
     """Knows `torch.nn`; see `layoutmap.adapters.protocol`."""
 
     name = "torch"
-    other_draws = ("tiles",)
+    other_inits = ("tiles",)
     engine_name = "torch"
 
     def check(self) -> None:
@@ -52,7 +52,7 @@ class TorchAdapter:
             raise ScopeError(
                 "a scope was opened " + ("under a FakeTensorMode" if fake else "inside a compiled function"),
                 why="variables are real tensors on real devices, and here there are none",
-                mend="build the model outside, and call it inside",
+                fix="build the model outside, and call it inside",
             )
 
     def owns(self, model: Any) -> bool:
@@ -61,7 +61,7 @@ class TorchAdapter:
 
     def refused(self, library: str) -> AbstractContextManager[None]:
         """While open, torch modules that are built here are refused: the scope is one for another library."""
-        return births.installed()
+        return module_hooks.installed()
 
     def begin(self, home: Home) -> TorchSession:
         """A session for one scope."""

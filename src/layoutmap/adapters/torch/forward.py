@@ -19,15 +19,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Home
-from layoutmap.adapters.torch.conversion import map_tensors, on_mesh, plain, summed_up, tensors_in
-from layoutmap.adapters.torch.gathering import Gathering, gathered
-from layoutmap.adapters.torch.running import is_running, running, summing_up
-from layoutmap.adapters.torch.watching import Watch
-from layoutmap.errors import PlanError
-from layoutmap.layout import Layout
-from layoutmap.pytorch.computing.randomness import same_draws
-from layoutmap.pytorch.computing.sums import batch_divides
-from layoutmap.pytorch.private import plainly
+from layoutmap.adapters.torch.boundary import map_tensors, on_mesh, plain, summed_up, tensors_in
+from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
+from layoutmap.adapters.torch.gradient_hooks import Watch
+from layoutmap.adapters.torch.mesh_context import is_running, running, summing_up
+from layoutmap.core.errors import PlanError
+from layoutmap.core.layout import Layout
+from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
+from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
+from layoutmap.engines.torch.private import plainly
 
 __all__ = ["Forward", "forward_of", "is_planned"]
 
@@ -80,7 +80,7 @@ class Forward:
             raise PlanError(
                 f"{type(self._the_module()).__name__}: {self.valueless}",
                 why="the tensors of this model know their shapes only",
-                mend="build it again, in a scope or with layout_map.build",
+                fix="build it again, in a scope or with layout_map.build",
             )
         if is_running():
             return self._run(args, kwargs)

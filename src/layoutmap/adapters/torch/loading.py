@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines import get_engine
-from layoutmap.pytorch.private import members_of_module
+from layoutmap.engines.torch.private import members_of_module
 
 __all__ = ["accept_any_layout"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from layoutmap.variables import distinct
+from layoutmap.core.variables import distinct
 
 __all__ = [
     "Found",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from layoutmap.adapters.torch.paths import Found
-from layoutmap.variables import Use
+from layoutmap.core.variables import Use
 
 __all__ = ["head_sizes", "use_of"]
 

@@ -18,12 +18,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from layoutmap.active import current, entered, is_entered
 from layoutmap.adapters.protocol import Home
-from layoutmap.adapters.torch import births
+from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.forward import Forward, forward_of
-from layoutmap.adapters.torch.gathering import weights_to_gather
-from layoutmap.adapters.torch.limits import limits_of
+from layoutmap.adapters.torch.fsdp_units import weights_to_gather
 from layoutmap.adapters.torch.loading import accept_any_layout
 from layoutmap.adapters.torch.paths import (
     Found,
@@ -35,22 +33,24 @@ from layoutmap.adapters.torch.paths import (
     model_names,
     roots_of,
 )
-from layoutmap.adapters.torch.replacing import (
+from layoutmap.adapters.torch.roles import head_sizes, use_of
+from layoutmap.adapters.torch.swap import (
     carry_over,
     optimizers_of,
     put,
     replace_in_module,
     replace_in_optimizer,
 )
-from layoutmap.adapters.torch.roles import head_sizes, use_of
-from layoutmap.checksums import checksum
-from layoutmap.draws import Draw
-from layoutmap.errors import ScopeError
-from layoutmap.layout import Layout
-from layoutmap.patches import Closing
-from layoutmap.pytorch.drawing.tape import Tape
-from layoutmap.pytorch.private import FakeTensor
-from layoutmap.variables import Assignment, Kind, VariableSpec
+from layoutmap.adapters.torch.unsupported import unsupported_of
+from layoutmap.core.checksums import checksum
+from layoutmap.core.current import current, entered, is_entered
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout
+from layoutmap.core.patches import Closing
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.engines.torch.deferred_init.tape import Tape
+from layoutmap.engines.torch.private import FakeTensor
 
 __all__ = ["TorchSession"]
 
@@ -97,9 +97,9 @@ class TorchSession:
             return
         outer = current()
         with _suspended(outer):
-            with births.installed(), entered(self), _Recording(self):
+            with module_hooks.installed(), entered(self), _Recording(self):
                 yield
-            self._settle(self._born(), is_new=True)
+            self._settle(self._created(), is_new=True)
 
     def record(self) -> None:
         """Have the tape record what is made."""
@@ -125,7 +125,7 @@ class TorchSession:
             if is_entered(self):  # and not closed meanwhile
                 self.record()
 
-    def module_born(self, module: torch.nn.Module) -> None:
+    def module_created(self, module: torch.nn.Module) -> None:
         """A module was given its first tensor or child, or a further one."""
         key = id(module)
         if key not in self._modules:
@@ -133,11 +133,11 @@ class TorchSession:
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
                     why="a scope works inside one library, and names and trains Keras models in another way",
-                    mend='pass library="keras"',
+                    fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
 
-    def _born(self) -> list[torch.nn.Module]:
+    def _created(self) -> list[torch.nn.Module]:
         """The models that were made: modules that are inside no other."""
         modules = [module for ref in list(self._modules.values()) if (module := ref()) is not None]
         roots = roots_of(modules)
@@ -160,13 +160,13 @@ class TorchSession:
         if self._unbuilt and not self.home.plan_only:
             self._refuse_lazy(roots)
         entries = list(self._describe(roots, is_new=is_new))
-        why_whole = {e.spec.key: self._why_whole(e.found.tensor) for e in entries}
+        why_global = {e.spec.key: self._why_global(e.found.tensor) for e in entries}
         layers = [path for root in roots for path in layer_paths(root).values()]
         try:
             assignments = self.home.assign(
                 [e.spec for e in entries],
-                {key: why for key, why in why_whole.items() if why},
-                limits_of([(e.found, e.spec.model) for e in entries]),
+                {key: why for key, why in why_global.items() if why},
+                unsupported_of([(e.found, e.spec.model) for e in entries]),
                 not self._unbuilt,
                 layers,
             )
@@ -188,7 +188,7 @@ class TorchSession:
             f"{self._unbuilt[0]}: the size of a lazy layer is not known when its scope ends",
             facts={"lazy layers": ", ".join(self._unbuilt[:10])},
             why="it makes its weights at its first call, when no scope defers and places them",
-            mend="give the layer its sizes, as in torch.nn.Linear(in_features, out_features)",
+            fix="give the layer its sizes, as in torch.nn.Linear(in_features, out_features)",
         )
 
     def _describe(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> Iterator[_Entry]:
@@ -217,8 +217,8 @@ class TorchSession:
                     ),
                 )
 
-    def _why_whole(self, tensor: Any) -> str:
-        return self._tape.recipe(tensor).why_whole if self._tape.holds(tensor) else ""
+    def _why_global(self, tensor: Any) -> str:
+        return self._tape.recipe(tensor).why_global if self._tape.holds(tensor) else ""
 
     def _make(
         self, roots: Sequence[torch.nn.Module], entries: Sequence[_Entry], assignments: Sequence[Assignment]
@@ -267,9 +267,11 @@ class TorchSession:
         plain = [(path, tensor) for path, tensor in found if not isinstance(tensor, DTensor)]
         self.home.check_values((path, checksum(self.home.whole(tensor))) for path, tensor in plain)
 
-    def _draw(self, tensor: Any) -> Draw:
+    def _draw(self, tensor: Any) -> Initializer:
         recipe = self._tape.recipe(tensor)
-        return Draw(recipe.whole, blocks=None if recipe.why_whole else recipe.blocks, recipe=recipe.text)
+        return Initializer(
+            recipe.whole, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
+        )
 
     def _held(self, entry: _Entry, array: Any, layout: Layout) -> Any:
         """What a module holds in the place of its tensor."""

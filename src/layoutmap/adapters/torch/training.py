@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.conversion import plain, tensors_in
-from layoutmap.errors import ScopeError
+from layoutmap.adapters.torch.boundary import plain, tensors_in
+from layoutmap.core.errors import ScopeError
 
 __all__ = ["Training", "call", "train_with", "training_of"]
 
@@ -93,7 +93,7 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
                 f"{type(model).__name__}: the batch has no targets for its loss",
                 facts={"batch": f"a mapping of {', '.join(map(str, batch))}"},
                 why="a loss that is called with outputs and targets needs both",
-                mend="pass (inputs, targets), the inputs as a mapping if they have names",
+                fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
         return loss(output, _tensor(batch[1]))
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
@@ -104,7 +104,7 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         f"{type(model).__name__}: no loss is known for it",
         facts={"puts out": type(output).__name__},
         why="it puts out no single number, nor one that is called loss",
-        mend="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
+        fix="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
     )
 
 
@@ -119,7 +119,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
         raise ScopeError(
             f"{type(model).__name__}: no optimizer is known for it",
             why="torch models do not carry one",
-            mend="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
+            fix="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
         )
     if training.optimizer is None:
         training.optimizer = training.make_optimizer(p for p in model.parameters() if p.requires_grad)

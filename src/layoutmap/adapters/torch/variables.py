@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from layoutmap.core.errors import PlanError
+from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
-from layoutmap.errors import PlanError
-from layoutmap.layout import Layout
-from layoutmap.pytorch.private import FakeTensor
+from layoutmap.engines.torch.private import FakeTensor
 
 __all__ = ["Variable"]
 
@@ -71,5 +71,5 @@ class Variable:
             raise PlanError(
                 f"{self.path}: only a plan, it has no values",
                 why="the model was planned, or its scope failed",
-                mend="build it in a scope, or with layout_map.build",
+                fix="build it in a scope, or with layout_map.build",
             )

@@ -1,0 +1,286 @@
+"""Keras on JAX in several processes: each brings its own rows of a batch, and one of them writes a file.
+
+The rows of a process are those that its devices hold. Where the batch's dim does not cut the processes, their devices
+hold the same rows, and each process brings all of them. Before each step the processes compare what they bring: parts
+that do not fit together would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from layoutmap.core.checksums import checksum
+from layoutmap.core.errors import EngineError, ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["Rows", "gathered_value", "saving", "telling"]
+
+NumpyArray = npt.NDArray[Any]
+
+_WHOLE = "_layoutmap_whole"
+_TOLD = "_layoutmap_told"
+_VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
+
+
+class Rows:
+    """How the rows of a batch are divided between the processes of a mesh.
+
+    Args:
+        session: The scope.
+        name: The kind of step, for messages: `"train"`, `"test"` or `"predict"`.
+
+    Raises:
+        ScopeError: Processes share some of their rows and not others.
+    """
+
+    def __init__(self, session: KerasSession, name: str):
+        self._home = session.home
+        self._verb = _VERBS[name]
+        layout = self._home.replicated(0)
+        devices: Any = self._home.native(layout, 0).mesh.devices
+        self._processes = _processes(session)
+        self.on_cpus = devices.flat[0].platform == "cpu"
+        blocks = _blocks(self._home.batch_layout((layout.mesh.size,)), devices)
+        self._parts = sorted(set(blocks.values()))
+        _check_parts(self._parts, blocks, layout.mesh)
+        self._part_of = [self._parts.index(blocks[process]) for process in self._processes]
+        self._own = self._part_of[self._processes.index(jax.process_index())]
+        self.placed: list[int] = []  # how many rows the batches of the present step have, of all processes
+
+    def place(self, batches: Iterator[Any]) -> Generator[Any]:
+        """The batches on the mesh, of the parts that the processes bring.
+
+        Raises:
+            ScopeError: The parts do not fit together; in all processes.
+        """
+        for batch in batches:
+            self._check(batch)
+            yield keras.tree.map_structure(self._placed, batch, none_is_leaf=True)
+        self._compare("no more batches", 0)
+
+    def own(self, outputs: Any) -> Any:
+        """Of what a model puts out for all rows, this process's own, as numpy arrays; what has no rows is whole."""
+        return keras.tree.map_structure(self._own_rows, outputs)
+
+    # -- comparing
+
+    def _check(self, batch: Any) -> None:
+        arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
+        told = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
+        shared = len(self._parts) < len(self._processes)
+        self._compare(told, checksum(*arrays) if shared and self._home.check_batches else 0)
+        self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
+
+    def _compare(self, told: str, own: int) -> None:
+        said, checksums = self._home.check_alike(f"{self._verb}: {told}", own)
+        of: dict[int, set[int]] = {}
+        for part, each in zip(self._part_of, checksums, strict=True):
+            of.setdefault(part, set()).add(each)
+        if said:
+            error = _unlike(self._verb, dict(zip(self._processes, said, strict=True)))
+        elif any(len(sums) > 1 for sums in of.values()):
+            error = ScopeError(
+                f"{self._verb}: processes whose devices hold the same rows bring different ones",
+                facts={"mesh": str(self._home.replicated(0).mesh), "parts": len(self._parts)},
+                why="the batch is not cut between these processes, so each of them brings all of its rows",
+                fix="read the same data in them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
+                "before; or cut the batch: scope(batch_dim=..) with a dim that goes over the processes",
+            )
+        else:
+            return
+        setattr(error, _TOLD, True)  # it is raised here in all processes, and none has to tell the others
+        raise error
+
+    # -- placing
+
+    def _placed(self, array: Any) -> Any:
+        if array is None or not hasattr(array, "shape"):
+            return array
+        if not _is_here(array):
+            return self._home.place(array, self._home.batch_layout(array.shape))
+        own = np.asarray(array)
+        if not own.ndim:
+            return self._home.place(own, self._home.replicated(0))
+        shape = (len(own) * len(self._parts), *own.shape[1:])
+        layout = self._home.batch_layout(shape)
+        if len(self._parts) == 1:
+            return self._home.place(own, layout)
+        if layout.is_fully_replicated():
+            rows = self._home.gather(own)
+            parts = [rows[self._part_of.index(part)] for part in range(len(self._parts))]
+            return self._home.place(np.concatenate(parts), layout)
+        blocks = self._parts[self._own]
+        size = len(own) // len(blocks)
+        own = own.astype(jax.dtypes.canonicalize_dtype(own.dtype), copy=False)
+
+        def rows_at(index: Any) -> NumpyArray:
+            place = blocks.index((index[0].start or 0) // size)
+            return own[place * size : (place + 1) * size]
+
+        return jax.make_array_from_callback(shape, self._home.native(layout, own.ndim), rows_at)
+
+    # -- reading
+
+    def _own_rows(self, output: Any) -> Any:
+        rows, number = self.placed, sum(self.placed)
+        if not np.ndim(output) or len(output) != number:
+            return self._home.whole(output)
+        if len(rows) == 1 and not output.is_fully_replicated:
+            shards = {shard.index[0].start or 0: shard for shard in output.addressable_shards}
+            return np.concatenate([np.asarray(shards[start].data) for start in sorted(shards)])
+        whole = self._home.whole(output)  # several batches in one array, or a batch that every device has
+        starts = np.cumsum([0, *rows[:-1]])
+        return np.concatenate(
+            [whole[part] for n, start in zip(rows, starts, strict=True) for part in self._slices(n, start)]
+        )
+
+    def _slices(self, rows: int, start: int) -> list[slice]:
+        """Where this process's rows are in a batch that begins at a row."""
+        num_blocks = sum(map(len, self._parts))
+        if rows % num_blocks:  # the parts as they are, one after the other
+            size = rows // len(self._parts)
+            return [slice(start + self._own * size, start + (self._own + 1) * size)]
+        size = rows // num_blocks
+        return [slice(start + b * size, start + (b + 1) * size) for b in self._parts[self._own]]
+
+
+def _processes(session: KerasSession) -> list[int]:
+    """The numbers of the mesh's processes, in the order in which they gather."""
+    devices: Any = session.home.native(session.home.replicated(0), 0).mesh.devices
+    return sorted({device.process_index for device in devices.flat})
+
+
+def _blocks(layout: Layout, devices: Any) -> dict[int, tuple[int, ...]]:
+    """Which blocks of a batch each process holds, by the process's number."""
+    processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
+    dims = layout.mesh_dims_of(0)
+    if not dims:
+        return dict.fromkeys(processes.flat, (0,))
+    cut = np.moveaxis(processes, layout.mesh.dim_names.index(dims[0]), 0)
+    return {
+        process: tuple(i for i, row in enumerate(cut) if process in np.ravel(row))
+        for process in np.unique(processes).tolist()
+    }
+
+
+def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, ...]], mesh: Mesh) -> None:
+    held = [block for part in parts for block in part]
+    if len(held) == len(set(held)) and len({len(part) for part in parts}) == 1:
+        return
+    raise ScopeError(
+        "the rows of a batch cannot be divided between the processes",
+        facts={"mesh": str(mesh)} | {f"process {p}": f"holds the parts {list(b)}" for p, b in blocks.items()},
+        why="processes hold some of their rows together and others not, or not equally many",
+        fix="order the mesh's dims or devices so that each process has its own rows, or leave batch_dim out",
+    )
+
+
+def _is_here(array: Any) -> bool:
+    """Whether something is an array that this process has all of."""
+    return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
+
+
+# -- errors
+
+
+_FAILED = "has failed: "
+
+
+def _unlike(verb: str, said: dict[int, str]) -> ScopeError:
+    facts = {f"process {process}": each for process, each in said.items()}
+    failed = [process for process, each in said.items() if _FAILED in each]
+    if failed:
+        return ScopeError(
+            f"{verb}: process {failed[0]} of this program has failed",
+            facts=facts,
+            why="what runs on the mesh needs all of its processes",
+            fix="fix what that process says, and start all of them again",
+        )
+    return ScopeError(
+        f"{verb}: the processes bring batches that do not fit together",
+        facts=facts,
+        why="each process brings its own rows of the same batch, as many as every other, and as many batches",
+        fix="give every process equally many rows: drop the last few, or repeat some",
+    )
+
+
+def telling(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """`fit`, `evaluate` or `predict`; if it fails here, in a callback or in the data, the others do not wait."""
+    plain = getattr(model, name)
+
+    @functools.wraps(plain)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except (EngineError, jax.errors.JaxRuntimeError):
+            raise  # the others cannot be reached, or have the same error
+        except Exception as error:
+            if not hasattr(error, _TOLD):  # by all, or by an `evaluate` inside of `fit`
+                setattr(error, _TOLD, True)
+                with suppress(EngineError):  # nobody is there to be told
+                    session.home.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
+            raise
+
+    return told
+
+
+# -- reading and saving variables
+
+
+def gathered_value(variable: Any, whole: Callable[[Any], NumpyArray]) -> NumpyArray:
+    """All of a variable's value; while its model is saved it is there already."""
+    known = variable.__dict__.get(_WHOLE)
+    return whole(variable.value) if known is None else known
+
+
+def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """`save` or `save_weights` of all processes together: of those that name one file, the first writes it."""
+    plain, home = getattr(model, name), session.home
+
+    @functools.wraps(plain)
+    def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        path = os.path.abspath(os.fspath(filepath))
+        numbers = _processes(session)
+        paths = home.check_alike(f"{name}: {path}")[0] or [f"{name}: {path}"] * len(numbers)
+        writes = numbers[paths.index(f"{name}: {path}")] == jax.process_index()
+        result = error = None
+        variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
+        try:
+            for variable in variables:
+                if not variable.value.is_fully_replicated:
+                    value = home.whole(variable.value)
+                    if writes:
+                        variable.__dict__[_WHOLE] = value
+            if writes:
+                result = plain(filepath, *args, **kwargs)
+        except Exception as raised:  # the others are told first
+            error = raised
+        finally:
+            for variable in variables:
+                variable.__dict__.pop(_WHOLE, None)
+        told, _ = home.check_alike("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if any(told):
+            raise ScopeError(
+                f"{name}: another process could not write its file",
+                facts={f"process {n}": each for n, each in zip(numbers, told, strict=True) if each},
+                why="of the processes that name one file the first writes it for all",
+                fix="fix what that process says, and save again in all processes",
+            )
+        return result
+
+    return save

@@ -1,0 +1,97 @@
+"""Functions of Keras that compute otherwise while a laid out model is called or updated.
+
+Random functions draw whole arrays: DTensor draws other numbers for each way in which it cuts a random array, so a
+dropout mask would depend on the mesh. Every device draws all of it and keeps its part; that costs drawing time, and no
+traffic.
+
+A division of rows (the gradient of an embedding) by an array divides those rows only. Keras also looks for zeros and
+NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it finds.
+
+Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
+
+    keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
+    keras.src.backend.tensorflow.numpy          divide
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import numpy as keras_numpy
+from keras.src.backend.tensorflow import random as keras_random
+
+from layoutmap.core.patches import Attribute, Patches
+
+__all__ = ["REPLACED", "computing_for_a_mesh"]
+
+Whole = Callable[[Any], Any]
+"""Puts a tensor in the layout in which every device holds all of it."""
+
+_RANDOM = ("uniform", "normal", "truncated_normal", "randint")
+REPLACED = [(keras_random, (*_RANDOM, "dropout")), (keras_numpy, ("divide",))]
+"""The modules and names above."""
+
+_current = threading.local()
+
+
+@contextmanager
+def computing_for_a_mesh(whole: Whole) -> Generator[None]:
+    """While open, in this thread, Keras computes as DTensor can, with numbers that do not depend on the mesh.
+
+    Args:
+        whole: Puts a tensor in the layout in which every device holds all of it.
+    """
+    with _PATCHES.used():
+        before = getattr(_current, "whole", None)
+        try:
+            _current.whole = whole
+            yield
+        finally:
+            _current.whole = before
+
+
+def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Attribute:
+    """Have a function be done by another, which is given the plain one, in a thread that computes for a mesh."""
+
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            whole: Whole | None = getattr(_current, "whole", None)
+            return plain(*args, **kwargs) if whole is None else by(plain, whole, *args, **kwargs)
+
+        return replaced
+
+    return Attribute(module, name, make)
+
+
+def _global_init(plain: Callable[..., Any], whole: Whole, *args: Any, **kwargs: Any) -> Any:
+    return whole(plain(*args, **kwargs))
+
+
+def _dropout(
+    plain: Callable[..., Any], whole: Whole, inputs: Any, rate: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if rate in (0.0, 1.0):
+        return plain(inputs, rate, *args, **kwargs)
+    # What dropout makes of ones is its mask: zero, or the factor that makes up for what was dropped.
+    return inputs * whole(plain(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
+
+
+def _divide(plain: Callable[..., Any], whole: Whole, x1: Any, x2: Any) -> Any:
+    if isinstance(x1, tf.IndexedSlices) and len(getattr(x2, "shape", ())):
+        return tf.IndexedSlices(plain(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
+    return plain(x1, x2)
+
+
+_PATCHES = Patches(
+    [
+        *(_replaced(keras_random, name, _global_init) for name in _RANDOM),
+        _replaced(keras_random, "dropout", _dropout),
+        _replaced(keras_numpy, "divide", _divide),
+    ]
+)

@@ -1,0 +1,159 @@
+"""What DTensor cannot compute, layer by layer, found out by running each with TensorFlow 2.21.
+
+Two kinds. Some operations want a weight whole: then it is kept cut, and put together whenever its layer is called. Some
+do not run at all: then the plan says so, before the first step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.layout import Layout
+from layoutmap.core.unsupported import Unsupported
+
+__all__ = ["explained", "unsupported_of", "reading_layout"]
+
+L = keras.layers
+
+_NEED_WHOLE_WEIGHTS = (
+    L.Conv1D,
+    L.Conv2D,
+    L.Conv3D,
+    L.Conv1DTranspose,
+    L.Conv2DTranspose,
+    L.Conv3DTranspose,
+    L.DepthwiseConv1D,
+    L.DepthwiseConv2D,
+    L.SeparableConv1D,
+    L.SeparableConv2D,
+    L.LSTMCell,
+    L.GRUCell,
+    L.SimpleRNNCell,
+    L.BatchNormalization,
+)
+_IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
+_CANNOT_TRAIN = (L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D)
+
+
+def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:
+    """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
+    if isinstance(layer, _NEED_WHOLE_WEIGHTS) or getattr(layer, "quantization_mode", None) in _IN_FEW_BITS:
+        return lambda layout: Layout.replicated(layout.mesh, layout.rank)
+    if isinstance(layer, L.Embedding):  # rows may lie apart, and a row must be whole
+        return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
+    return None
+
+
+def unsupported_of(layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
+    """What DTensor cannot do with a layer.
+
+    Args:
+        layer: The layer.
+        path: Its path.
+        weights: The paths of its own weights.
+    """
+    found: list[Unsupported] = []
+    kind = type(layer).__name__
+    if isinstance(layer, L.RNN) and not layer.unroll:
+        found.append(
+            Unsupported(
+                path,
+                f"{kind} cannot run on TensorFlow's DTensor",
+                why="its loop over time collects its results in a list of tensors, which DTensor cannot lay out",
+                fix="pass unroll=True to the layer, or run this model on another backend",
+            )
+        )
+    if _multiplies_int8(layer):
+        found.append(
+            Unsupported(
+                path,
+                f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
+                why="Keras multiplies int8 numbers by an operation of one device, which DTensor does not take",
+                fix="quantize with int4, or with weights only, or run this model on another backend",
+            )
+        )
+    if isinstance(layer, _CANNOT_TRAIN):
+        found.append(
+            Unsupported(
+                path,
+                f"{kind} cannot train on TensorFlow's DTensor; it can predict",
+                why="DTensor has no gradient of a depthwise convolution's filter",
+                fix="freeze the layer (trainable = False), use Conv2D, or train on another backend",
+                severity="warning",
+            )
+        )
+    if getattr(layer, "groups", 1) > 1 and isinstance(layer, _NEED_WHOLE_WEIGHTS[:3]):
+        found.append(
+            Unsupported(
+                path,
+                f"{kind} with groups may fail to train on TensorFlow's DTensor on CPU devices; it can predict",
+                why="TensorFlow's CPU operation for the gradient of its filter fails there for some shapes",
+                fix="freeze the layer, use one convolution for each group, or train on another backend",
+                severity="warning",
+            )
+        )
+    if reading_layout(layer) is not None:
+        rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _IN_FEW_BITS
+        found += [
+            Unsupported(
+                weight,
+                f"DTensor computes with {'whole rows of it' if rows else 'all of it'}, so each step puts it together",
+                why=f"its operations for {kind} cannot have that axis cut; it is stored, and its slots are, as planned",
+                fix="nothing, or leave the axis unsharded to save the traffic",
+                severity="note",
+                if_sharded=tuple(range(rows, 8)),
+            )
+            for weight in weights
+        ]
+    return found
+
+
+def _multiplies_int8(layer: Any) -> bool:
+    return (
+        isinstance(layer, (L.Dense, L.EinsumDense))
+        and layer.quantization_mode == "int8"
+        and getattr(layer, "inputs_quantizer", None) is not None
+    )
+
+
+_OPERATION = re.compile(r"'?tf\.(\w+)'?")
+_ABOUT_LAYOUTS = re.compile(r"DTensor|SPMD|sharding|layout|got a regular tensor", re.IGNORECASE)
+
+
+@contextmanager
+def explained(what: str) -> Generator[None]:
+    """Say in words what DTensor's compiler says in its own.
+
+    Args:
+        what: What is being run.
+
+    Raises:
+        EngineError: DTensor cannot run it.
+    """
+    try:
+        yield
+    except (tf.errors.UnknownError, tf.errors.UnimplementedError, tf.errors.InternalError) as error:
+        message = str(error)
+        if not _ABOUT_LAYOUTS.search(message):
+            raise
+        operation = _OPERATION.search(message)
+        first = next(
+            (line.strip() for line in message.splitlines() if "rror:" in line or "got a" in line), ""
+        )
+        raise EngineError(
+            f"{what} cannot be run by TensorFlow's DTensor in these layouts",
+            facts={
+                "operation": operation.group(1) if operation else "",
+                "TensorFlow": (first.partition("error: ")[2] or first or message)[:200],
+            },
+            why="some of DTensor's operations want an operand whole, or in the layout of another one",
+            fix="print the plan: its notes name layers like that; leave the weights of the layer at hand unsharded, "
+            "one rule after the other, or run on JAX",
+        ) from None

@@ -1,0 +1,229 @@
+"""Keras on torch: `Variable._value` is a `torch.nn.Parameter`, here one that holds a `DTensor`.
+
+What is small and belongs to no weight (metrics, seeds, an optimizer's counters) stays a plain tensor, of which every
+process has one: Keras reads it between steps, where nothing runs on the mesh.
+
+Private names of Keras's torch backend that are used here, besides those that `hooks` lists, tested on Keras 3.15:
+
+    keras.src.backend.torch.core                DEFAULT_DEVICE, device_scope, get_device
+    keras.src.backend.torch.layer.TorchLayer    _post_build, _post_track_variable, _track_variables, _torch_params
+    keras.src.layers.layer.Layer                _get_own_losses, _get_regularization_losses
+    keras.Model                                 _call_has_training_arg, _compute_loss
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import torch
+from keras.src.backend.torch import core as keras_core
+from keras.src.backend.torch.layer import TorchLayer
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.keras.backends import Wraps
+from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running, whole
+from layoutmap.adapters.keras.backends.torch_steps import applying, making, refusing_export
+from layoutmap.adapters.keras.backends.torch_unsupported import unsupported_of
+from layoutmap.adapters.keras.hooks import in_symbolic_scope
+from layoutmap.adapters.keras.paths import sublayers
+from layoutmap.adapters.keras.quantizing import weights_off_mesh
+from layoutmap.adapters.keras.training import settle_for_training
+from layoutmap.adapters.keras.wraps import CALLS, session_of
+from layoutmap.core.layout import Layout
+from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.variables import Assignment, Kind
+from layoutmap.engines import get_engine
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.gradients import Gradients, finalize_gradients
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["TorchBackend"]
+
+
+_num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class TorchBackend:
+    """Keras on torch; see `layoutmap.adapters.keras.backends`."""
+
+    engine_name = "torch"
+    chooses_layouts = False
+    quiet = (
+        (TorchLayer, "_post_build"),
+        (TorchLayer, "_post_track_variable"),
+    )  # both would read what has no value yet
+    global_init: Mapping[str, str] = MappingProxyType(
+        {
+            "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
+            "Identity": "torch makes a diagonal in one piece",
+        }
+    )
+
+    def __init__(self) -> None:
+        self._gradients: Gradients | None = None
+
+    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """What the top of this file lists, where it belongs to a class or module."""
+        return [
+            (keras_core, ("DEFAULT_DEVICE", "device_scope", "get_device")),
+            (TorchLayer, ("_post_build", "_post_track_variable", "_track_variables")),
+            (keras.layers.Layer, ("_get_own_losses", "_get_regularization_losses")),
+            (keras.Model, ("_compute_loss",)),
+        ]
+
+    @contextmanager
+    def outside(self) -> Generator[None]:
+        """Leave Keras's symbolic device, on which tensors have no values, and modes whose tensors cannot be trained."""
+        with (
+            keras_core.device_scope(keras_core.DEFAULT_DEVICE),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def is_tracing(self) -> bool:
+        """Whether the code runs inside a compiled function's trace, or Keras's symbolic one."""
+        return torch.compiler.is_compiling() or in_symbolic_scope()
+
+    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
+        """Give a variable its value; what is assigned to it later keeps the layout."""
+        if _is_plain(assignment):
+            held = torch.nn.Parameter(torch.as_tensor(whole(held)), requires_grad=held.requires_grad)
+        # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
+        own = variable.__dict__
+        own["_direct_assign"] = functools.partial(_assign, variable)
+        own["__array__"] = functools.partial(_as_array, variable)
+        tag = object()
+        variable._layout = tag
+        variable._value = held
+        return tag
+
+    def read(self, variable: Any) -> Any:
+        """The whole value of a variable."""
+        return get_engine("torch").whole(variable.value)
+
+    def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
+        """Layers know their parameters by the tensor, which is another one now."""
+        held: dict[int, torch.Tensor] = {}
+        below = {id(each): each for layer in layers for each in (layer, *sublayers(layer))}
+        for layer in below.values():
+            if getattr(layer, "built", False) and _is_stale(layer):
+                layer._track_variables()
+            held |= {id(variable): variable._value for variable in layer._trainable_variables}
+        if self._gradients is not None:
+            self._gradients.remove()
+        self._gradients = finalize_gradients(value for value in held.values() if value is not None)
+
+    def own_memory(self, variables: Sequence[Any]) -> None:
+        """Each parameter has memory of its own."""
+
+    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+        """A tensor that is computed on the mesh, in a layout."""
+        return session.home.place(array, layout)
+
+    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+        """Keras hands weights to numpy."""
+        return weights_off_mesh(layer, session, torch.as_tensor)
+
+    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+        """A call with plain tensors runs on the mesh."""
+        wraps = {
+            **{name: calling(layer, session, name) for name in CALLS},
+            "_get_own_losses": own_losses(layer._get_own_losses, session),
+            "_get_regularization_losses": own_losses(layer._get_regularization_losses, session),
+        }
+        if isinstance(layer, keras.Model):
+            wraps["export"] = refusing_export(layer)
+        return wraps
+
+    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
+        """Updates run on the mesh, with each gradient in the layout of its weight."""
+        return {"apply": applying(optimizer, session)}
+
+    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+        """Steps that place each batch and run on the mesh."""
+        return {
+            f"make_{name}_function": making(model, session, name) for name in ("train", "test", "predict")
+        }
+
+    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
+        """What DTensor cannot do with a layer."""
+        return unsupported_of(layer, path, weights)
+
+    @contextmanager
+    def drawing(self, model: Any) -> Generator[None]:
+        """A dropout without a seed draws from torch's own generator: seeded anew here, and put back."""
+        _num_draws[model] = number = _num_draws.get(model, 0) + 1
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            yield
+
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+        """The loss in training, and its gradients."""
+        session = session_of(model)
+        if session is None:
+            return _gradients(model, x, y, sample_weight)
+        settle_for_training(model, session)
+        batch = placed((x, y, sample_weight), session)
+        with running(session, batch):
+            return _gradients(model, *batch)
+
+
+def _gradients(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+    kept = [(variable, np.asarray(variable)) for variable in model.non_trainable_variables]
+    model.zero_grad()
+    y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+    loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+    loss.backward()
+    held = [variable.value for variable in model.trainable_variables]
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in held]
+    model.zero_grad()
+    for variable, value in kept:
+        variable.assign(value)  # the call has moved statistics and seeds on
+    return whole(loss), [whole(gradient) for gradient in gradients]
+
+
+# -- variables
+
+
+def _is_plain(assignment: Assignment) -> bool:
+    """Whether a variable stays a plain tensor."""
+    variable = assignment.variable
+    small = variable.kind in (Kind.METRIC, Kind.RNG) or (variable.kind == Kind.SLOT and not variable.parent)
+    return small and assignment.layout.is_fully_replicated()
+
+
+def _assign(variable: Any, value: Any) -> None:
+    held = variable._value
+    with torch.no_grad():
+        if not isinstance(held, DTensor):
+            held.copy_(torch.as_tensor(whole(value)) if isinstance(value, DTensor) else value)
+            return
+        new = get_engine("torch").relayout(value, variable.layout)
+        with simulation.on_mesh(held.device_mesh):
+            held.copy_(new)
+
+
+def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    return np.asarray(whole(variable.value), dtype=dtype)
+
+
+# -- layers
+
+
+def _is_stale(layer: Any) -> bool:
+    """Whether the parameters that torch knows of a layer are not those that its variables hold."""
+    known = layer._modules.get("_torch_params")
+    held = {variable.path: variable._value for variable in layer.variables}
+    if known is None or known.keys() != held.keys():
+        return True
+    return any(known[path] is not value for path, value in held.items())

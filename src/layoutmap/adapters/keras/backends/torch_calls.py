@@ -1,0 +1,198 @@
+"""Calls of layers on the mesh: plain tensors go in and come out, and gradients pass both ways."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import torch
+from keras.src.backend.torch.core import get_device
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.keras.hooks import in_stateless_scope
+from layoutmap.adapters.keras.wraps import call_of
+from layoutmap.core.layout import Layout
+from layoutmap.engines import get_engine
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.mode import computing
+from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, summed_up, with_summed_gradient
+from layoutmap.engines.torch.dtensor_ops.whole import whole as plain_tensor
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["calling", "on_mesh", "own_losses", "placed", "plain", "running", "whole"]
+
+
+def whole(array: Any) -> Any:
+    """All values of a tensor, as a numpy array."""
+    return get_engine("torch").whole(array)
+
+
+def placed(values: Any, session: KerasSession) -> Any:
+    """Plain arrays on the mesh: each cut along its first axis where the batch is split and it divides, or whole."""
+
+    def place(value: Any) -> Any:
+        if not _is_plain(value):
+            return value
+        return session.home.place(value, session.home.batch_layout(tuple(value.shape)))
+
+    return keras.tree.map_structure(place, values, none_is_leaf=True)
+
+
+def plain(values: Any) -> Any:
+    """Whole plain tensors in the place of DTensors; gradients find their way back."""
+    return keras.tree.map_structure(_off_mesh, values, none_is_leaf=True)
+
+
+def _is_plain(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_tensor or (isinstance(value, np.ndarray) and value.dtype.kind in "biufcV")
+
+
+# -- the mesh
+
+
+@contextmanager
+def on_mesh(session: KerasSession) -> Generator[None]:
+    """While open, what is computed with DTensors of the scope's mesh is computed right."""
+    home = session.home
+    native = home.native(home.replicated(0), 0)[0]
+    with simulation.on_mesh(native), computing(native):
+        yield
+
+
+@contextmanager
+def running(session: KerasSession, values: Any) -> Generator[None]:
+    """The same, for the outermost call on a thread, or a step: the layers called in it are not the outermost.
+
+    Args:
+        session: The scope.
+        values: What it is called with, on the mesh.
+    """
+    session.inside.depth = getattr(session.inside, "depth", 0) + 1
+    session.inside.sums_up = sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
+    try:
+        # The session's lock first, as where weights are made: two threads would else wait for each other.
+        with session.lock, on_mesh(session), SummingUp() if sums_up else nullcontext():
+            yield
+    finally:
+        session.inside.depth -= 1
+
+
+def _is_running(session: KerasSession) -> bool:
+    return getattr(session.inside, "depth", 0) > 0
+
+
+def _each(change: Callable[[Any], Any], values: Any) -> Any:
+    return keras.tree.map_structure(change, values, none_is_leaf=True)
+
+
+def _has_no_values(session: KerasSession) -> bool:
+    """Whether Keras only finds out shapes: with symbols, or with placeholders where symbols do not do."""
+    return get_device() == "meta" or (session.home.plan_only and in_stateless_scope())
+
+
+# -- calls
+
+
+def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """The `call` of a layer, or what stands for it; the outermost one takes plain tensors to the mesh and back."""
+    function = _with_weights(layer, session, name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_running(session):
+            if session.inside.sums_up:
+                args, kwargs = _each(with_summed_gradient, (args, kwargs))
+            # Once here, not by each of those who use it. The rows of an embedding that is cut by rows are a sum, too.
+            return _by_rows(_each(summed_up, function(*args, **kwargs)), layer, session)
+        given = keras.tree.flatten((args, kwargs))
+        tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
+        if not tensors or _has_no_values(session):
+            return function(*args, **kwargs)
+        session.refuse_in_a_plan(layer.name)
+        stays = any(isinstance(each, DTensor) for each in tensors)
+        args, kwargs = placed((args, kwargs), session)
+        with running(session, (args, kwargs)):
+            results = function(*args, **kwargs)
+        return results if stays else plain(results)
+
+    return call
+
+
+def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """The `call` of a layer, in which its weights are in the layouts that they compute in.
+
+    What is cut over the dim that cuts the batch, too, is put together for the call, as FSDP does it; the gradient goes
+    the same way back, summed up and cut.
+    """
+    function = call_of(layer, name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cut = _computing_layouts(layer, session) if _is_running(session) else []
+        if not cut:
+            return function(*args, **kwargs)
+        before = [variable._value for variable, _ in cut]
+        try:
+            for variable, layout in cut:
+                variable._value = session.home.place(variable._value, layout)
+            return function(*args, **kwargs)
+        finally:
+            for (variable, _), value in zip(cut, before, strict=True):
+                variable._value = value
+
+    return call
+
+
+def _computing_layouts(layer: Any, session: KerasSession) -> list[tuple[Any, Layout]]:
+    """Those of a layer's own weights that compute in another layout than they lie in, and in which."""
+    found: list[tuple[Any, Layout]] = []
+    for variable in layer._trainable_variables:
+        layout = getattr(variable, "layout", None)
+        if layout is not None:
+            computing_layout = session.home.computing_layout(layout)
+            if computing_layout != layout:
+                found.append((variable, computing_layout))
+    return found
+
+
+def own_losses(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+    """What gives losses of a layer; outside of calls and steps they are plain numbers."""
+
+    @functools.wraps(method)
+    def losses() -> Any:
+        if _is_running(session) or _has_no_values(session):
+            return method()
+        with on_mesh(session):
+            return plain(method())
+
+    return losses
+
+
+def _by_rows(outputs: Any, layer: Any, session: KerasSession) -> Any:
+    """What a model puts out in a step, cut along the batch only: losses and metrics look along the other axes."""
+    if getattr(session.inside, "model", None) is not layer:
+        return outputs
+
+    def by_rows(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return session.home.place(value, session.home.batch_layout(tuple(value.shape)))
+
+    return keras.tree.map_structure(by_rows, outputs, none_is_leaf=True)
+
+
+# -- off the mesh
+
+
+def _off_mesh(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    with simulation.on_mesh(value.device_mesh):
+        return plain_tensor(value).clone()

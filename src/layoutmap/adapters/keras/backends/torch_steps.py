@@ -1,0 +1,131 @@
+"""Training, test and predict steps on the mesh, and what updates weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+
+from layoutmap.adapters.keras.backends.torch_calls import on_mesh, placed, plain, running
+from layoutmap.adapters.keras.training import check_same_batch, settle_for_training
+from layoutmap.core.errors import ScopeError
+from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.keras.session import KerasSession
+
+__all__ = ["applying", "making", "refusing_export"]
+
+
+def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """The method of a model that makes its step of a name: `"train"`, `"test"` or `"predict"`."""
+    make_plain = getattr(model, f"make_{name}_function")
+    attribute = f"{name}_function"
+
+    @functools.wraps(make_plain)
+    def make(force: bool = False) -> Any:
+        settle_for_training(model, session)
+        if getattr(model, attribute) is None or force:
+            _refuse_compiling(model)
+            make_plain(force=force)
+            setattr(model, attribute, _Step(model, session, getattr(model, attribute)))
+        return getattr(model, attribute)
+
+    return make
+
+
+class _Step:
+    """A step that places its batch, runs on the mesh, and gives plain results."""
+
+    def __init__(self, model: Any, session: KerasSession, step: Callable[..., Any]) -> None:
+        self._model = model
+        self._session = session
+        self._step = step
+
+    def __call__(self, data: Any) -> Any:
+        model, session = self._model, self._session
+        self._build(data[0])
+        session.refuse_in_a_plan(model.name)
+        before = getattr(session.inside, "model", None)
+        session.inside.model = model
+        try:
+            check_same_batch(data, session)
+            batches = [placed(batch, session) for batch in data]
+            with self._same_draws(), running(session, batches):
+                results = self._step(batches)
+        finally:
+            session.inside.model = before
+        with torch.no_grad():
+            return plain(results)
+
+    def _same_draws(self) -> AbstractContextManager[Any]:
+        home = self._session.home
+        if not (home.across and home.check_batches):
+            return nullcontext()
+        return same_draws(home.native(home.replicated(0), 0)[0], home.check_alike)
+
+    def _build(self, batch: Any) -> None:
+        """Have a model that was never called make its weights before the step."""
+        model, session = self._model, self._session
+        if all(layer.built for layer in model._flatten_layers()):
+            return
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with session.defer():
+            model(keras.tree.map_structure(_symbolic, x))
+        settle_for_training(model, session)
+
+
+def _symbolic(array: Any) -> Any:
+    return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
+
+
+def _refuse_compiling(model: Any) -> None:
+    if model.jit_compile:
+        raise ScopeError(
+            f"{model.name}: jit_compile=True does not work in layouts on torch",
+            why="torch.compile does not trace a Keras step that takes plain tensors to a mesh",
+            fix="leave jit_compile out of model.compile(), or run this model on JAX",
+        )
+
+
+def refusing_export(model: Any) -> Callable[..., Any]:
+    """An `export` that says what to do instead."""
+
+    @functools.wraps(model.export)
+    def export(*args: Any, **kwargs: Any) -> Any:
+        raise ScopeError(
+            f"{model.name}: a model in layouts is not exported on torch",
+            why="what torch exports would hold the pieces of a mesh",
+            fix="save it, and export what keras.models.load_model gives outside of a scope",
+        )
+
+    return export
+
+
+def applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
+    """An update on the mesh, with each gradient in the layout of its weight."""
+    apply_plain = optimizer.apply
+
+    @functools.wraps(apply_plain)
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        weights = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        grads = list(grads)
+        if not optimizer.built:
+            with session.defer():
+                optimizer.build(weights)
+        with on_mesh(session):
+            laid_out = [_laid_out(g, v, session) for g, v in zip(grads, weights, strict=True)]
+            return apply_plain(laid_out, trainable_variables and weights)
+
+    return apply
+
+
+def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
+    layout = getattr(weight, "layout", None)
+    if layout is None or not isinstance(gradient, torch.Tensor):
+        return gradient
+    return session.home.place(gradient.detach(), layout)

@@ -1,0 +1,33 @@
+"""What cannot be laid out, layer by layer; all of Keras's own layers that were tried with torch 2.13 can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from layoutmap.core.unsupported import Unsupported
+
+__all__ = ["unsupported_of"]
+
+L = keras.layers
+
+
+def unsupported_of(layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
+    """What cannot be done with a layer.
+
+    Args:
+        layer: The layer.
+        path: Its path.
+        weights: The paths of its own weights.
+    """
+    if not isinstance(layer, L.TorchModuleWrapper):
+        return []
+    return [
+        Unsupported(
+            path,
+            "a torch module inside a Keras layer is not laid out",
+            why="the module keeps its own parameters, which the layer's variables would no longer be",
+            fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
+        )
+    ]

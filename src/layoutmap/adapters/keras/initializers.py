@@ -1,0 +1,112 @@
+"""From a Keras initializer to a draw.
+
+Keras draws an initializer's seed as an integer when the initializer is *constructed*, so deferring the call changes
+no value. The seed is lifted out of the initializer and handed to the program as an argument: then all variables of one
+shape and one kind of initializer share one compiled program.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from layoutmap.adapters.keras.hooks import draw_seed
+from layoutmap.core.initializers import Initializer, Program
+
+__all__ = ["initializer_of", "initializer_of_seed", "why_global"]
+
+
+def why_global(initializer: Any, global_init: Mapping[str, str]) -> str:
+    """Why a variable must be drawn whole on one device; empty if its shards can be drawn apart.
+
+    Args:
+        initializer: What Keras would call for the value.
+        global_init: Those of Keras's own initializers, by class name, that cannot be split, and why; `Constant` means
+            one that is an array.
+    """
+    if not _is_kerass_own(initializer):
+        return f"{_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
+    if isinstance(initializer, keras.initializers.Constant) and math.prod(np.shape(initializer.value)) == 1:
+        return ""
+    return global_init.get(type(initializer).__name__, "")
+
+
+def initializer_of(
+    initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[Any], Any] = lambda seed: seed
+) -> Initializer:
+    """The draw of a variable's first value.
+
+    Args:
+        initializer: What Keras would call for the value.
+        shape: The variable's shape.
+        dtype: The variable's type.
+        plain: Takes a seed off the mesh, where its generator may have been laid out.
+    """
+    if not _is_kerass_own(initializer):
+        return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
+    config = dict(initializer.get_config())
+    config.pop("seed", None)
+    seed: Any = ()
+    if hasattr(initializer, "seed"):
+        seed = plain(draw_seed(initializer.seed))  # advances a seed generator, once
+    seeded = copy.copy(initializer)
+
+    def function(seed: Any) -> Any:
+        own = copy.copy(seeded)
+        if hasattr(own, "seed"):
+            own.seed = _Given(seed)
+        return keras.ops.convert_to_tensor(own(shape, dtype=dtype), dtype=dtype)
+
+    settings = json.dumps(config, sort_keys=True, default=_exactly)
+    key = (type(initializer), settings, shape, dtype)
+    return Initializer(
+        lambda: function(seed),
+        Program(key, seed, function),
+        recipe=lambda: f"{type(initializer).__name__} {settings}",
+    )
+
+
+def initializer_of_seed(initializer: Any, shape: tuple[int, ...], dtype: str) -> Initializer:
+    """The draw of a seed generator's state, which is a seed: where processes agree on seeds they agree on it."""
+
+    def whole() -> Any:
+        return keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype)
+
+    return Initializer(whole, Program(("seed", shape, dtype), whole(), lambda seed: seed))
+
+
+class _Given(keras.random.SeedGenerator):
+    """A seed that is drawn already, in the form in which every backend takes one."""
+
+    def __init__(self, seed: Any):
+        # Not the base's, which makes a variable to draw from; and past its tracking of what it is given.
+        self.__dict__["seed"] = seed
+
+    def next(self, ordered: bool = True) -> Any:
+        """The seed."""
+        return self.__dict__["seed"]
+
+
+def _exactly(value: Any) -> Any:
+    """A setting that JSON does not know, as text that no other value has; `repr` shortens arrays."""
+    if not hasattr(value, "shape"):
+        return repr(value)
+    array = np.asarray(value)
+    return [str(array.dtype), list(array.shape), array.tobytes().hex()]
+
+
+def _is_kerass_own(initializer: Any) -> bool:
+    return isinstance(initializer, keras.initializers.Initializer) and type(
+        initializer
+    ).__module__.startswith("keras.src.initializers.")
+
+
+def _name(initializer: Any) -> str:
+    kind = initializer if hasattr(initializer, "__qualname__") else type(initializer)
+    return f"{kind.__module__}.{kind.__qualname__}"

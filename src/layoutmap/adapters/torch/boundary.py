@@ -1,0 +1,94 @@
+"""Plain tensors in, plain tensors out: what goes into a laid out model is cut, and what comes out is put together.
+
+Gradients pass both ways, so any loss that is computed with what comes out, plainly, is right.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.protocol import Home
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled, whole
+from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
+
+__all__ = ["map_tensors", "on_mesh", "plain", "summed_up", "tensors_in"]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers and dataclasses, in order."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif _is_record(leaf):
+            found += tensors_in([getattr(leaf, each.name) for each in dataclasses.fields(leaf)])
+    return found
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """The same containers and dataclasses with each tensor changed; anything else stays as it is."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if _is_record(leaf) and tensors_in(leaf):
+            changed = copy.copy(leaf)
+            for each in dataclasses.fields(leaf):
+                object.__setattr__(changed, each.name, map_tensors(change, getattr(leaf, each.name)))
+            return changed
+        return leaf
+
+    return tree_map(of_leaf, values)
+
+
+def on_mesh(values: Any, home: Home) -> Any:
+    """Plain tensors on the mesh: each cut along its first axis where the batch is split and it divides, or whole."""
+
+    def place(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, DTensor):
+            return tensor
+        layout = home.batch_layout(tuple(tensor.shape))
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return home.place(tensor, layout)
+        mesh, placements = home.native(layout, tensor.ndim)
+        return plainly(_cut)(tensor, mesh, placements)
+
+    return map_tensors(place, values)
+
+
+def _cut(tensor: torch.Tensor, mesh: Any, placements: Any) -> Any:
+    """A plain tensor on the mesh, so that its gradient has a gradient, too."""
+    return placed(everywhere(tensor, mesh), placements)
+
+
+def plain(values: Any) -> Any:
+    """Whole plain tensors, the same in all processes, in the place of `DTensor`s."""
+    return map_tensors(lambda tensor: _whole(tensor) if isinstance(tensor, DTensor) else tensor, values)
+
+
+def summed_up(values: Any) -> Any:
+    """`DTensor`s that are no sum still to be made: what a program reads of them is then right."""
+
+    def settle(tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        with simulation.on_mesh(tensor.device_mesh):
+            return settled(tensor)
+
+    return map_tensors(settle, values)
+
+
+def _whole(tensor: DTensor) -> torch.Tensor:
+    with simulation.on_mesh(tensor.device_mesh):
+        return whole(tensor)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

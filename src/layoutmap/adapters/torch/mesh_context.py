@@ -1,0 +1,82 @@
+"""Where the layers of a laid out model run: on its mesh, entered once by the outermost call.
+
+A checkpoint of activations runs a part of the model once more, in the backward pass, when no call of the model is open.
+What it runs then has to come to the mesh by itself, so the function that it keeps is made one that does.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from layoutmap.adapters.protocol import Home
+from layoutmap.core.patches import Patches
+from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
+from layoutmap.engines.torch.private import checkpoints
+
+__all__ = ["is_running", "running", "summing_up"]
+
+_here = threading.local()
+
+
+def is_running() -> bool:
+    """Whether a call of a laid out model is open on this thread."""
+    return getattr(_here, "home", None) is not None
+
+
+@contextmanager
+def running(home: Home) -> Generator[None]:
+    """While open, this thread computes on the mesh of a scope."""
+    before = getattr(_here, "home", None)
+    _here.home = home
+    try:
+        with _CHECKPOINTS.used(), _with_versions(), home.run_on_mesh():
+            yield
+    finally:
+        _here.home = before
+
+
+@contextmanager
+def summing_up(is_odd: bool) -> Generator[None]:
+    """While open, sums over the mesh are made at once if a batch is odd, that is, does not divide."""
+    before = getattr(_here, "is_odd", False)
+    _here.is_odd = is_odd
+    try:
+        with SummingUp() if is_odd else nullcontext():
+            yield
+    finally:
+        _here.is_odd = before
+
+
+@contextmanager
+def _with_versions() -> Generator[None]:
+    """Under `torch.inference_mode`, which has no views of a `DTensor`, only no gradients."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint keeps of a function: one that runs on the mesh whenever it is called."""
+    home, is_odd = getattr(_here, "home", None), getattr(_here, "is_odd", False)
+    if home is None:
+        return function
+
+    @functools.wraps(function)
+    def on_mesh(*args: Any, **kwargs: Any) -> Any:
+        if is_running():
+            return function(*args, **kwargs)
+        with running(home), summing_up(is_odd):
+            return function(*args, **kwargs)
+
+    return on_mesh
+
+
+_CHECKPOINTS = Patches(checkpoints(_on_mesh_later))

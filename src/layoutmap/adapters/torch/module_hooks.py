@@ -1,0 +1,65 @@
+"""Which modules come to life while a scope is open: torch's registration hooks report them.
+
+A module is reported when it is given a parameter, a buffer or a child, or when it is copied; one that has none of them
+has nothing to lay out. The hooks are torch's own, and `Module.__setstate__`, which copies and unpickled modules go
+through. They are in place while a scope is open on some thread, and look at the scope of their own thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from layoutmap.adapters.torch.paths import has_forward, is_of_keras
+from layoutmap.core.current import current
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.patches import Attribute, Closing, Item, Patches
+from layoutmap.engines.torch.private import registration_hooks
+
+__all__ = ["installed"]
+
+
+def installed() -> Closing:
+    """Keep the hooks in place for a while; threads and nested scopes share them."""
+    return _PATCHES.used()
+
+
+def _registered(module: torch.nn.Module, name: str, registered: Any) -> None:
+    watcher = current()
+    if watcher is not None and watcher.library == "torch":
+        watcher.module_created(module)
+
+
+def _parameter_registered(module: torch.nn.Module, name: str, parameter: Any) -> None:
+    _registered(module, name, parameter)
+    watcher = current()
+    if watcher is not None and watcher.library != "torch" and has_forward(module) and not is_of_keras(module):
+        raise ScopeError(
+            f"{type(module).__name__}: a torch module is built in a scope for {watcher.library} models",
+            facts={"parameter": name},
+            why=f"{watcher.library} is imported too, and a scope works inside one library: this would not be laid out",
+            fix='pass library="torch"',
+        )
+
+
+def _setting_state(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def setstate(module: torch.nn.Module, state: dict[str, Any]) -> None:
+        plain(module, state)
+        _registered(module, "", None)
+
+    return setstate
+
+
+_modules, _parameters, _buffers = registration_hooks()
+_PATCHES = Patches(
+    [
+        Item(_modules, "layoutmap", _registered),
+        Item(_parameters, "layoutmap", _parameter_registered),
+        Item(_buffers, "layoutmap", _registered),
+        Attribute(torch.nn.Module, "__setstate__", _setting_state),
+    ]
+)

@@ -1,0 +1,59 @@
+"""Before an optimizer steps: what it would do wrongly is refused, and slots that came plain get their layouts.
+
+Most of torch's optimizers are sums and products, which `DTensor`s compute right, or raise where they cannot. One that
+reads numbers in order to decide, as `Adafactor` does, reads those of one process's piece and goes on silently.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from layoutmap.core.errors import ScopeError
+from layoutmap.engines import get_engine
+
+__all__ = ["look_after_optimizers"]
+
+_READ = (torch.optim.Adafactor,)
+
+
+@functools.cache
+def look_after_optimizers() -> None:
+    """From now on, look at each optimizer of this process before it steps; one of plain parameters is left alone.
+
+    It stays: laid out models outlive their scope, and any optimizer may be given their parameters later.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    state = optimizer.state
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, DTensor):
+                if isinstance(optimizer, _READ):
+                    _refuse(optimizer)
+                if parameter in state:
+                    _lay_out(state[parameter], parameter)
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    raise ScopeError(
+        f"{type(optimizer).__name__} cannot step weights in layouts",
+        why="it reads norms of weights and updates, and each process would read that of its own pieces",
+        fix="use another optimizer, as torch.optim.AdamW, whose slots are cut as the weights are",
+    )
+
+
+def _lay_out(slots: Any, parameter: DTensor) -> None:
+    """Slots that a state dict of a plain model brought."""
+    for name, slot in slots.items():
+        if isinstance(slot, torch.Tensor) and not isinstance(slot, DTensor) and slot.shape == parameter.shape:
+            engine = get_engine("torch")
+            layout = engine.layout_of(parameter)
+            if layout is not None and (slot.ndim or name != "step"):
+                slots[name] = engine.relayout(slot, layout)

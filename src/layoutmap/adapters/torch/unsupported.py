@@ -1,0 +1,74 @@
+"""What cannot be laid out, or not as one may think, said before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.torch.paths import Found
+from layoutmap.core.unsupported import Unsupported
+from layoutmap.engines.torch.private import FakeTensor, storage_key
+
+__all__ = ["unsupported_of"]
+
+_KNOWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, DTensor)
+
+
+def unsupported_of(tensors: Sequence[tuple[Found, str]]) -> list[Unsupported]:
+    """What the tensors of a scope cannot do.
+
+    Args:
+        tensors: Each once, and the name of its model.
+    """
+    return [*_of_each(tensors), *_of_shared_memory(tensors)]
+
+
+def _of_each(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
+    for found, model in tensors:
+        tensor = found.tensor
+        if tensor.device.type == "meta":
+            yield Unsupported(
+                found.path,
+                "it lies on the meta device",
+                "such a tensor has no value, and no record of how it would get one",
+                "build the model without torch.device('meta'): a scope defers the values itself",
+                model=model,
+            )
+        elif tensor.layout != torch.strided:
+            yield Unsupported(
+                found.path,
+                f"it is {tensor.layout}",
+                "a layout cuts dense tensors",
+                "make it dense: tensor.to_dense()",
+                model=model,
+            )
+        elif type(tensor) not in _KNOWN:
+            yield Unsupported(
+                found.path,
+                f"it is a {type(tensor).__module__}.{type(tensor).__qualname__}",
+                "it becomes a DTensor, and what its own class does is lost",
+                "make it a torch.nn.Parameter",
+                "warning" if isinstance(tensor, torch.nn.Parameter) else "error",
+                model=model,
+            )
+
+
+def _of_shared_memory(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
+    known: dict[object, tuple[Found, str]] = {}
+    for found, model in tensors:
+        tensor = found.tensor
+        if isinstance(tensor, DTensor) or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        key = (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        other, its_model = known.setdefault(key, (found, model))
+        if other is not found:
+            its_path = other.path if its_model == model else f"{its_model}: {other.path}"
+            yield Unsupported(
+                found.path,
+                f"it shares its memory with {its_path}",
+                "they are two tensors, and in layouts each has memory of its own, so they would part in training",
+                "let both names hold one and the same parameter: b.weight = a.weight",
+                model=model,
+            )

@@ -1,0 +1,1 @@
+"""The command line: `layoutmap plan`, `explain`, `lint`, `diff` and more."""

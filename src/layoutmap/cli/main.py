@@ -1,0 +1,313 @@
+"""The command line: `layoutmap plan | explain | lint | diff | devices | presets | schema | completion`.
+
+A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
+current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
+
+Exit codes: 0 the output was printed and all is well; 1 the plan has problems, lint finds something, or two plans
+differ; 2 something went wrong; 130 interrupted; 141 the reader of a pipe has closed it. Code of a model that ends the
+process itself (`os._exit`) decides the exit code as well: nothing inside of the process can prevent that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
+from layoutmap.cli.models import listing
+from layoutmap.cli.output import check_target, drop_unwritten, is_stdout, say, write
+from layoutmap.cli.plans import add_model_options, plan_of, plans_of
+from layoutmap.cli.users_code import UsersCodeError
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.escaping import escaped
+from layoutmap.engines import ENGINES
+from layoutmap.report.rows import size
+from layoutmap.rules.yaml_file import schema
+from layoutmap.scope.devices import devices
+
+__all__ = ["main"]
+
+WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
+
+_EXAMPLES = """examples:
+  layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
+  layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
+  layoutmap plan my_models:make_llama --rules rules.yaml --optimizer adamw --device-memory 80GiB
+  layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json --html plan.html
+  layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch --dtype bfloat16 --optimizer adamw
+  layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
+  layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
+  layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
+  layoutmap devices --engine jax
+  layoutmap presets
+  layoutmap schema > rules.schema.json
+  source <(layoutmap completion bash)
+
+exit codes:
+  0  the output was printed, and all is well
+  1  the plan has problems, lint found something, or the plans differ
+  2  something went wrong; stderr says what
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit code."""
+    try:
+        try:
+            options = _parser().parse_args(arguments)
+            return options.run(options)
+        finally:
+            if sys.stdout is not None and not sys.stdout.closed:
+                sys.stdout.flush()
+    except BrokenPipeError:  # as with `| head`: who reads has enough
+        drop_unwritten(sys.stdout)
+        return CLOSED
+    except KeyboardInterrupt:
+        return _failed("interrupted", INTERRUPTED)
+    except UsersCodeError as error:
+        return _failed(error, before=error.trace)
+    except LayoutMapError as error:
+        return _failed(error)
+    except OSError as error:
+        drop_unwritten(sys.stdout)
+        return _failed(error.strerror or error)
+    except Exception as error:  # else its exit code would be that of a plan with problems
+        return _failed(
+            f"{type(error).__name__}, which is a mistake in layoutmap: please report it with the lines above",
+            before=traceback.format_exc().rstrip(),
+        )
+
+
+def _failed(message: object, code: int = CANNOT, *, before: str = "") -> int:
+    with contextlib.suppress(OSError):  # of stderr: then nobody is there to be told
+        say(f"{before}\n\nlayoutmap: {message}" if before else f"layoutmap: {message}", sys.stderr)
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Escapes what it repeats of the command line, and passes on that nobody reads its help."""
+
+    def print_help(self, file: Any = None) -> None:
+        say(self.format_help().rstrip("\n"), file or sys.stdout)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escaped(message))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="layoutmap",
+        description="See where every weight of a model is placed, before a byte is allocated.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(
+        required=True, metavar="plan | explain | lint | diff | devices | presets | schema | completion"
+    )
+
+    def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
+        )
+        made.set_defaults(run=run)
+        return made
+
+    plan = command(
+        "plan",
+        _plan,
+        "Print the plan of a model: every variable with its layout and bytes, and all problems.",
+    )
+    plan.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model")
+    plan.add_argument(
+        "--json", metavar="FILE", help='also write the plan to a file, for diff; "-": to stdout'
+    )
+    plan.add_argument("--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout')
+    plan.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        type=_nbytes,
+        help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more',
+    )
+    plan.add_argument("--strict", action="store_true", help="count warnings as problems")
+    _add_batch_dim(plan)
+    add_model_options(plan)
+    explain = command(
+        "explain", _explain, "Explain why a variable has its layout, and what to type to change it."
+    )
+    explain.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model")
+    explain.add_argument("path", metavar="PATH", help="the variable's path, as the plan shows it")
+    add_model_options(explain)
+    lint = command(
+        "lint", _lint, "Report layouts that are valid but probably not intended, with the evidence."
+    )
+    lint.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model")
+    _add_batch_dim(lint)
+    add_model_options(lint)
+    diff = command(
+        "diff", _diff, "Show what changes from one plan to another; the exit code is 1 if anything does."
+    )
+    for name in ("before", "after"):
+        diff.add_argument(name, metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model")
+    add_model_options(diff)
+    there = command("devices", _devices, "List the devices of this machine.")
+    there.add_argument(
+        "--engine",
+        choices=tuple(ENGINES),
+        help="whose devices; default: those of all engines that are installed",
+    )
+    command(
+        "presets",
+        _presets,
+        "List the presets of rules, and the published models that can be planned by name.",
+    )
+    command("schema", _schema, "Print the JSON Schema of rules files, for editors.")
+    completion = command(
+        "completion", _completion, "Print the script with which a shell completes this command."
+    )
+    completion.epilog = HOW_TO
+    completion.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+def _add_batch_dim(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch-dim",
+        metavar="DIM",
+        help="the mesh dim over which the batch is sharded, for lint; default: that of the rules for activations, or "
+        "one with a usual name",
+    )
+
+
+# -- commands
+
+
+def _plan(options: Any) -> int:
+    files = [(name, path) for name in ("json", "html") if (path := getattr(options, name)) is not None]
+    for name, path in files:
+        check_target(f"--{name}", path)
+    if len({os.path.realpath(path) for _, path in files}) < len(files):
+        raise LayoutMapError(
+            f"--json and --html are both {options.json!r}",
+            why="the second would replace the first",
+            fix="name two files",
+        )
+    made = plan_of(options.model, options)
+    memory = made.memory
+    findings = made.lint(options.batch_dim)
+    to_stdout = False
+    for name, path in files:
+        write(path, made.to_json() if name == "json" else made.to_html(options.batch_dim))
+        if is_stdout(path):
+            to_stdout = True
+        else:
+            say(f"written: {path}", sys.stderr)
+    out = sys.stderr if to_stdout else sys.stdout
+    say(f"{made}\n\n{memory}", out)
+    if findings:
+        say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out)
+    fits = options.device_memory is None or memory.total <= options.device_memory
+    if options.device_memory is not None:
+        say(f"\n{_fit(memory.total, options.device_memory)}", out)
+    return PROBLEMS if made.errors or (options.strict and made.warnings) or not fits else WELL
+
+
+def _explain(options: Any) -> int:
+    made = plan_of(options.model, options)
+    try:
+        say(made.explain(options.path), sys.stdout)
+    except KeyError as error:
+        raise LayoutMapError(
+            str(error.args[0]),
+            why="a path is written as in the plan, with a number where the table has {0..31}",
+            fix=f"copy it from what this prints: layoutmap plan {options.model} ...",
+        ) from None
+    return WELL
+
+
+def _lint(options: Any) -> int:
+    findings = plan_of(options.model, options).lint(options.batch_dim)
+    say(str(findings), sys.stdout)
+    return PROBLEMS if findings else WELL
+
+
+def _diff(options: Any) -> int:
+    before, after = plans_of([options.before, options.after], options)
+    difference = before.diff(after)
+    say(str(difference), sys.stdout)
+    return PROBLEMS if difference else WELL
+
+
+def _devices(options: Any) -> int:
+    found = False
+    for engine in [options.engine] if options.engine else ENGINES:
+        try:
+            names = devices(engine=engine)
+        except Exception as error:  # a driver's, too
+            missing = isinstance(error, LayoutMapError | ImportError)
+            if options.engine:
+                raise LayoutMapError(
+                    f"{engine}: no devices",
+                    why=str(error),
+                    fix=f'pip install "layoutmap[{engine}]"'
+                    if missing
+                    else f"make {engine} itself list its devices",
+                ) from error
+            if not missing:
+                say(f"layoutmap: {engine}: no devices: {error}", sys.stderr)
+            continue
+        found = True
+        say("\n".join([f"{engine}: {len(names)} devices", *(f"   {name}" for name in names)]), sys.stdout)
+    if not found:
+        raise LayoutMapError(
+            "no engine has devices", fix='pip install "layoutmap[jax]", [tensorflow] or [torch]'
+        )
+    return WELL
+
+
+def _presets(_: Any) -> int:
+    say(listing(), sys.stdout)
+    return WELL
+
+
+def _completion(options: Any) -> int:
+    say(completion_script(_parser(), options.shell), sys.stdout)
+    return WELL
+
+
+def _schema(options: Any) -> int:
+    say(schema().rstrip("\n"), sys.stdout)
+    return WELL
+
+
+# -- what they need
+
+
+def _nbytes(text: str) -> int:
+    """The bytes of a size that people write; argparse tells what it raises."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", text)
+    nbytes = 0
+    if found is not None:
+        number, prefix, binary = found.groups()
+        nbytes = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
+    if not nbytes:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise argparse.ArgumentTypeError(
+            f'{shown!r} is not a size of memory; write a number and a unit (KB to TB, KiB to TiB), as in "80GiB"'
+        )
+    return nbytes
+
+
+def _fit(needed: int, there: int) -> str:
+    if needed > there:
+        return f"does not fit: {size(needed)} of {size(there)} on each device, before activations"
+    return f"fits: {size(needed)} of {size(there)} on each device, and {size(there - needed)} are left for activations"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What the command line knows of models by itself: those that were published, and presets of rules for their families.
+
+`keras_hub:llama3_405b` names a published model. No values of it are loaded, and without other rules it has the preset
+of its family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.mesh import Mesh
+from layoutmap.rules import presets, zoo
+from layoutmap.rules.zoo import PublishedModel
+from layoutmap.scope.layout_map import LayoutMap
+
+__all__ = ["add_preset_options", "known_model", "listing", "make_of", "preset_of", "refuse_unknown"]
+
+
+def add_preset_options(parser: argparse.ArgumentParser) -> None:
+    """What says which preset, over which dims, and in which type a published model is planned."""
+    parser.add_argument(
+        "--preset", choices=presets.names(), help="the rules for a family of models, instead of a file"
+    )
+    parser.add_argument(
+        "--model-dim",
+        metavar="DIM",
+        help='the mesh dim over which a preset shards layers, if it is not "model"; "none": over none',
+    )
+    parser.add_argument(
+        "--fsdp-dim",
+        metavar="DIM",
+        help="the mesh dim of the batch, if a preset is to shard weights over it as well (FSDP)",
+    )
+    parser.add_argument(
+        "--dtype", metavar="POLICY", help="the Keras dtype policy of a published model, as in bfloat16"
+    )
+
+
+def listing() -> str:
+    """All presets, what they are for, and the published models that have them."""
+    width = max(map(len, presets.names())) + 2
+    lines: list[str] = []
+    for preset in presets.names():
+        lines.append(f"{preset:<{width}}{presets.about(preset)}")
+        own = [model for model in zoo.models().values() if model.preset == preset]
+        lines += [f"{'':<{width}}   {_spelt(model):<27}{model.num_parameters:>15,}" for model in own]
+    return "\n".join(lines)
+
+
+def known_model(name: str) -> PublishedModel | None:
+    """The published model of a name as the command line takes it, if it is one."""
+    model = zoo.models().get(name.partition(":")[2])
+    return model if model is not None and name == _spelt(model) else None
+
+
+def refuse_unknown(module: str, name: str) -> None:
+    """Raise, with those that there are, if a name is looked for in a package of published models."""
+    if any(model.package == module for model in zoo.models().values()):
+        zoo.model(name)
+
+
+def make_of(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
+    """A function that makes a published model.
+
+    Raises:
+        LayoutMapError: Keras has no such dtype policy.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub looks for TensorFlow, which then talks
+    if dtype is None:
+        return model.make
+    try:
+        importlib.import_module("keras").dtype_policies.get(dtype)
+    except ValueError as error:
+        raise LayoutMapError(
+            f"--dtype {dtype}", why=str(error), fix="use float32, bfloat16 or mixed_bfloat16"
+        ) from error
+    return lambda: model.make(dtype=dtype)
+
+
+def preset_of(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
+    """The preset that is asked for, or that of a published model without other rules; `None`: there is none.
+
+    Raises:
+        LayoutMapError: There is no mesh for it; or an option is given that is for something else.
+    """
+    name = options.preset or (model.preset if model is not None and not options.rules else None)
+    for option, value, of, there in (
+        ("--preset", options.preset, "instead of --rules", not options.rules),
+        ("--model-dim", options.model_dim, "for presets", name),
+        ("--fsdp-dim", options.fsdp_dim, "for presets", name),
+        ("--dtype", options.dtype, "for published models", model),
+    ):
+        if value and not there:
+            raise LayoutMapError(
+                f"{option} {value} is {of}",
+                why="it has no meaning here",
+                fix="leave it out; layoutmap --help has examples",
+            )
+    if name is None:
+        return None
+    if mesh is None:
+        raise LayoutMapError(
+            f"preset {name!r}: there is no mesh",
+            why="the rules of a preset are for any mesh, so they name none",
+            fix="add one, as in --mesh batch=2,model=4",
+        )
+    model_dim = options.model_dim or "model"
+    return LayoutMap.preset(
+        name, mesh, model_dim=None if model_dim == "none" else model_dim, fsdp_dim=options.fsdp_dim
+    )
+
+
+def _spelt(model: PublishedModel) -> str:
+    return f"{model.package}:{model.name}"

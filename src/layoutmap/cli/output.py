@@ -1,0 +1,131 @@
+"""What the command line puts out: text for people, escaped, and files that are written all or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import sys
+from typing import TextIO
+
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.escaping import escaped
+
+__all__ = ["check_target", "drop_unwritten", "is_stdout", "say", "write"]
+
+
+def say(text: str, stream: TextIO | None) -> None:
+    """Print lines for people: control characters are escaped, and so is what the stream's encoding lacks.
+
+    Raises:
+        OSError: The stream is closed, or cannot be written to.
+    """
+    there = _opened(stream)
+    encoding = there.encoding or "utf-8"
+    lines = escaped(text, keep="\n\t")
+    there.write(lines.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+
+
+def is_stdout(path: str) -> bool:
+    """Whether a path is `-`, or another name of this process's stdout, as `/dev/stdout` is."""
+    try:
+        return path == "-" or os.path.samestat(os.stat(path), os.fstat(1))
+    except OSError:
+        return False
+
+
+def check_target(option: str, path: str) -> None:
+    """Refuse what no file can be written to, before the work is done that is to be written.
+
+    Raises:
+        LayoutMapError: It is a folder, or the folder that it would be in does not exist.
+    """
+    folder = os.path.dirname(os.path.realpath(path))
+    if os.path.isdir(path) or not os.path.basename(path):
+        why = "it is a folder"
+    elif not os.path.isdir(folder):
+        why = f"there is no folder {folder}"
+    else:
+        return
+    raise LayoutMapError(
+        f"{option} {path!r} cannot be written",
+        why=why,
+        fix='name a file in a folder that exists, or "-" for stdout',
+    )
+
+
+def write(path: str, text: str) -> None:
+    """Write a text to a file, all of it or nothing: what was there stays until the new file is complete.
+
+    The new file keeps the mode and the owner of the one that it replaces. A symlink stays, and its target is replaced.
+    A device or a pipe is written to as it is. `-` is stdout.
+
+    Raises:
+        LayoutMapError: The file cannot be written; says the system's reason.
+        OSError: Stdout cannot be written to.
+    """
+    data = text.encode("utf-8", "backslashreplace")  # half of a surrogate pair: in JSON, its escape
+    if is_stdout(path):
+        return _write_to_stdout(data)
+    target = os.path.realpath(path)
+    try:
+        there = os.stat(target) if os.path.exists(target) else None
+        if there is None or stat.S_ISREG(there.st_mode):
+            _replace(target, data, there)
+        else:
+            with open(target, "wb") as file:
+                file.write(data)
+    except OSError as error:
+        raise LayoutMapError(
+            f"{path} cannot be written",
+            why=error.strerror or str(error),
+            fix="name a file that you may write to, on a disk that has room; if it existed, it has not changed",
+        ) from error
+    return None
+
+
+def drop_unwritten(stream: TextIO | None) -> None:
+    """Let the interpreter end without a word about what a stream could not write."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _opened(stream: TextIO | None) -> TextIO:
+    if stream is None or stream.closed:
+        raise OSError(errno.EBADF, "the output is closed")
+    return stream
+
+
+def _write_to_stdout(data: bytes) -> None:
+    stream = _opened(sys.stdout)
+    if stream.isatty() or not hasattr(stream, "buffer"):
+        return say(data.decode(), stream)
+    stream.flush()
+    stream.buffer.write(data)
+    return None
+
+
+def _replace(target: str, data: bytes, there: os.stat_result | None) -> None:
+    if there is not None and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    new = os.path.join(os.path.dirname(target), f".layoutmap-{secrets.token_hex(8)}")
+    mode = 0o666 if there is None else stat.S_IMODE(there.st_mode)
+    file = None
+    try:
+        # No `with`: between its last line and the file's end an interrupt would leave the file open.
+        file = open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
+        file.write(data)
+        file.close()
+        if there is not None:
+            with contextlib.suppress(PermissionError, AttributeError):  # of another user; not on Windows
+                os.chown(new, there.st_uid, there.st_gid)
+            os.chmod(new, mode)
+        os.replace(new, target)
+    finally:
+        if file is not None:
+            with contextlib.suppress(OSError):  # the disk is full: it has been raised above
+                file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)

@@ -1,0 +1,234 @@
+"""From what a command line names to a plan: the file of one, a function that makes a model, or a published model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layoutmap.adapters import imported_adapter
+from layoutmap.cli.models import (
+    add_preset_options,
+    known_model,
+    make_of,
+    preset_of,
+)
+from layoutmap.cli.output import say
+from layoutmap.cli.users_code import function_named, names_of, users_code
+from layoutmap.core.errors import LayoutMapError, ScopeError
+from layoutmap.core.mesh import Mesh
+from layoutmap.plan.table import Plan
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.scope import plan as make_plan
+
+__all__ = ["add_model_options", "plan_of", "plans_of"]
+
+_OF_MODELS = (
+    "rules",
+    "preset",
+    "model_dim",
+    "fsdp_dim",
+    "dtype",
+    "mesh",
+    "inputs",
+    "optimizer",
+    "backend",
+    "library",
+)
+_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "string"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """What a model is called with: a shape and a type, and no values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What says how a model is planned."""
+    parser.add_argument("--rules", metavar="FILE", help="the rules file, as LayoutMap.to_yaml writes it")
+    add_preset_options(parser)
+    parser.add_argument(
+        "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; default: that of the rules file'
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="SPEC",
+        nargs="+",
+        help='what the model is called with, if it makes its weights then: "float32[8,128]", or "name=int32[8,16]"',
+    )
+    parser.add_argument(
+        "--optimizer", metavar="NAME", help="a Keras optimizer whose slots are planned as well, as in adamw"
+    )
+    parser.add_argument(
+        "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
+    )
+    parser.add_argument(
+        "--library",
+        choices=("keras", "torch"),
+        help="the library of the model, if none or several are imported",
+    )
+
+
+def plan_of(name: str, options: Any) -> Plan:
+    """The plan of the one thing that a command names."""
+    return plans_of([name], options)[0]
+
+
+def plans_of(names: Sequence[str], options: Any) -> list[Plan]:
+    """The plans of all that a command names.
+
+    Raises:
+        LayoutMapError: One cannot be made; or all are files, and there are options for models.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(options, name)]
+    if given and all(map(_is_file, names)):
+        raise LayoutMapError(
+            f"{given[0]} is for a model, and {names[0]} is the file of a plan",
+            why="the file has its own mesh, rules and variables",
+            fix=f"leave out {', '.join(given)}, or name the model",
+        )
+    # Files first: a plan takes minutes, and whoever misspelt a file should hear of it before.
+    read = {name: _plan_of_file(name) for name in names if _is_file(name)}
+    return [read[name] if name in read else _plan_of_model(name, options) for name in names]
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix == ".json"
+
+
+def _plan_of_file(name: str) -> Plan:
+    text = _text_of(name)
+    with _read_from(name):
+        return Plan.from_json(text)
+
+
+def _plan_of_model(name: str, options: Any) -> Plan:
+    inputs = _inputs(options.inputs)
+    if options.backend:
+        os.environ["KERAS_BACKEND"] = options.backend
+    mesh = Mesh(None, options.mesh) if options.mesh else None
+    known = known_model(name)
+    module_name, function_name = names_of(name)
+    layout_map = preset_of(options, mesh, known)
+    if layout_map is None:
+        layout_map = _rules_of_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
+    by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
+    say(f"layoutmap: planning {name}{by}", sys.stderr)
+    with users_code(name):
+        make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
+        return make_plan(
+            _with_optimizer(make_model, options.optimizer) if options.optimizer else make_model,
+            layout_map,
+            inputs=inputs,
+            library=options.library or ("keras" if known else _imported_library()),
+        )
+
+
+def _rules_of_file(name: str, mesh: Mesh | None) -> LayoutMap:
+    text = _text_of(name)
+    with _read_from(name):
+        return LayoutMap.from_yaml(text, mesh)
+
+
+def _with_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
+    def make() -> Any:
+        model = make_model()
+        if not hasattr(model, "compile") or not hasattr(model, "stateless_call"):
+            raise LayoutMapError(
+                f"--optimizer {optimizer}: {type(model).__name__} is not a Keras model",
+                why="only the slots of Keras optimizers can be planned",
+                fix="leave --optimizer out",
+            )
+        try:
+            model.compile(optimizer=optimizer)
+        except ValueError as error:
+            raise LayoutMapError(
+                f"--optimizer {optimizer}", why=str(error), fix="use adamw, sgd, ..."
+            ) from error
+        return model
+
+    return make
+
+
+def _imported_library() -> str:
+    try:
+        return imported_adapter().name
+    except ScopeError as error:
+        raise ScopeError(error.what, why=error.why, fix="pass --library keras, or --library torch") from error
+
+
+def _inputs(texts: Sequence[str] | None) -> Any:
+    """What a model is called with: one for the first place, a list, or a dict by name."""
+    if not texts:
+        return None
+    read = [_input(text) for text in texts]
+    names = [name for name, _ in read]
+    if len(read) > 1 and (None in names or len(set(names)) < len(names)) and any(names):
+        raise LayoutMapError(
+            f"--inputs {' '.join(texts)}",
+            why="two inputs have one name"
+            if None not in names
+            else "some inputs have a name and some have none",
+            fix='name all of them, as in --inputs "tokens=int32[8,16]" "mask=bool[8,16]", or none',
+        )
+    if names[0]:
+        return dict(read)
+    return read[0][1] if len(read) == 1 else [each for _, each in read]
+
+
+def _input(text: str) -> tuple[str | None, _Shaped]:
+    found = re.fullmatch(r"(?:(\w+)=)?(\w+)\[([0-9]{1,18}(?:, *[0-9]{1,18})*|)\]", text)
+    if found is None or found[2] not in _DTYPES:
+        raise LayoutMapError(
+            f"--inputs {text!r} is not a dtype with a shape",
+            facts={"dtypes": ", ".join(_DTYPES)} if found else {},
+            why="it gives the dtype and the shape of what the model is called with",
+            fix='write it as in --inputs "float32[8,128]", or "name=int32[8,16]" for each of several',
+        )
+    return found[1], _Shaped(tuple(map(int, filter(None, found[3].split(",")))), found[2])
+
+
+@contextlib.contextmanager
+def _read_from(path: str) -> Generator[None]:
+    """While open, an error of what a file says names the file."""
+    try:
+        yield
+    except RecursionError as error:
+        raise LayoutMapError(
+            f"{path}: it is nested too deeply",
+            why="no file that this library writes is",
+            fix="write it anew",
+        ) from error
+    except LayoutMapError as error:
+        raise LayoutMapError(
+            f"{path}: {error.what}", facts=error.facts, why=error.why, fix=error.fix
+        ) from error
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise LayoutMapError(
+            f"{path} cannot be read",
+            why=f"it is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
+            fix="save it as UTF-8, or name another file",
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        raise LayoutMapError(
+            f"{path} cannot be read",
+            why=getattr(error, "strerror", None) or str(error),
+            fix="name a file that exists; relative paths start at the current folder",
+        ) from error

@@ -1,0 +1,140 @@
+"""The code that a user's model is made with: found, run, and told apart from this library's where it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from layoutmap.cli.models import refuse_unknown
+from layoutmap.core.errors import LayoutMapError
+
+__all__ = ["UsersCodeError", "function_named", "names_of", "users_code"]
+
+_NOT_THEIRS = (
+    str(Path(__file__).parent) + os.sep,
+    str(importlib.__file__),
+    str(contextlib.__file__),
+    "<frozen importlib",
+)
+
+
+class UsersCodeError(LayoutMapError):
+    """An exception that a user's module or function raised.
+
+    Attributes:
+        trace: Its traceback as text, from the user's first line on.
+    """
+
+    def __init__(self, name: str, error: BaseException):
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THEIRS):
+            trace = trace.tb_next
+        self.trace = _told(error, trace)
+        super().__init__(
+            f"{name} raised {type(error).__name__}",
+            why="there is no plan, since the model could not be made",
+            fix="correct what is shown above, and run the command again",
+        )
+
+
+@contextlib.contextmanager
+def users_code(name: str) -> Generator[None]:
+    """While open, code of the user's may run: it can import from the present folder, and it cannot end the program.
+
+    What it prints goes to stderr, so that stdout has the plan and nothing else. The present folder and stdout are
+    afterwards what they were.
+
+    Args:
+        name: What the user calls it: `module:function`.
+
+    Raises:
+        LayoutMapError: The code called `sys.exit`.
+        UsersCodeError: The code raised something else than an error of this library.
+    """
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (LayoutMapError, KeyboardInterrupt):
+        raise
+    except SystemExit as error:
+        raise LayoutMapError(
+            f"{name} called sys.exit({'' if error.code is None else repr(error.code)})",
+            why="it ended before there was a plan",
+            fix='move what runs the program under: if __name__ == "__main__":',
+        ) from error
+    except BaseException as error:
+        raise UsersCodeError(name, error) from error
+    finally:
+        os.chdir(folder)
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def names_of(name: str) -> tuple[str, str]:
+    """The module and the function of `module:function`.
+
+    Raises:
+        LayoutMapError: It is something else; a path to a file is answered with the module's name.
+    """
+    module, _, function = name.partition(":")
+    dotted = ".".join(Path(module.removesuffix(".py")).parts)
+    in_folder = dotted and "" not in dotted.split(".") and not os.path.isabs(module)
+    if dotted == module and in_folder and function.isidentifier():
+        return module, function
+    raise LayoutMapError(
+        f"{name!r} names no function that makes a model",
+        why="a model is named as package.module:function, from the current folder, and a plan's file ends in .json",
+        fix=f"layoutmap plan {dotted if in_folder else 'my_models'}:{function or 'make_model'}",
+    )
+
+
+def function_named(module_name: str, function_name: str) -> Callable[[], Any]:
+    """The function of a module, which is imported for it.
+
+    Raises:
+        LayoutMapError: There is no such module, it has no such function, or the function needs arguments.
+    """
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports another that is not
+        raise LayoutMapError(
+            f"{module_name} cannot be imported",
+            why=str(error),
+            fix="run the command in the folder that has it, or install it",
+        ) from error
+    made = getattr(module, function_name, None)
+    if not callable(made):
+        refuse_unknown(module_name, function_name)
+        near = [n for n, value in vars(module).items() if not n.startswith("_") and callable(value)]
+        raise LayoutMapError(
+            f"{module_name} has no function {function_name!r}",
+            facts={"functions": ", ".join(near[:10])},
+            fix="name one that makes a model and returns it",
+        )
+    try:
+        inspect.signature(made).bind()
+    except TypeError as error:
+        raise LayoutMapError(
+            f"{module_name}:{function_name} cannot be called without arguments",
+            why=str(error),
+            fix=f"write a function that calls {function_name} with its arguments and returns the model, and name that",
+        ) from error
+    except ValueError:  # nothing is known of what it takes
+        pass
+    return made
+
+
+def _told(error: BaseException, trace: TracebackType | None) -> str:
+    return "".join(traceback.TracebackException(type(error), error, trace).format()).rstrip()

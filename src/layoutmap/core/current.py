@@ -1,0 +1,100 @@
+"""Which scope is open here: the one piece of ambient state, a `ContextVar`.
+
+A scope belongs to the code between its `with` and its end, in the thread and the task that opened it. Threads and tasks
+that inherit the variable with a copy of their maker's context do not inherit the scope, and a scope that is closed is
+nobody's, wherever a copy of the variable still names it; so is one whose `with` is gone without an end, as an interrupt
+can leave it. Adapters read it from inside a framework's constructors, where nothing could be passed to them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from layoutmap.core.patches import Closing
+
+__all__ = ["current", "entered", "is_entered"]
+
+
+class _Entry(Closing):
+    """One `with` of a session, where it was entered."""
+
+    def __init__(self, session: Any):
+        self.session = session  # `None` once it is closed
+        self._thread = threading.get_ident()
+        task = _task()
+        self._task = None if task is None else weakref.ref(task)
+
+    def is_here(self) -> bool:
+        """Whether this is the thread and the task that entered."""
+        task = None if self._task is None else self._task()
+        return self._thread == threading.get_ident() and task is _task()
+
+    def open(self) -> None:
+        _current.set(_Link(weakref.ref(self), next(_links(), None)))
+
+    def close(self) -> None:
+        self.session = None
+        link = _current.get()
+        if link is not None and link.entry() is self:
+            _current.set(next(_links(), None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """An entry, which its `with` holds and the variable does not, and what was open before it."""
+
+    entry: weakref.ref[_Entry]
+    outer: _Link | None
+
+
+_current: ContextVar[_Link | None] = ContextVar("layoutmap_scope", default=None)
+
+
+def current() -> Any:
+    """The session of the innermost scope that is open in this thread and task, or `None`."""
+    return next(_sessions(), None)
+
+
+def is_entered(session: Any) -> bool:
+    """Whether a session is open in this thread and task, perhaps around another one."""
+    return any(each is session for each in _sessions())
+
+
+def entered(session: Any) -> Closing:
+    """Make a session the current one of this thread and task for a while; afterwards the one before it is again.
+
+    It may end in any order and anywhere: a generator that holds it can be closed late, by another task or thread.
+    """
+    return _Entry(session)
+
+
+def _sessions() -> Iterator[Any]:
+    for link in _links():
+        entry = link.entry()
+        if entry is not None:
+            yield entry.session
+
+
+def _links() -> Iterator[_Link]:
+    """What is open in this thread and task, the innermost first."""
+    link = _current.get()
+    while link is not None:
+        entry = link.entry()
+        if entry is not None and entry.session is not None and entry.is_here():
+            yield link
+        link = link.outer
+
+
+def _task() -> Any:
+    """The task of asyncio that runs here, or `None`."""
+    asyncio: Any = sys.modules.get("asyncio")  # a program that has not imported it has no tasks
+    try:
+        return asyncio and asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None

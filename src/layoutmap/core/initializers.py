@@ -1,0 +1,51 @@
+"""How a variable gets its first value.
+
+A draw can always give the value whole. Where the model library allows it, it can also give *blocks* of it, or it has a
+*program*: a function of a seed, and a key that says when two draws are the same function. An engine then compiles one
+program for all equal variables, hands each its seed, and lets the compiler make only the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layoutmap.core.blocks import Index
+
+__all__ = ["Initializer", "Program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A draw that an engine can compile.
+
+    Args:
+        key: Equal for two draws that are the same function; shape and dtype are part of it.
+        seed: What the function is called with, as arrays or nested containers of arrays; may be empty.
+        function: Makes the whole value from the seed, in operations that the engine can trace.
+    """
+
+    key: Hashable
+    seed: Any
+    function: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer:
+    """The first value of one variable.
+
+    Args:
+        whole: Makes the whole value, as an array of the engine's framework or of numpy.
+        program: The same as a program, if the library allows it.
+        blocks: Makes the values at some indices, and never more of them at a time than a bounded piece, if the library
+            allows it. An engine that can use blocks prefers them.
+        recipe: Says, in lines of text, what determines the values besides the program's seed: draws with equal texts
+            give equal values, in any process. `None`: nothing can say it, and whoever must know draws and compares.
+    """
+
+    whole: Callable[[], Any]
+    program: Program | None = None
+    blocks: Callable[[Sequence[Index]], Sequence[Any]] | None = None
+    recipe: Callable[[], str] | None = None

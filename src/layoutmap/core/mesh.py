@@ -1,0 +1,402 @@
+"""The mesh: devices in a named grid.
+
+A mesh has *mesh dimensions* (dims), each with a name and a size, and one device at each place of the grid,
+row-major: the last dim runs fastest. It is a value. It holds device *names*, never device objects, so that a
+mesh of 4,096 accelerators can be written down, planned on and compared on a laptop. A mesh without device
+names is *abstract*; it is bound to real devices when something is materialized on it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from layoutmap.core import tf_format
+from layoutmap.core.errors import MeshError
+from layoutmap.core.mesh_dims import (
+    UNSHARDED,
+    MeshDimension,
+    as_int,
+    as_text,
+    check_dims,
+    check_encodable,
+    kind_of,
+    parse_mesh_dims,
+)
+
+__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "device_names", "is_tensorflows"]
+
+_DEVICE_TYPE = re.compile(r"(?:^|device:)([A-Za-z]+):\d+$", re.IGNORECASE)
+_FORBIDDEN_IN_DEVICE = re.compile(r"[,|\s]")
+_FORBIDDEN_IN_NAME = re.compile(r"[|\s]")
+
+
+def device_type_of(device: str) -> str:
+    """The type in a device name: `"CPU"` of `"CPU:0"` and of `"/job:w/replica:0/task:0/device:CPU:0"`."""
+    found = _DEVICE_TYPE.search(device)
+    if not found:
+        raise MeshError(
+            f"device {device!r} has no type",
+            why="a device name ends in TYPE:NUMBER",
+            fix='write "CPU:0", "GPU:3" or "/job:worker/replica:0/task:1/device:TPU:0"',
+        )
+    return found.group(1).upper()
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Mesh:
+    """Devices in a named grid, row-major: the last mesh dimension runs fastest.
+
+    Args:
+        devices: The device names in row-major order, as in `["CPU:0", "CPU:1"]`; `None` makes an abstract mesh,
+            which is bound to real devices when something is materialized on it. An empty name stands for a device
+            of another process whose name is not known here.
+        mesh_dims: Pairs of name and size, a dict, or text such as `"batch=2,model=4"`.
+        mesh_name: A name of your choice, kept in the text and protobuf forms.
+        local_device_ids: The places in the mesh of this process's devices; `None` means all whose names are known.
+            Not compared: the processes of one program hold equal meshes.
+
+    Raises:
+        MeshError: A dim name is empty, repeated, `"unsharded"`, or holds a blank or one of `,|=:`; a size is below 1;
+            the number of devices is not the product of the sizes, or that is above a million; a device appears twice;
+            device types are mixed.
+
+    Example:
+        >>> mesh = Mesh(["TPU:0", "TPU:1", "TPU:2", "TPU:3", "TPU:4", "TPU:5"], [("x", 3), ("y", 2)])
+        >>> mesh.coords(3)
+        (1, 1)
+        >>> mesh.dim_size("x"), mesh.size, mesh.shape
+        (3, 6, (3, 2))
+        >>> Mesh(None, "batch=2,model=4")
+        Mesh(None, [('batch', 2), ('model', 4)])
+
+    References:
+        `tf.experimental.dtensor.Mesh`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/Mesh
+    """
+
+    devices: tuple[str, ...] | None
+    mesh_dims: tuple[MeshDimension, ...]
+    name: str
+    local_device_ids: tuple[int, ...] = field(compare=False)
+
+    def __init__(
+        self,
+        devices: Iterable[str] | None,
+        mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
+        mesh_name: str = "",
+        *,
+        local_device_ids: Iterable[int] | None = None,
+    ):
+        dims = parse_mesh_dims(mesh_dims)
+        check_dims(dims)
+        names = None if devices is None else device_names(devices, dims)
+        size = math.prod(dim.size for dim in dims)
+        _check_devices(names, dims, size)
+        _check_name(mesh_name)
+        local = _local_ids(local_device_ids, names, dims, size)
+        object.__setattr__(self, "devices", names)
+        object.__setattr__(self, "mesh_dims", dims)
+        object.__setattr__(self, "name", as_text(mesh_name))
+        object.__setattr__(self, "local_device_ids", local)
+
+    @property
+    def dim_names(self) -> tuple[str, ...]:
+        """The names of the mesh dims, in order."""
+        return tuple(dim.name for dim in self.mesh_dims)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh dims, in order."""
+        return tuple(dim.size for dim in self.mesh_dims)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """For each mesh dim, how far apart in the device order two neighbours along it are."""
+        return (
+            tuple(accumulate(reversed(self.shape[1:]), operator.mul, initial=1))[::-1] if self.shape else ()
+        )
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the mesh names no devices."""
+        return self.devices is None
+
+    @property
+    def device_type(self) -> str | None:
+        """`"CPU"`, `"GPU"` or `"TPU"`; `None` on an abstract mesh."""
+        return next((device_type_of(name) for name in self.devices or () if name), None)
+
+    @property
+    def dim_sizes(self) -> dict[str, int]:
+        """The size of each mesh dim by its name."""
+        return {dim.name: dim.size for dim in self.mesh_dims}
+
+    def __getitem__(self, dim_name: str) -> MeshDimension:
+        for dim in self.mesh_dims:
+            if dim.name == dim_name:
+                return dim
+        raise MeshError(
+            f"mesh dim {dim_name!r} does not exist",
+            facts={"mesh": str(self)},
+            why="the mesh has no dim of that name",
+            fix=f"use one of {', '.join(map(repr, self.dim_names))}"
+            if self.mesh_dims
+            else f"make the mesh with it, as in Mesh(None, [({dim_name!r}, 1)])",
+        )
+
+    def __contains__(self, dim_name: object) -> bool:
+        return dim_name in self.dim_names
+
+    def dim_size(self, dim_name: str) -> int:
+        """The number of devices along one mesh dim.
+
+        Raises:
+            MeshError: There is no such dim.
+        """
+        return self[dim_name].size
+
+    def coords(self, device_index: int) -> tuple[int, ...]:
+        """The place in the grid of one device.
+
+        Args:
+            device_index: Its place in the row-major order, 0 to `size - 1`.
+
+        Returns:
+            One coordinate for each mesh dim.
+
+        Raises:
+            MeshError: The index is out of range.
+
+        Example:
+            >>> Mesh(None, "x=4,y=2").coords(5)
+            (2, 1)
+        """
+        index = as_int(device_index)
+        if index is None or not 0 <= index < self.size:
+            raise MeshError(
+                f"device index {device_index!r} is outside the mesh",
+                facts={"mesh": str(self)},
+                why=f"the mesh has {self.size} devices" if self.size > 1 else "the mesh has one device",
+                fix=f"use an index from 0 to {self.size - 1}" if self.size > 1 else "use index 0",
+            )
+        return tuple(index // stride % size for stride, size in zip(self.strides, self.shape, strict=True))
+
+    def unravel_index(self) -> list[dict[str, int]]:
+        """The coordinates of all devices, by dim name, in device order.
+
+        Example:
+            >>> Mesh(None, "x=2,y=2").unravel_index()[1]
+            {'x': 0, 'y': 1}
+        """
+        return [dict(zip(self.dim_names, self.coords(i), strict=True)) for i in range(self.size)]
+
+    def with_devices(self, devices: Iterable[str], *, local_device_ids: Iterable[int] | None = None) -> Mesh:
+        """The same grid on these devices."""
+        return Mesh(devices, self.mesh_dims, self.name, local_device_ids=local_device_ids)
+
+    def to_string(self) -> str:
+        """The text form, byte-compatible with TensorFlow's for a mesh that names its devices.
+
+        An abstract mesh, which TensorFlow cannot express, has only the first two fields.
+
+        Example:
+            >>> Mesh(["CPU:0", "CPU:1"], "x=2", "pair").to_string()
+            'pair|x=2|0,1|0,1|CPU:0,CPU:1'
+            >>> Mesh(None, "x=2").to_string()
+            '|x=2'
+        """
+        return tf_format.mesh_to_text(self.to_fields())
+
+    @classmethod
+    def from_string(cls, text: str) -> Mesh:
+        """Read `to_string`'s form, and TensorFlow's.
+
+        Raises:
+            MeshError: The text is not of that form.
+        """
+        return cls.from_fields(tf_format.mesh_from_text(text))
+
+    def as_proto(self) -> Any:
+        """The protobuf form, a `MeshProto`; its bytes are those of TensorFlow's `MeshProto`."""
+        return tf_format.mesh_to_proto(self.to_fields())
+
+    @classmethod
+    def from_proto(cls, proto: Any) -> Mesh:
+        """Read a `MeshProto` of this library or of TensorFlow.
+
+        Raises:
+            MeshError: The message holds no valid mesh.
+        """
+        return cls.from_fields(tf_format.mesh_from_proto(proto))
+
+    def to_fields(self) -> tf_format.MeshFields:
+        """The plain fields that the text and protobuf forms are made of."""
+        return tf_format.MeshFields(
+            name=self.name,
+            dims=tuple((dim.name, dim.size) for dim in self.mesh_dims),
+            devices=self.devices,
+            local_device_ids=self.local_device_ids,
+        )
+
+    @classmethod
+    def from_fields(cls, fields: tf_format.MeshFields) -> Mesh:
+        """The mesh of plain fields; checks them all."""
+        local_ids = None if fields.devices is None else fields.local_device_ids
+        return cls(fields.devices, fields.dims, fields.name, local_device_ids=local_ids)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.mesh_dims)) or "no dims"
+
+    def __repr__(self) -> str:
+        devices = self.devices if self.devices is None else list(self.devices)
+        name = f", {self.name!r}" if self.name else ""
+        usual = _known_ids(self.devices, self.size)
+        local = (
+            "" if self.local_device_ids == usual else f", local_device_ids={list(self.local_device_ids)!r}"
+        )
+        return f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local})"
+
+
+def device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
+    """The names of a mesh's devices, checked.
+
+    Raises:
+        MeshError: They are one text, or cannot be iterated, or one of them is no text.
+    """
+    fix = 'pass names, as in ["CPU:0", "CPU:1"], or None for an abstract mesh'
+    why = ""
+    names: tuple[Any, ...] = ()
+    if isinstance(devices, str):
+        why, fix = "a mesh has one name for each device", f"write a list: [{devices!r}]"
+    elif not isinstance(devices, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        why = f"they are {kind_of(devices)}"
+    else:
+        names = tuple(devices)
+    if why:
+        raise MeshError(f"mesh devices {devices!r} cannot be read", why=why, fix=fix)
+    for name in names:
+        if not isinstance(name, str):
+            raise MeshError(
+                f"device {name!r} is not a name",
+                facts={"mesh": ", ".join(map(str, dims))},
+                why=f"it is {kind_of(name)}; a mesh is a value, and holds the names of devices",
+                fix=fix,
+            )
+    return tuple(map(as_text, names))
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MeshError(
+            f"mesh name {name!r} is not text", why=f"it is {kind_of(name)}", fix='leave it out, or pass ""'
+        )
+    check_encodable(name, "mesh name")
+    if _FORBIDDEN_IN_NAME.search(name):
+        raise MeshError(
+            f"mesh name {name!r} has a bar or a blank",
+            why="the text form of a mesh is cut at them",
+            fix=f"name it {_FORBIDDEN_IN_NAME.sub('_', name)!r}",
+        )
+
+
+def _known_ids(devices: tuple[str, ...] | None, size: int) -> tuple[int, ...]:
+    """The places whose device has a name; all of them on an abstract mesh."""
+    return tuple(range(size)) if devices is None else tuple(i for i, name in enumerate(devices) if name)
+
+
+def _local_ids(
+    given: Iterable[int] | None, devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int
+) -> tuple[int, ...]:
+    if given is None:
+        return _known_ids(devices, size)
+    ids = tuple(given)
+    local = tuple(-1 if (i := as_int(id_)) is None else i for id_ in ids)
+    if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):
+        raise MeshError(
+            f"local device ids {_shorten(tuple(map(str, ids)))} do not fit the mesh",
+            facts={"mesh": ", ".join(map(str, dims))},
+            why=f"they are places in the mesh, 0 to {size - 1}, each once and ascending",
+            fix="list the places of this process's devices in ascending order, or leave them out",
+        )
+    if devices is not None and not all(devices[i] for i in local):
+        raise MeshError(
+            f"local device {next(i for i in local if not devices[i])} has no name",
+            facts={"mesh": ", ".join(map(str, dims))},
+            why="only the devices of other processes may be unknown",
+            fix="name it, or take its place out of local_device_ids",
+        )
+    return local
+
+
+def _check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:
+    if devices is None:
+        return
+    facts = {"mesh": ", ".join(map(str, dims)), "devices": _shorten(devices)}
+    if len(devices) != size:
+        raise MeshError(
+            f"mesh of {_count(size)} was given {len(devices)}",
+            facts=facts,
+            why=f"{' x '.join(str(dim.size) for dim in dims)} is {size}, not {len(devices)}"
+            if len(dims) > 1
+            else "",
+            fix=f"pass {_count(size)}"
+            + (f", or sizes whose product is {len(devices)}" if devices else ", or None"),
+        )
+    known = [name for name in devices if name]
+    for name in known:
+        check_encodable(name, "device")
+    split = next((name for name in known if _FORBIDDEN_IN_DEVICE.search(name)), None)
+    if split is not None:
+        raise MeshError(
+            f"device {split!r} has a comma, a bar or a blank",
+            facts=facts,
+            why="the text form of a mesh is cut at them",
+            fix=f"name it {_FORBIDDEN_IN_DEVICE.sub('_', split)!r}",
+        )
+    repeated = next((name for name, count in Counter(known).items() if count > 1), None)
+    if repeated is not None:
+        raise MeshError(
+            f"device {repeated!r} appears twice in a mesh",
+            facts=facts,
+            why="each place of a mesh is another device",
+            fix="list each device once",
+        )
+    types = {device_type_of(name) for name in known}
+    if len(types) > 1:
+        raise MeshError(
+            f"mesh of mixed device types {', '.join(sorted(types))}",
+            facts=facts,
+            why="one program runs on all devices of a mesh, so they are of one type",
+            fix="make one mesh for each type",
+        )
+
+
+def _count(size: int) -> str:
+    return f"{size} device{'s' if size > 1 else ''}"
+
+
+def _shorten(devices: tuple[str, ...]) -> str:
+    shown = devices if len(devices) <= 8 else (*devices[:4], f"... {len(devices) - 6} more", *devices[-2:])
+    return ", ".join(shown) or "none"
+
+
+def as_mesh(mesh: Any) -> Any:
+    """A mesh of TensorFlow as one of ours; anything else as it is."""
+    return Mesh.from_string(mesh.to_string()) if is_tensorflows(mesh, "Mesh") else mesh
+
+
+def is_tensorflows(value: object, name: str) -> bool:
+    """Whether something is DTensor's own class of that name; found out without loading TensorFlow."""
+    kind = type(value)
+    return kind.__name__ == name and kind.__module__.startswith("tensorflow.dtensor.")

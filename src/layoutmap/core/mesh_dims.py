@@ -1,0 +1,212 @@
+"""Mesh dimensions: the named directions of a mesh, and the spellings in which they are given."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layoutmap.core import tf_format
+from layoutmap.core.errors import MeshError, brief
+
+__all__ = [
+    "UNSHARDED",
+    "MeshDimension",
+    "as_int",
+    "as_text",
+    "check_dims",
+    "check_encodable",
+    "fill_in_size",
+    "kind_of",
+    "parse_mesh_dims",
+]
+
+UNSHARDED = "unsharded"
+"""The sharding spec of an axis that is not cut: every device holds all of it."""
+
+_FORBIDDEN = re.compile(r"[,|=:\s]")
+_HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
+_MEND_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
+_MOST_DEVICES = 1 << 20  # more is a slip of the pen, and each place of a mesh takes memory
+
+
+@dataclass(frozen=True, slots=True)
+class MeshDimension:
+    """One named direction of a mesh.
+
+    Args:
+        name: Its name, as used in layouts.
+        size: How many devices lie along it.
+
+    Example:
+        >>> MeshDimension("model", 4)
+        MeshDimension(name='model', size=4)
+    """
+
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.size}"
+
+
+def parse_mesh_dims(
+    mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
+) -> tuple[MeshDimension, ...]:
+    """Read mesh dims from any of their spellings.
+
+    Args:
+        mesh_dims: `"batch=2,model=4"`, `{"batch": 2, "model": 4}`, or pairs `[("batch", 2), ("model", 4)]`. A size
+            may be -1 here; only `create_mesh` accepts that.
+
+    Raises:
+        MeshError: The text is not of the form `name=size,...`, or an entry is no pair of a name and a whole number.
+
+    Example:
+        >>> parse_mesh_dims("batch=2,model=4")
+        (MeshDimension(name='batch', size=2), MeshDimension(name='model', size=4))
+    """
+    entries: list[Any]
+    if isinstance(mesh_dims, str):
+        entries = [_read_dim(part, mesh_dims) for part in mesh_dims.split(",")] if mesh_dims.strip() else []
+    elif isinstance(mesh_dims, Mapping):
+        entries = [*mesh_dims.items()]
+    else:
+        try:
+            entries = list(mesh_dims)
+        except TypeError:
+            raise MeshError(
+                f"mesh dims {brief(mesh_dims)} cannot be read",
+                why=f"they are {kind_of(mesh_dims)}",
+                fix=_MEND_DIMS,
+            ) from None
+    return tuple(_to_dim(entry) for entry in entries)
+
+
+def _read_dim(part: str, text: str) -> tuple[str, int]:
+    name, _, size = part.partition("=")
+    try:
+        return name.strip(), int(size)
+    except ValueError:
+        raise MeshError(
+            f"mesh dims {brief(text)} cannot be read",
+            why=f"{brief(part.strip())} is not name=size, with a whole number as the size",
+            fix=_MEND_DIMS,
+        ) from None
+
+
+def _to_dim(entry: Any) -> MeshDimension:
+    pair: Any = ()
+    if isinstance(entry, MeshDimension):
+        pair = (entry.name, entry.size)
+    elif isinstance(entry, Sequence) and not isinstance(entry, str):
+        pair = entry  # pyright: ignore[reportUnknownVariableType]
+    why = ""
+    if len(pair) != 2:
+        why = "a mesh dim is a pair of a name and a size"
+    elif not isinstance(pair[0], str):
+        why = f"its name is {kind_of(pair[0])}, not text"
+    elif as_int(pair[1]) is None:
+        why = f"its size is {kind_of(pair[1])}, not a whole number"
+    elif operator.index(pair[1]).bit_length() > 63:
+        why = "its size has more than 63 bits"
+    if why:
+        raise MeshError(f"mesh dim {brief(entry)} cannot be read", why=why, fix=_MEND_DIMS)  # pyright: ignore[reportUnknownArgumentType]
+    return MeshDimension(as_text(pair[0]), operator.index(pair[1]))
+
+
+def as_int(value: Any) -> int | None:
+    """Python's int for a whole number of any type, since those of numpy wrap; `None` for all else, bools included."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_text(text: str) -> str:
+    """Python's str for a text of a class derived from it, such as numpy's: what is written to files is plain."""
+    return str.__str__(text)
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in words, where it is not what was asked for."""
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def check_encodable(name: str, what: str) -> None:
+    """Raise if a name has half a surrogate pair: it could be written neither as text nor as protobuf."""
+    if _HALF_A_PAIR.search(name):
+        raise MeshError(
+            f"{what} {name!r} has half a surrogate pair",
+            why="no encoding can write it",
+            fix=f"name it {_HALF_A_PAIR.sub('_', name)!r}",
+        )
+
+
+def check_dims(dims: tuple[MeshDimension, ...]) -> None:
+    """Raise if dims have names or sizes that a mesh cannot have, or are too many devices together."""
+    seen: set[str] = set()
+    for dim in dims:
+        why = fix = ""
+        if not dim.name:
+            why, fix = "a dim is referred to by its name", 'name it, as in ("model", 4)'
+        elif dim.name in seen:
+            why = "a layout could not tell the two dims of that name apart"
+            fix = f"rename one of them, to {dim.name + '_2'!r} for instance"
+        elif dim.name in (UNSHARDED, tf_format.MATCH):
+            why, fix = f"{dim.name!r} is a word of layouts, not a dim", "use another name"
+        elif _FORBIDDEN.search(dim.name):
+            why = "blanks and the characters , | = : separate the parts of a mesh written as text"
+            fix = f"name it {_FORBIDDEN.sub('_', dim.name)!r}"
+        elif dim.size < 1:
+            why, fix = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that cuts nothing"
+            if dim.size == -1:
+                fix = "only create_mesh works a size of -1 out, from the devices there are"
+        check_encodable(dim.name, "mesh dim")
+        if why:
+            raise MeshError(
+                f"mesh dim {dim.name!r} of size {dim.size} is not allowed",
+                facts={"mesh": ", ".join(map(str, dims))},
+                why=why,
+                fix=fix,
+            )
+        seen.add(dim.name)
+    size = 1
+    for dim in dims:
+        size *= dim.size
+        if size > 10**18:  # so far out that the product of all may have more digits than Python writes
+            break
+    if size > _MOST_DEVICES:
+        raise MeshError(
+            f"mesh of {size} devices is not allowed",
+            facts={"mesh": ", ".join(map(str, dims))},
+            why=f"a mesh has at most {_MOST_DEVICES} devices",
+            fix="look at the sizes: is one of them a slip?",
+        )
+
+
+def fill_in_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:
+    """Replace the one size that is -1 by what the number of devices leaves for it."""
+    unknown = [dim for dim in dims if dim.size == -1]
+    if not unknown:
+        return dims
+    if len(unknown) > 1:
+        raise MeshError(
+            f"mesh dims {', '.join(dim.name for dim in unknown)} all have size -1",
+            why="only one size can be worked out from the number of devices",
+            fix="give all sizes but one",
+        )
+    known = math.prod(dim.size for dim in dims if dim.size != -1)
+    if known < 1 or num_devices % known:
+        raise MeshError(
+            f"mesh dim {unknown[0].name!r} of size -1 cannot be worked out",
+            facts={"mesh": ", ".join(map(str, dims)), "devices": num_devices},
+            why=f"{num_devices} devices are not a multiple of {known}",
+            fix="change the other sizes, or pass devices=",
+        )
+    return tuple(replace(dim, size=num_devices // known) if dim.size == -1 else dim for dim in dims)

@@ -1,0 +1,299 @@
+"""The text and protobuf forms of meshes and layouts, byte-compatible with TensorFlow's.
+
+This module knows forms, not meanings: it turns plain fields into text or a message and back. `Mesh` and `Layout`
+check what the fields mean.
+
+    mesh    NAME|x=4,y=2|0,1,2,..|0,1,2,..|local devices[|all devices]
+    layout  sharding_specs:x,unsharded, mesh:<mesh>
+
+Two things TensorFlow cannot say have a form here that TensorFlow refuses: an axis cut over several mesh dimensions
+(`x:y`, major to minor) and a mesh without devices (`NAME|x=4,y=2`; in a message, no device ids).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from layoutmap.core.errors import LayoutError, MeshError, brief
+
+__all__ = ["MATCH", "LayoutFields", "MeshFields"]
+
+MATCH = "match"
+"""TensorFlow's word for "any sharding" inside its own rules; never a sharding of a stored tensor."""
+
+_LAYOUT_PREFIX = "sharding_specs:"
+_MESH_PREFIX = " mesh:"
+_WHOLE_NUMBER = re.compile("-?[0-9]{1,18}")
+_MOST = 10**18
+_MEND_MESH = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"
+_MEND_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_string() does"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshFields:
+    """What a mesh is made of, unchecked.
+
+    An unknown device of another process has the name `""`. Without devices `local_device_ids` says nothing.
+    """
+
+    name: str
+    dims: tuple[tuple[str, int], ...]
+    devices: tuple[str, ...] | None
+    local_device_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFields:
+    """What a layout is made of, unchecked: for each axis a tuple of mesh dims or `("unsharded",)`, and the mesh."""
+
+    specs: tuple[tuple[str, ...], ...]
+    mesh: MeshFields
+
+
+def _locals_and_globals(fields: MeshFields) -> tuple[list[str], list[str]]:
+    """The devices of this process, and all devices where that says more."""
+    devices = fields.devices or ()
+    local = [devices[i] for i in fields.local_device_ids]
+    everything = list(devices) if len(local) < len(devices) and all(devices) else []
+    return local, everything
+
+
+def _devices(
+    size: int, local_ids: tuple[int, ...], local: tuple[str, ...], everything: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The devices in mesh order, with `""` for each that the form does not name."""
+    if len(local_ids) != len(local):
+        raise MeshError(
+            f"local device ids and local devices differ in number: {len(local_ids)} and {len(local)}",
+            why="each local id has one device",
+            fix=_MEND_MESH,
+        )
+    at = dict(zip(local_ids, local, strict=True))
+    if any(not 0 <= i < size for i in at):
+        raise MeshError(
+            f"local device ids {list(local_ids)} lie outside the mesh",
+            why=f"they are places in the mesh, and it has {size}",
+            fix=f"use ids from 0 to {size - 1}",
+        )
+    if everything:
+        for i, name in at.items():
+            if everything[i : i + 1] != (name,):
+                there = everything[i] if i < len(everything) else "not there"
+                raise MeshError(
+                    f"local device {i} is {name!r} and also {there!r}",
+                    why="a device has one name, among this process's devices and among all",
+                    fix=_MEND_MESH,
+                )
+        return everything
+    return tuple(at.get(i, "") for i in range(size))
+
+
+def _check_global_ids(ids: tuple[int, ...], size: int) -> None:
+    if len(ids) != size or any(id_ != i for i, id_ in enumerate(ids)):
+        shown = ", ".join(map(str, ids[:9])) + (", ..." if len(ids) > 9 else "")
+        raise MeshError(
+            f"global device ids [{shown}] do not number the {size} places of the mesh",
+            why="device i of a mesh has the id i",
+            fix="number the devices from 0 in mesh order",
+        )
+
+
+def mesh_to_text(fields: MeshFields) -> str:
+    """The text form of a mesh."""
+    parts = [fields.name, ",".join(f"{name}={size}" for name, size in fields.dims)]
+    if fields.devices is not None:
+        local, everything = _locals_and_globals(fields)
+        parts.append(",".join(map(str, range(len(fields.devices)))))
+        parts.append(",".join(map(str, fields.local_device_ids)))
+        parts.append(",".join(local))
+        if everything:
+            parts.append(",".join(everything))
+    return "|".join(parts)
+
+
+def mesh_from_text(text: str) -> MeshFields:
+    """Read the text form of a mesh.
+
+    Raises:
+        MeshError: The text is not of that form.
+    """
+    try:
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"it is of type {type(text).__name__}")
+        parts = text.split("|")
+        if len(parts) not in (2, 5, 6):
+            raise ValueError(f"bars cut it into {len(parts)} fields, and a mesh has 2, 5 or 6")
+        dims = tuple(_split_dim(part) for part in _split(parts[1]))
+        size = _num_places(dims)
+        if len(parts) == 2:
+            return MeshFields(parts[0], dims, None, ())
+        ids, local_ids = (tuple(_whole_number(i) for i in _split(part)) for part in parts[2:4])
+    except ValueError as error:
+        raise MeshError(f"mesh text {brief(text)} cannot be read", why=str(error), fix=_MEND_MESH) from None
+    _check_global_ids(ids, size)
+    everything = _split(parts[5]) if len(parts) == 6 else ()
+    return MeshFields(parts[0], dims, _devices(size, local_ids, _split(parts[4]), everything), local_ids)
+
+
+def mesh_to_proto(fields: MeshFields) -> Any:
+    """The message of a mesh."""
+    from layoutmap.core.proto import layout_pb2 as pb
+
+    proto = pb.MeshProto(
+        name=fields.name, mesh_dimensions=[pb.MeshDimensionProto(name=n, size=s) for n, s in fields.dims]
+    )
+    if fields.devices is not None:
+        local, everything = _locals_and_globals(fields)
+        proto.global_device_ids.extend(range(len(fields.devices)))
+        proto.local_device_ids.extend(fields.local_device_ids)
+        proto.local_devices.extend(local)
+        proto.global_devices.extend(everything)
+    return proto
+
+
+def mesh_from_proto(message: Any) -> MeshFields:
+    """Read the message of a mesh, this library's or TensorFlow's.
+
+    Raises:
+        MeshError: The message is no mesh, or one of a kind that is not supported.
+    """
+    from layoutmap.core.proto import layout_pb2 as pb
+
+    proto = _parse(message, pb.MeshProto, MeshError)
+    for unsupported in ("use_xla_spmd", "single_device"):
+        if getattr(proto, unsupported):
+            raise MeshError(
+                f"mesh message has {unsupported} set",
+                why="only meshes of named dims are supported",
+                fix="make the mesh from dims and devices",
+            )
+    dims = tuple((dim.name, dim.size) for dim in proto.mesh_dimensions)
+    size = _num_places(dims)
+    ids = tuple(proto.global_device_ids)
+    if not ids:
+        return MeshFields(proto.name, dims, None, ())
+    _check_global_ids(ids, size)
+    local_ids = tuple(proto.local_device_ids)
+    devices = _devices(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
+    return MeshFields(proto.name, dims, devices, local_ids)
+
+
+def layout_to_text(fields: LayoutFields) -> str:
+    """The text form of a layout."""
+    specs = "".join(":".join(spec) + "," for spec in fields.specs)
+    return f"{_LAYOUT_PREFIX}{specs}{_MESH_PREFIX}{mesh_to_text(fields.mesh)}"
+
+
+def layout_from_text(text: str) -> LayoutFields:
+    """Read the text form of a layout.
+
+    Raises:
+        LayoutError: The text is not of that form. A spec list without its closing comma is refused too, where
+            TensorFlow drops the last spec without a word.
+    """
+    specs = found = mesh = why = ""
+    if isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        specs, found, mesh = text.removeprefix(_LAYOUT_PREFIX).partition(_MESH_PREFIX)
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        why = f"it is of type {type(text).__name__}"
+    elif not text.startswith(_LAYOUT_PREFIX):
+        why = f"it does not start with {_LAYOUT_PREFIX!r}"
+    elif not found:
+        why = f"it has no {_MESH_PREFIX!r}"
+    elif specs and not specs.endswith(","):
+        why = "each spec is followed by a comma, the last one too"
+    if why:
+        raise LayoutError(f"layout text {brief(text)} cannot be read", why=why, fix=_MEND_LAYOUT)
+    return LayoutFields(tuple(tuple(s.split(":")) for s in specs.split(",")[:-1]), mesh_from_text(mesh))
+
+
+def layout_to_proto(fields: LayoutFields) -> Any:
+    """The message of a layout."""
+    from layoutmap.core.proto import layout_pb2 as pb
+
+    return pb.LayoutProto(
+        sharding_specs=[pb.ShardingSpec(sharding_spec=":".join(spec)) for spec in fields.specs],
+        mesh_config=mesh_to_proto(fields.mesh),
+        type=pb.LayoutProto.STATIC,
+    )
+
+
+def layout_from_proto(message: Any) -> LayoutFields:
+    """Read the message of a layout, as a message of this library or of TensorFlow, or as its bytes.
+
+    Raises:
+        LayoutError: The message is no layout, or one of a kind that is not supported.
+    """
+    from layoutmap.core.proto import layout_pb2 as pb
+
+    proto = _parse(message, pb.LayoutProto, LayoutError)
+    if proto.type not in (pb.LayoutProto.UNKNOWN, pb.LayoutProto.STATIC):
+        known = {value.number: value.name for value in pb.LayoutProto.LayoutType.DESCRIPTOR.values}
+        raise LayoutError(
+            f"layout message is of type {known.get(proto.type, proto.type)}",
+            why="only static layouts are supported: each axis cut over named mesh dims or whole",
+            fix="use Layout(sharding_specs, mesh)",
+        )
+    if not proto.HasField("mesh_config"):
+        raise LayoutError(
+            "layout message has no mesh",
+            why="its mesh_config is not set" if proto.sharding_specs else "it is empty",
+            fix="pass the message of as_proto(), or its bytes",
+        )
+    specs = tuple(tuple(spec.sharding_spec.split(":")) for spec in proto.sharding_specs)
+    return LayoutFields(specs, mesh_from_proto(proto.mesh_config))
+
+
+def to_bytes(message: Any) -> bytes:
+    """The one serialized form of a message: the same on every run."""
+    return message.SerializeToString(deterministic=True)
+
+
+def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) -> Any:
+    wanted = kind.DESCRIPTOR.name
+    try:
+        if isinstance(message, bytes):
+            return kind.FromString(message)
+        if not hasattr(message, "SerializeToString"):
+            raise TypeError(f"it is of type {type(message).__name__}")
+        if message.DESCRIPTOR.name != wanted:  # its bytes might parse, into nonsense
+            raise TypeError(f"it is a {message.DESCRIPTOR.name} message")
+        return kind.FromString(message.SerializeToString())
+    except Exception as cause:  # the protobuf runtimes raise DecodeError types of their own
+        raise error(
+            f"{' '.join(repr(message).split()):.80} is not a {wanted}",
+            why=str(cause),
+            fix="pass the message of as_proto(), or its bytes",
+        ) from cause
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _split_dim(text: str) -> tuple[str, int]:
+    name, equals, size = text.partition("=")
+    if not equals:
+        raise ValueError(f"{brief(text)} is not name=size")
+    return name, _whole_number(size)
+
+
+def _whole_number(text: str) -> int:
+    if not _WHOLE_NUMBER.fullmatch(
+        text
+    ):  # int() would take blanks, underscores and digits of other scripts, too
+        limit = " of at most 18 digits" if len(text) > 18 else ""
+        raise ValueError(f"{brief(text)} is not a whole number{limit}")
+    return int(text)
+
+
+def _num_places(dims: tuple[tuple[str, int], ...]) -> int:
+    """The product of the sizes; of sizes that no mesh has, one that is too large, too."""
+    size = 1
+    for _, each in dims:
+        size *= each
+        if abs(size) > _MOST:
+            break
+    return size

@@ -1,0 +1,37 @@
+"""What a backend cannot do with a layer or a weight, said before the first step.
+
+An adapter knows its library's layers and what the backend's operations are short of; the plan tells it, with the fix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Unsupported"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """Something that a model cannot do, or not as one may think, on the backend that it runs on.
+
+    Args:
+        path: The layer's or the variable's path.
+        what: What it is, without the path.
+        why: The reason.
+        fix: What to type instead.
+        severity: `"error"`: it cannot run. `"warning"`: some of it cannot. `"note"`: it runs, at a price.
+        if_sharded: The axes of a variable; it holds only if its layout cuts one of them. `None`: it holds in any case.
+        model: The name of the model that the path is in, as the plan has it.
+        device_type: The devices on which it holds, such as `"CPU"`; it is told where a mesh has no devices yet, too.
+            `None`: it holds on all.
+    """
+
+    path: str
+    what: str
+    why: str
+    fix: str
+    severity: Literal["error", "warning", "note"] = "error"
+    if_sharded: tuple[int, ...] | None = None
+    model: str = ""
+    device_type: str | None = None

@@ -1,0 +1,229 @@
+"""What the core knows of a variable: its path, shape, dtype and kind; never its value."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, cached_property
+
+from layoutmap.core.errors import LayoutError
+from layoutmap.core.layout import Layout, as_shape
+from layoutmap.core.uneven import Axes
+from layoutmap.rules.rule_set import Match
+
+__all__ = [
+    "Assignment",
+    "Kind",
+    "Use",
+    "VariableSpec",
+    "distinct",
+    "full_names",
+    "has_several_models",
+    "itemsize",
+]
+
+
+class Kind(StrEnum):
+    """What a variable is for, which decides how it gets its layout.
+
+    `WEIGHT` (trained or not) and `STATE` (moving statistics) are matched by the rules; a `SLOT` of an optimizer follows
+    its variable; `RNG` states, `METRIC`s and other small things that no rule matches are replicated.
+    """
+
+    WEIGHT = "weight"
+    STATE = "state"
+    RNG = "rng"
+    SLOT = "slot"
+    METRIC = "metric"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a layer does with the axes of a weight when it is called.
+
+    Args:
+        roles: For each axis `"in.0"`, `"in.1"`, ...: it is summed over; `"out.0"`, ...: it is put out, and a bias has
+            the roles of the axes to which it is added; `"rows"`: the rows of a table of embeddings; `""`: another.
+        head_size: The size of one head of attention, where the layer has its heads side by side in one axis.
+    """
+
+    roles: tuple[str, ...]
+    head_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSpec:
+    """A variable before it has a value.
+
+    Args:
+        path: Its object path, parts joined by dots, as in `blocks.0.attn.query.kernel`.
+        shape: Its whole shape.
+        dtype: The name of its element type, as in `"float32"` or `"bfloat16"`.
+        kind: What it is for.
+        aliases: Other paths to the same variable: a shared layer, a tied weight.
+        parent: The path of the variable that it is derived from: the weight of an optimizer's slot, the kernel of a
+            LoRA factor. Its own path, if it has taken that variable's place in another form (a packed kernel). `None`
+            for most.
+        axes: What its axes are made of in the parent; `None`: they are the parent's, if the shapes are equal.
+        parent_shape: The parent's shape, as the rules know it; `None`: that of the variable with that path.
+        model: The name of the model, to tell apart the variables of several models that one scope builds. No two
+            variables of a scope have both one model and one path.
+        use: What its layer does with its axes, where that is known.
+        trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
+
+    Example:
+        >>> VariableSpec("d1.kernel", (512, 1024), "float32").global_bytes
+        2097152
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind = Kind.WEIGHT
+    aliases: tuple[str, ...] = ()
+    parent: str | None = None
+    axes: Axes | None = None
+    parent_shape: tuple[int, ...] | None = None
+    model: str = ""
+    use: Use | None = None
+    trainable: bool = True
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is a weight that training changes, so that it has a gradient."""
+        return self.kind is Kind.WEIGHT and self.trainable
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "parent_shape"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, as_shape(given))
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it apart from all other variables of its scope: its model and its path."""
+        return self.model, self.path
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is derived from another variable, which is there beside it."""
+        return self.parent is not None and not self.is_packed
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it has taken the place of a variable of its path, whose shape the rules are for."""
+        return self.parent == self.path
+
+    @property
+    def rule_shape(self) -> tuple[int, ...]:
+        """The shape that a rule's layout is for: its own, or that of the variable from which it is derived."""
+        return self.shape if self.parent_shape is None else self.parent_shape
+
+    @property
+    def global_bytes(self) -> int:
+        """Size in bytes of the whole variable."""
+        return math.ceil(math.prod(self.shape) * itemsize(self.dtype))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A variable and the layout it was given.
+
+    Args:
+        variable: The variable.
+        layout: Its layout.
+        match: What the layout map said of its path; `None` where it was not asked (slots, metrics).
+        global_init: Why its first value must be drawn whole on one device before it is cut; empty if it need not.
+    """
+
+    variable: VariableSpec
+    layout: Layout
+    match: Match | None = None
+    global_init: str = ""
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the variable can have this layout: its rank is right, and every axis is cut evenly."""
+        shape = self.variable.shape
+        return self.layout.rank == len(shape) and not self.layout.uneven_axes(shape)
+
+    @cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of the piece that one device holds."""
+        return self.layout.shard_shape(self.variable.shape)
+
+    @cached_property
+    def shard_bytes(self) -> int:
+        """Size in bytes of the piece that one device holds."""
+        return math.ceil(math.prod(self.shard_shape) * itemsize(self.variable.dtype))
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names, those that come again with the first free number.
+
+    Example:
+        >>> distinct(["mlp", "mlp", "mlp_1", "mlp"])
+        ['mlp', 'mlp_2', 'mlp_1', 'mlp_3']
+    """
+    taken, counts, found = set(names), dict.fromkeys(names, -1), list[str]()
+    for name in names:
+        counts[name] += 1
+        new = name
+        while counts[name] and (new := f"{name}_{counts[name]}") in taken:
+            counts[name] += 1
+        taken.add(new)
+        found.append(new)
+    return found
+
+
+def has_several_models(variables: Iterable[VariableSpec]) -> bool:
+    """Whether variables are those of more than one model."""
+    return len({v.model for v in variables} - {""}) > 1
+
+
+def full_names(variables: Sequence[VariableSpec]) -> list[str]:
+    """What variables are called where they stand side by side: their paths, and their models' names if these differ.
+
+    Example:
+        >>> full_names([VariableSpec("d1.kernel", (8, 8), "float32", model=name) for name in ("teacher", "student")])
+        ['teacher: d1.kernel', 'student: d1.kernel']
+    """
+    several = has_several_models(variables)
+    return [f"{v.model}: {v.path}" if several and v.model else v.path for v in variables]
+
+
+# Names of element types say their bits, as in bfloat16, float8_e4m3fn, int4; `x2` says how many are packed into one.
+_BITS = re.compile(r"(?:q?u?int|b?float|complex|bits)(1|2|4|6|8|16|32|64|128)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
+_ITEMSIZES = {"bool": 1, "string": 8}
+
+
+@cache
+def itemsize(dtype: str) -> float:
+    """Bytes per element of an element type, by name.
+
+    Example:
+        >>> itemsize("float32"), itemsize("int4"), itemsize("float4_e2m1fn_x2")
+        (4, 0.5, 1)
+
+    Raises:
+        LayoutError: There is no such type.
+    """
+    if dtype in _ITEMSIZES:
+        return _ITEMSIZES[dtype]
+    named = _BITS.fullmatch(dtype)
+    if named:
+        bits = int(named[1]) * int(named[2] or 1)
+        return bits / 8 if bits % 8 else bits // 8
+    import numpy as np  # late: loading it takes longer than all the rest of this package
+
+    try:
+        return np.dtype(dtype).itemsize
+    except TypeError:
+        raise LayoutError(
+            f"element type {dtype!r} is not known",
+            why="the bytes of a variable are its number of elements times the size of one",
+            fix='name a type as numpy does, as in "float32" or "bfloat16"',
+        ) from None

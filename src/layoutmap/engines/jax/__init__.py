@@ -1,0 +1,1 @@
+"""The JAX engine: `jax.Array`s in `NamedSharding`s."""

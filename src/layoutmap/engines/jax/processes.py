@@ -1,0 +1,129 @@
+"""What the processes of one JAX program must agree on: seeds, and values that each draws for itself.
+
+Only processes that have a device of the mesh take part: a mesh of some processes' devices needs no others.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.initializers import Initializer
+from layoutmap.engines.jax.devices import Device
+
+__all__ = ["check_equal_everywhere", "common_seeds", "gathered"]
+
+NumpyArray = npt.NDArray[Any]
+
+
+def gathered(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
+    """The values of each process that has one of the devices, one row each, in order of the processes.
+
+    Args:
+        values: Those of this process; of one shape and element type in all of them.
+        devices: The devices, in one order in all processes.
+
+    Raises:
+        EngineError: Another process cannot be reached.
+    """
+    sharding = _one_each(tuple(devices))
+    number = sharding.mesh.size
+    if number == 1:
+        return values[None]
+    try:
+        row = np.ascontiguousarray(values).view(np.uint8).reshape(1, -1)  # as bytes: JAX knows no 64 bits
+        rows = jax.make_array_from_callback((number, row.size), sharding, lambda _: row)
+        whole = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
+        received = np.asarray(whole.addressable_data(0))
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: a program that was not begun
+        raise _lost(error) from error
+    return received.view(values.dtype).reshape(-1, *values.shape)
+
+
+def _lost(error: Exception) -> EngineError:
+    """What to say where the processes could not exchange a few bytes."""
+    lines = str(error).strip().splitlines()
+    return EngineError(
+        "another process of this program cannot be reached",
+        facts={"jax": lines[0] if lines else type(error).__name__},
+        why="it has ended or failed, or does not answer; what runs on the mesh needs all of its processes",
+        fix="read what the other processes printed last, and start all of them again",
+    )
+
+
+@functools.lru_cache(256)
+def _one_each(devices: tuple[Device, ...]) -> NamedSharding:
+    """One row on the first device of each process."""
+    first = {device.process_index: device for device in reversed(devices)}
+    column = np.empty(len(first), object)
+    column[:] = [first[process] for process in sorted(first)]
+    return NamedSharding(jax.sharding.Mesh(column, ("process",)), PartitionSpec("process"))
+
+
+def common_seeds(draws: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, Any]:
+    """The seeds of all programs; across processes those of the first of them.
+
+    Args:
+        draws: The draws by key, in the same order in all processes.
+        devices: Those of the mesh, or none if all are of this process.
+
+    Raises:
+        EngineError: The processes have different draws.
+    """
+    seeds = {key: draw.program.seed for key, draw in draws.items() if draw.program is not None}
+    if not devices:
+        return seeds
+    leaves, tree = jax.tree.flatten(seeds)
+    keys = [_is_key(leaf) for leaf in leaves]
+    plain = [
+        np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        for leaf, is_key in zip(leaves, keys, strict=True)
+    ]
+    told = repr((list(draws), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
+    # Of the size of what `agreement` asks: processes that are about different things find out.
+    if len(set(gathered(np.array([zlib.crc32(told.encode()), 0], np.uint32), devices)[:, 0])) > 1:
+        raise _differing("the processes create different variables")
+    sent = np.concatenate(
+        [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in plain] or [np.empty(0, np.uint8)]
+    )
+    data = gathered(sent, devices)[0].tobytes() if sent.size else b""
+    start, common = 0, list[Any]()
+    for leaf, own, is_key in zip(leaves, plain, keys, strict=True):
+        value: Any = np.frombuffer(data[start : start + own.nbytes], own.dtype).reshape(own.shape)
+        start += own.nbytes
+        common.append(jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if is_key else value)
+    return jax.tree.unflatten(tree, common)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def check_equal_everywhere(checksums: Sequence[tuple[str, int]], devices: Sequence[Device]) -> None:
+    """Raise if a value that every process drew whole, told by its path, is not the same in all of them."""
+    if not checksums or not devices:
+        return
+    everyone = gathered(np.array([value for _, value in checksums], np.uint32), devices)
+    differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
+    if differ:
+        raise _differing(
+            f"{differ[0]}: the processes drew different values", {"variables": ", ".join(differ[:10])}
+        )
+
+
+def _differing(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
+    return EngineError(
+        what,
+        facts=facts,
+        why="a value that is drawn whole is drawn by each process, from its own random state",
+        fix="make the same model in all processes, and give them the same seed before it is made",
+    )

@@ -1,0 +1,204 @@
+"""A draw's program as steps that make only shards, with the bits of the unsharded draw.
+
+The plain, unsharded model runs its initializer eagerly: each operation is a compiled program of its own. Compiled into
+one program, `sample * stddev + mean` becomes a fused multiply-add, which rounds once instead of twice, and the values
+differ in the last bit. So the program is traced, and each operation that rounds is again a program of its own, over the
+devices of the mesh; operations that are exact whatever they are compiled with (moves, whole numbers) join the next one.
+
+An operation that adds elements up (a matrix product, a sum, a QR decomposition) gives other bits when its operand
+is cut. A program with such an operation cannot be drawn in shards; `why_global` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+
+__all__ = ["ShardedProgram", "trace", "why_global"]
+
+_MAX_CONSTANT_SIZE = 1024
+
+_MOVES = """
+    bitcast_convert_type broadcast broadcast_in_dim concatenate copy copy_p dynamic_slice dynamic_update_slice
+    expand_dims gather iota pad reshape rev select_n sharding_constraint slice split squeeze stop_gradient transpose
+"""
+_EXACT_MOVES = frozenset(_MOVES.split())
+"""Operations that copy elements, and never round one."""
+
+_ELEMENTWISE = """
+    abs acosh add add_any asinh atanh bessel_i0e bessel_i1e cbrt ceil clamp convert_element_type cos cosh digamma div eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
+    nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh
+"""
+_ORDERING = "argmax argmin reduce_max reduce_min sort"
+_SAME_WHEN_CUT = _EXACT_MOVES.union(_ELEMENTWISE.split(), _ORDERING.split())
+"""Operations that give the same bits however their operands are cut over devices.
+
+On CPU devices `atan` does not (measured with JAX 0.10.2), and so nothing that is built on it is here.
+"""
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+
+
+def trace(function: Callable[[Any], Any], seed: Any) -> ClosedJaxpr:
+    """The operations of a program, for seeds like this one; nothing is computed."""
+    return jax.make_jaxpr(function)(seed)
+
+
+def why_global(closed: ClosedJaxpr) -> str:
+    """Why a program's value cannot be drawn in shards with the same bits; empty if it can."""
+    if any(jnp.size(const) > _MAX_CONSTANT_SIZE for const in closed.consts):
+        return "its value is computed from a constant array"
+    found = next(_mixing(closed.jaxpr), None)
+    return f"{found} gives other bits when its operand is cut" if found else ""
+
+
+def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
+    """The names of operations whose bits depend on how their operands are cut."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = list(_inner_jaxprs(eqn.params.values()))
+        if name in (
+            "jit",
+            "pjit",
+            "closed_call",
+            "core_call",
+            "custom_jvp_call",
+            "custom_vjp_call",
+            "remat2",
+        ):
+            for nested in inner:
+                yield from _mixing(nested)
+        elif name not in _SAME_WHEN_CUT and any(map(_rounds, (*eqn.invars, *eqn.outvars))):
+            yield name
+
+
+def _inner_jaxprs(params: Iterable[Any]) -> Iterator[Jaxpr]:
+    for param in params:
+        if isinstance(param, ClosedJaxpr):
+            yield param.jaxpr
+        elif isinstance(param, Jaxpr):
+            yield param
+
+
+def _rounds(var: Any) -> bool:
+    """Whether a value is of a type that rounds."""
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Some operations that are compiled together."""
+
+    run: Callable[..., Sequence[Any]]
+    takes: tuple[Any, ...]
+    gives: tuple[Any, ...]
+    last_use_of: tuple[Any, ...]
+
+
+class ShardedProgram:
+    """A traced program, compiled step by step for one sharding.
+
+    Args:
+        closed: What `trace` gave; `why_global` must have nothing against it.
+        sharding: The sharding of the result.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, sharding: NamedSharding):
+        self._closed = closed
+        jaxpr = closed.jaxpr
+        (self._result,) = jaxpr.outvars
+        groups: list[list[Any]] = [[]]
+        for eqn in jaxpr.eqns:
+            groups[-1].append(eqn)
+            if eqn.primitive.name not in _EXACT_MOVES and any(map(_rounds, eqn.outvars)):
+                groups.append([])
+        groups = [group for group in groups if group]
+        needs = [_needs(group) for group in groups]
+        shape = self._result.aval.shape
+        steps: list[_Step] = []
+        for i, group in enumerate(groups):
+            later: set[Any] = set().union(*needs[i + 1 :])
+            wanted = later if isinstance(self._result, Literal) else later | {self._result}
+            gives = tuple(var for eqn in group for var in eqn.outvars if var in wanted)
+            if gives:
+                last = tuple(var for var in needs[i] if var not in wanted)
+                out = [_sharding_of(var.aval, shape, sharding) for var in gives]
+                steps.append(_Step(_compiled(group, needs[i], gives, out), tuple(needs[i]), gives, last))
+        self._steps = steps
+        self._place = jax.jit(lambda x: x, out_shardings=sharding)
+
+    def __call__(self, seed: Any) -> jax.Array:
+        """The value for a seed, each device making only its shard."""
+        jaxpr = self._closed.jaxpr
+        values = dict(zip(jaxpr.invars, jax.tree.leaves(seed), strict=True))
+        values.update(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        for step in self._steps:
+            made = step.run(*(values[var] for var in step.takes))
+            for var in step.last_use_of:
+                values.pop(var, None)
+            values.update(zip(step.gives, made, strict=True))
+            del made
+        if self._steps and self._result in self._steps[-1].gives:
+            return values[self._result]
+        return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
+
+    @property
+    def seed_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and types of the arrays of a seed."""
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._closed.in_avals]  # type: ignore[attr-defined]
+
+    @property
+    def num_steps(self) -> int:
+        """How many programs are compiled."""
+        return len(self._steps)
+
+    def lower(self, seed: Any) -> list[Any]:
+        """Each step lowered, to look at what the compiler makes of it."""
+        jaxpr = self._closed.jaxpr
+        values: dict[Any, Any] = dict(zip(jaxpr.invars, jax.tree.leaves(seed), strict=True))
+        values.update(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        lowered: list[Any] = []
+        for step in self._steps:
+            arguments = [values[var] for var in step.takes]
+            lowered.append(step.run.lower(*arguments))  # type: ignore[attr-defined]
+            values.update(zip(step.gives, step.run(*arguments), strict=True))
+        return lowered
+
+
+def _needs(group: Sequence[Any]) -> list[Any]:
+    """What a group of operations takes from outside, each once, in order."""
+    made: set[Any] = {var for eqn in group for var in eqn.outvars}
+    return list(
+        dict.fromkeys(
+            var for eqn in group for var in eqn.invars if not isinstance(var, Literal) and var not in made
+        )
+    )
+
+
+def _compiled(
+    group: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any], out_shardings: Any
+) -> Callable[..., Sequence[Any]]:
+    debug_info = jax.make_jaxpr(lambda *_: [])(*(0 for _ in takes)).jaxpr.debug_info
+    closed = ClosedJaxpr(Jaxpr([], list(takes), list(gives), list(group), debug_info=debug_info), [])
+    return jax.jit(jaxpr_as_fun(closed), out_shardings=out_shardings)
+
+
+def _sharding_of(aval: Any, result_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """Where a value between two steps lives: like the result, or cut over all devices, or everywhere if it is small."""
+    plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    if plain and aval.shape == result_shape:
+        return sharding
+    mesh, specs = sharding.mesh, [None] * len(aval.shape)
+    if plain and math.prod(aval.shape) > _MAX_CONSTANT_SIZE:
+        axis = next((i for i, n in enumerate(aval.shape) if n % mesh.size == 0), None)
+        if axis is not None:
+            specs[axis] = tuple(mesh.axis_names)  # type: ignore[call-overload]
+    return NamedSharding(mesh, PartitionSpec(*specs))

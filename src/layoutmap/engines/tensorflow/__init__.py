@@ -1,0 +1,1 @@
+"""The TensorFlow engine: tensors of `tf.experimental.dtensor`."""

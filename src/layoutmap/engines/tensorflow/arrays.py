@@ -1,0 +1,300 @@
+"""Tensors in layouts: put together from shards, taken apart, moved; each with all its bits.
+
+DTensor's own relayout adds shards up with zeros around them, so it loses the sign of a zero and the bits of a NaN, and
+does not know all element types. Outside of compiled functions tensors are therefore taken apart and put together
+again. With several processes the shards travel as integers, which a sum with zeros does not change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from layoutmap.core.blocks import Index, assemble, whole_index
+from layoutmap.core.errors import EngineError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines.tensorflow.devices import native_layout, to_mesh
+
+__all__ = [
+    "canonical",
+    "check_placed",
+    "default_mesh_lock",
+    "from_blocks",
+    "is_number",
+    "layout_of",
+    "move",
+    "native_of",
+    "note",
+    "relayout_in_trace",
+    "run_on",
+    "shards_of",
+    "tensor_of",
+    "whole",
+]
+
+NumpyArray = npt.NDArray[Any]
+Ends = tuple[tuple[int, int], ...]
+dtensor: Any = tf.experimental.dtensor
+
+_MAX_MESHES = 1024
+default_mesh_lock = threading.RLock()
+"""Held while DTensor's default mesh is set, which it does for itself, too, where it makes a variable or a relayout."""
+
+_lock = threading.Lock()
+# Two meshes of ours, an abstract one and the same one bound, are one of DTensor's, which makes it anew for each layout.
+# Tensors are on the first that was used, but for those that were made on another one.
+_mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
+_MADE_ON = "_layoutmap_mesh"
+
+
+def native_of(layout: Layout) -> Any:
+    """DTensor's layout; the mesh is remembered, for `layout_of`."""
+    native = native_layout(layout)
+    with _lock:
+        _mesh_of_native.setdefault(native.mesh.to_string(), layout.mesh)
+        while len(_mesh_of_native) > _MAX_MESHES:
+            _mesh_of_native.popitem(last=False)
+    return native
+
+
+def layout_of(array: Any) -> Layout | None:
+    """The layout of a tensor or variable; `None` if it lies on no mesh, and in a `tf.function`, where none is known."""
+    if not isinstance(array, (tf.Tensor, tf.Variable)) or not tf.executing_eagerly():
+        return None
+    if not dtensor.is_dtensor(array):
+        return None
+    native = dtensor.fetch_layout(array)
+    return Layout(list(native.sharding_specs), getattr(array, _MADE_ON, None) or _mesh_of(native.mesh))
+
+
+def _mesh_of(native_mesh: Any) -> Mesh:
+    with _lock:
+        known = _mesh_of_native.get(native_mesh.to_string())
+    return known or to_mesh(native_mesh)
+
+
+def note(array: Any, mesh: Mesh) -> Any:
+    """Note on a tensor or variable the mesh that it was made on: two of ours may be one of DTensor's."""
+    setattr(array, _MADE_ON, mesh)
+    return array
+
+
+def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> Any:
+    """DTensor's form of a layout that fits a shape.
+
+    Raises:
+        LayoutError: It does not fit.
+        EngineError: DTensor cannot hold it.
+    """
+    layout.check_rank(shape, name)
+    for axis in layout.uneven_axes(shape):
+        raise layout.uneven_error(shape, axis, name)
+    return native_of(layout)
+
+
+def is_number(dtype: Any) -> bool:
+    """Whether elements of one of TensorFlow's types can lie in layouts."""
+    return dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool
+
+
+def canonical(values: NumpyArray) -> NumpyArray:
+    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are."""
+    try:
+        _check_elements(tf.as_dtype(values.dtype), values.dtype)
+    except TypeError:
+        _check_elements(tf.string, values.dtype)
+    return values
+
+
+def _check_elements(dtype: Any, name: object) -> None:
+    if not is_number(dtype):
+        raise EngineError(
+            f"TensorFlow cannot hold an array of {name} in a layout",
+            why="arrays of TensorFlow hold numbers and truth values in layouts",
+            fix="pass an array of numbers",
+        )
+
+
+def tensor_of(array: Any) -> Any:
+    """The tensor in a variable; a tensor as it is."""
+    return array.read_value() if isinstance(array, tf.Variable) else array
+
+
+def _with_values(array: Any) -> Any:
+    """The tensor in a variable, or a tensor, that has values."""
+    tensor = tensor_of(array)
+    if tf.is_symbolic_tensor(tensor):
+        raise EngineError(
+            "a tensor inside a tf.function has no values yet",
+            why="the function is being traced, and computes them later",
+            fix="take it apart, or put it together, outside of the function; relayout works inside",
+        )
+    return tensor
+
+
+def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards that this process holds, each index once, with both ends."""
+    tensor = _with_values(array)
+    layout = layout_of(tensor)
+    shape = tuple(tensor.shape)
+    if layout is None:
+        yield whole_index(shape), tensor.numpy()
+        return
+    places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
+    seen: set[Ends] = set()
+    for place, component in zip(places, dtensor.unpack(tensor), strict=True):
+        index = layout.shard_slices(shape, place)
+        if _ends(index) not in seen:
+            seen.add(_ends(index))
+            yield index, component.numpy()
+
+
+def from_blocks(
+    shape: tuple[int, ...], layout: Layout, read: Callable[[Index], NumpyArray], *, copy: bool = True
+) -> Any:
+    """A tensor put together from blocks, each read once.
+
+    Args:
+        shape: The shape of the whole.
+        layout: Its layout.
+        read: Gives the values at an index.
+        copy: Whether what is read may change later: TensorFlow may share the memory of a numpy array.
+    """
+    native = native_of(layout)
+    devices = native.mesh.local_devices()
+    held: dict[Ends, NumpyArray] = {}
+    components: list[Any] = []
+    for place, device in zip(native.mesh.local_device_ids(), devices, strict=True):
+        index = layout.shard_slices(shape, place)
+        if _ends(index) not in held:
+            held[_ends(index)] = np.array(read(index), copy=copy or None, order="C")
+        with tf.device(device):
+            components.append(tf.constant(held[_ends(index)]))
+    return note(dtensor.pack(components, native), layout.mesh)
+
+
+@contextmanager
+def run_on(native_mesh: Any) -> Generator[None]:
+    """While open, operations on plain tensors run on the mesh. An exception ends that, too, as in DTensor it does not.
+
+    DTensor has one such mesh for all threads, so a thread waits here for another one that is inside.
+    """
+    with default_mesh_lock:
+        inside = dtensor.default_mesh(native_mesh)
+        inside.__enter__()
+        try:
+            yield
+        finally:
+            inside.__exit__(None, None, None)
+
+
+def whole(array: Any) -> NumpyArray:
+    """All of an array's values."""
+    tensor = _with_values(array)
+    layout = layout_of(tensor)
+    if layout is None:
+        return tensor.numpy()
+    if dtensor.num_clients() > 1 and not layout.is_fully_replicated():
+        tensor = _replicated(tensor, layout)
+    return _put_together(tensor)
+
+
+def move(array: Any, layout: Layout) -> Any:
+    """A tensor, plain or in a layout, in another layout, with all its bits. Gradients pass through it."""
+    _check_elements(array.dtype, array.dtype.name)
+    if not tf.executing_eagerly():
+        return _constrained(array, native_of(layout))
+    present = layout_of(array)
+    if present is not None and native_of(present) == native_of(layout):
+        tensor = tensor_of(array)
+        if tensor is array and present.mesh == layout.mesh:
+            return tensor
+        return note(tf.identity(tensor) if tensor is array else tensor, layout.mesh)
+
+    @tf.custom_gradient
+    def moved(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def back(upstream: Any) -> Any:
+            return tf.constant(whole(upstream)) if present is None else move(upstream, present)
+
+        return _moved(tensor, layout), back
+
+    if tensor_of(array).dtype.is_floating:
+        with tf.device(None):
+            return note(moved(tensor_of(array)), layout.mesh)
+    return _moved(tensor_of(array), layout)
+
+
+def _constrained(tensor: Any, native: Any) -> Any:
+    """A tensor inside a compiled function, in a layout. DTensor lays its gradient out as it sees fit.
+
+    DTensor's own gradient of a relayout wants the layout that the tensor had, and fails where propagation has since
+    given it another one.
+    """
+
+    @tf.custom_gradient
+    def constrained(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return dtensor.relayout(tensor, native), lambda upstream: upstream
+
+    with default_mesh_lock:
+        return constrained(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
+
+
+def relayout_in_trace(tensor: Any, layout: Layout) -> Any:
+    """A tensor inside a compiled function, in a layout, by DTensor's own operation and nothing else.
+
+    That is for what is assigned to a variable: DTensor restores checkpoints in a function, where it wants just this.
+    """
+    with default_mesh_lock:
+        return dtensor.relayout(tensor, native_of(layout))
+
+
+def _moved(tensor: Any, layout: Layout) -> Any:
+    present = layout_of(tensor)
+    if present is not None and dtensor.num_clients() > 1 and not present.is_fully_replicated():
+        tensor = _replicated(tensor, present)
+    shards = list(shards_of(tensor))
+    shape, dtype = tuple(tensor.shape), tensor.dtype.as_numpy_dtype
+    return from_blocks(shape, layout, lambda index: assemble(shards, shape, dtype, index))
+
+
+def _put_together(tensor: Any) -> NumpyArray:
+    return assemble(shards_of(tensor), tuple(tensor.shape), tensor.dtype.as_numpy_dtype)
+
+
+def _replicated(tensor: Any, layout: Layout) -> Any:
+    """The tensor on all devices of all processes. Its bits travel as integers."""
+    width = tensor.dtype.size
+    integer = np.int64 if width == 8 else np.int32
+    components = [_as_integers(c.numpy(), integer) for c in dtensor.unpack(tensor)]
+    flat = [tf.constant(c) for c in components]
+    pieces = Layout([*layout.sharding_specs, None], layout.mesh)
+    packed = dtensor.pack(flat, native_of(pieces))
+    joined = dtensor.relayout(packed, native_of(Layout.replicated(layout.mesh, pieces.rank)))
+    values = _from_integers(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
+    return from_blocks(tuple(tensor.shape), Layout.replicated(layout.mesh, layout.rank), values.__getitem__)
+
+
+def _as_integers(values: NumpyArray, integer: type) -> NumpyArray:
+    """The bytes of values as integers, along one more axis."""
+    width = values.dtype.itemsize
+    if width < 4:
+        return values[..., None].view(np.uint8).reshape(*values.shape, width).astype(integer)
+    return np.ascontiguousarray(values)[..., None].view(integer)
+
+
+def _from_integers(integers: NumpyArray, dtype: type) -> NumpyArray:
+    if np.dtype(dtype).itemsize < 4:
+        integers = integers.astype(np.uint8)
+    return np.ascontiguousarray(integers).view(dtype)[..., 0]
+
+
+def _ends(index: Index) -> Ends:
+    return tuple((part.start, part.stop) for part in index)

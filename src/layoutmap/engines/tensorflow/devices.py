@@ -1,0 +1,165 @@
+"""From meshes and layouts of names to TensorFlow's devices and DTensor's meshes and layouts, and back.
+
+Devices are named `CPU:0`, `GPU:3`: the type, and a number that counts the devices of all processes, those of the first
+process first. TensorFlow's own full names (`/job:worker/replica:0/task:1/device:CPU:0`) are understood as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.mesh import Mesh
+
+__all__ = ["bound_mesh", "device_names", "native_layout", "native_mesh", "native_specs", "to_mesh"]
+
+dtensor: Any = tf.experimental.dtensor
+
+_MAX_NATIVES = 4096
+_FULL_NAME = re.compile(r"/job:([^/]+)/replica:0/task:(\d+)/device:([A-Za-z]+):(\d+)$")
+
+
+def device_names(device_type: str | None) -> tuple[str, ...]:
+    """The names of all devices of a type, or of the default one: accelerators if there are any."""
+    if device_type is None:
+        device_type = next((kind for kind in ("TPU", "GPU") if tf.config.list_logical_devices(kind)), "CPU")
+    kind = device_type.upper()
+    number = _num_local(kind)
+    if not number:
+        there = sorted({device.device_type for device in tf.config.list_logical_devices()})
+        raise EngineError(
+            f"TensorFlow has no {kind} devices here",
+            why=f"it has devices of these types: {', '.join(there)}",
+            fix=f"use device_type={there[0]!r}, or install TensorFlow for {kind}",
+        )
+    return tuple(f"{kind}:{i}" for i in range(number * dtensor.num_clients()))
+
+
+def _num_local(device_type: str) -> int:
+    """How many devices of a type this process has; all processes have as many."""
+    mine = dtensor.client_id()
+    devices = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices(device_type)]
+    return sum(spec.task in (None, mine) for spec in devices)
+
+
+def bound_mesh(mesh: Mesh) -> Mesh:
+    """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
+    names = device_names(None) if mesh.devices is None else _known_devices(mesh)
+    if len(names) < mesh.size:
+        raise MeshError(
+            f"mesh of {mesh.size} devices, and TensorFlow has {len(names)}",
+            facts={"mesh": str(mesh), "devices": _listed(names)},
+            why="each place of the mesh needs a device",
+            fix=_fix_too_few(mesh.size),
+        )
+    names = names[: mesh.size]
+    here = [i for i, name in enumerate(names) if _full_name(name).task == dtensor.client_id()]
+    if mesh.devices is not None and tuple(here) == mesh.local_device_ids:
+        return mesh
+    return mesh.with_devices(names if mesh.devices is None else mesh.devices, local_device_ids=here)
+
+
+def _known_devices(mesh: Mesh) -> tuple[str, ...]:
+    try:
+        there = device_names(mesh.device_type)
+    except EngineError as error:
+        raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
+    names = tuple(short_name(name) for name in mesh.devices or ())
+    unknown = [given for given, name in zip(mesh.devices or (), names, strict=True) if name not in there]
+    if unknown:
+        raise MeshError(
+            f"device {unknown[0]!r} does not exist",
+            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(there)},
+            why=f"TensorFlow has {len(there)} devices of that type here, named by their type and number",
+            fix=_fix_too_few(mesh.size)
+            if len(there) < mesh.size
+            else "name devices that exist, or pass devices=None",
+        )
+    return names
+
+
+def _fix_too_few(size: int) -> str:
+    return (
+        "make the mesh smaller, or simulate devices before TensorFlow does anything else: "
+        f'tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices={size})'
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
+
+
+def short_name(name: str) -> str:
+    """`CPU:5` of `/job:worker/replica:0/task:1/device:CPU:1`, where each process has four."""
+    found = _FULL_NAME.match(name)
+    if not found:
+        return name.upper()
+    kind = found.group(3).upper()
+    return f"{kind}:{int(found.group(2)) * _num_local(kind) + int(found.group(4))}"
+
+
+def _full_name(name: str) -> tf.DeviceSpec:
+    kind, _, number = short_name(name).partition(":")
+    task, index = divmod(int(number), _num_local(kind))
+    return tf.DeviceSpec(job=dtensor.job_name(), replica=0, task=task, device_type=kind, device_index=index)
+
+
+@functools.lru_cache(_MAX_NATIVES)
+def native_mesh(mesh: Mesh) -> Any:
+    """DTensor's mesh of a mesh that is bound or can be."""
+    bound = bound_mesh(mesh)
+    everywhere = [_full_name(name) for name in bound.devices or ()]
+    return dtensor.Mesh(
+        dim_names=list(mesh.dim_names),
+        global_device_ids=np.arange(mesh.size).reshape(mesh.shape),
+        local_device_ids=list(bound.local_device_ids),
+        local_devices=[everywhere[i] for i in bound.local_device_ids],
+        mesh_name=mesh.name,
+        global_devices=everywhere if dtensor.num_clients() > 1 else None,
+    )
+
+
+@functools.lru_cache(_MAX_NATIVES)
+def native_layout(layout: Layout) -> Any:
+    """DTensor's layout of a layout; its mesh has the machine's devices."""
+    return dtensor.Layout(native_specs(layout), native_mesh(layout.mesh))
+
+
+def native_specs(layout: Layout) -> list[str]:
+    """DTensor's sharding specs of a layout; no device is asked for.
+
+    Raises:
+        EngineError: An axis is sharded over several mesh dims.
+    """
+    specs: list[str] = []
+    for axis, spec in enumerate(layout.sharding_specs):
+        # A mesh dim of size 1 cuts nothing, so of several dims only the larger ones count.
+        cutting = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
+        if isinstance(spec, tuple) and len(cutting) > 1:
+            raise EngineError(
+                f"TensorFlow cannot cut one axis over several mesh dims: axis {axis} over {', '.join(cutting)}",
+                facts={"layout": str(layout), "mesh": str(layout.mesh)},
+                why="a layout of DTensor has one mesh dim for each axis",
+                fix=f"cut axis {axis} over one dim, or make a mesh with one dim of size "
+                f"{layout.num_shards(axis)} in their place",
+            )
+        specs.append(spec if isinstance(spec, str) else (cutting or [UNSHARDED])[0])
+    return specs
+
+
+def to_mesh(native: Any) -> Mesh:
+    """The mesh of one of DTensor's, with short device names."""
+    mesh = Mesh.from_string(native.to_string())
+    names = mesh.devices or ()
+    if any(not name for name in names):  # TensorFlow does not know the names of other processes' devices
+        return mesh.with_devices(
+            device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids
+        )
+    return mesh.with_devices([short_name(name) for name in names], local_device_ids=mesh.local_device_ids)

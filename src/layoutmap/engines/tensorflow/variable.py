@@ -1,0 +1,210 @@
+"""`DVariable`: TensorFlow's variable in a layout, made whole where TensorFlow's own is not.
+
+TensorFlow's `DVariable` cannot be read whole when it is sharded (`numpy()` raises), nor be given a plain value. This
+subclass can, so what is written for a `tf.Variable` works: `get_weights`, saving to HDF5, callbacks, `repr`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from layoutmap.core.errors import EngineError, LayoutError
+from layoutmap.core.layout import Layout, as_layout
+from layoutmap.engines.tensorflow.arrays import (
+    canonical,
+    check_placed,
+    default_mesh_lock,
+    layout_of,
+    move,
+    note,
+    relayout_in_trace,
+    whole,
+)
+from layoutmap.engines.tensorflow.devices import native_layout
+from layoutmap.engines.tensorflow.selfcheck import check_training
+
+__all__ = ["DVariable"]
+
+dtensor: Any = tf.experimental.dtensor
+
+
+class DVariable(dtensor.DVariable):  # type: ignore[misc]
+    """A `tf.Variable` whose value lies in a layout.
+
+    Copies and what comes out of a pickle lie in the same layout.
+
+    Args:
+        initial_value: The first value: a tensor in a layout, or with `layout` a plain one, a number or a numpy array;
+            or a function without arguments that gives one.
+        *args: See `tf.Variable`.
+        layout: The layout; may be left out if the first value has one.
+        **kwargs: See `tf.Variable`.
+
+    Attributes:
+        layout: Its `Layout`.
+        read_layout: The layout in which a computation last read it, where that is another one and somebody noted it.
+
+    Raises:
+        LayoutError: There is no layout, it does not fit, or the first value has another one.
+        EngineError: TensorFlow cannot hold the layout or the value, or would compute training steps wrongly.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> layout = lm.Layout(["x", lm.UNSHARDED], lm.Mesh(None, "x=2"))
+        >>> variable = lm.DVariable(tf.ones((4, 3)), layout=layout)
+        >>> variable.layout == layout
+        True
+        >>> float(variable.assign_add(tf.ones((4, 3))).numpy().sum())
+        24.0
+
+    References:
+        `tf.experimental.dtensor.DVariable`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/DVariable
+    """
+
+    read_layout: Layout | None = None
+
+    def __init__(
+        self, initial_value: Any, *args: Any, layout: Layout | None = None, dtype: Any = None, **kwargs: Any
+    ):
+        if callable(initial_value) and not isinstance(initial_value, (tf.Tensor, tf.Variable)):
+            with tf.init_scope():
+                initial_value = initial_value()
+        if tf.is_symbolic_tensor(initial_value):
+            raise EngineError(
+                "the first value of a DVariable is not computed yet",
+                why="inside a tf.function a tensor has no values",
+                fix="make the variable outside of it, or pass a function without arguments that gives the value",
+            )
+        with tf.init_scope():
+            self._make(initial_value, layout, args, dtype, kwargs)
+
+    def _make(self, initial_value: Any, layout: Any, args: Any, dtype: Any, kwargs: Any) -> None:
+        wanted = as_layout(layout) if layout is not None else None
+        if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
+            initial_value = _plain(initial_value, dtype)
+        present = layout_of(initial_value)
+        if wanted is None and present is None:
+            raise LayoutError(
+                "a DVariable needs a layout",
+                why="its first value has none, and none is given",
+                fix="pass layout=, or a first value that is in a layout",
+            )
+        if wanted is not None and present is not None and native_layout(wanted) != native_layout(present):
+            raise LayoutError(
+                "the first value of a DVariable lies in another layout",
+                facts={"layout": str(wanted), "first value": str(present)},
+                why="nothing is moved unseen",
+                fix="leave layout out, or relayout the value first",
+            )
+        used = present if wanted is None else wanted
+        assert used is not None
+        self._layout: Layout = used
+        shape: Any = initial_value.shape
+        native = check_placed(used, tuple(shape), kwargs.get("name") or "DVariable")
+        check_training(native.mesh)
+        value = initial_value if present is not None else move(initial_value, used)
+        with default_mesh_lock:
+            super().__init__(value, *args, **kwargs)
+        note(self, used.mesh)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, native: Any) -> None:
+        # TensorFlow's constructor sets its own form of the layout; ours says the same.
+        pass
+
+    def numpy(self) -> Any:
+        """The whole value."""
+        return whole(self) if tf.executing_eagerly() else super().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DVariable:
+        memo[id(self)] = copied = DVariable(tf.identity(self.read_value()), **self._settings())
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _made_again, (self.numpy(), self._layout, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "name": self.name.removesuffix(":0"),
+            "trainable": self.trainable,
+            "constraint": self.constraint,
+            "synchronization": self.synchronization,
+            "aggregation": self.aggregation,
+        }
+
+    @tf.autograph.experimental.do_not_convert
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give it a value, plain or in any layout; it keeps its own.
+
+        Returns:
+            The variable; inside a `tf.function` what `tf.Variable.assign` returns.
+
+        Raises:
+            LayoutError: The value has another shape.
+        """
+        return self._updated(super().assign(self._placed(value), *args, **kwargs))
+
+    @tf.autograph.experimental.do_not_convert
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add a value, plain or in any layout; see `assign`."""
+        return self._updated(super().assign_add(self._placed(delta), *args, **kwargs))
+
+    @tf.autograph.experimental.do_not_convert
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Subtract a value, plain or in any layout; see `assign`."""
+        return self._updated(super().assign_sub(self._placed(delta), *args, **kwargs))
+
+    def _updated(self, result: Any) -> Any:
+        """The variable in place of TensorFlow's stand-in for its new value, which cannot be read whole."""
+        return self if result is not None and tf.executing_eagerly() else result
+
+    def _placed(self, value: Any) -> Any:
+        """A value in the variable's layout."""
+        if not tf.executing_eagerly():
+            # DTensor would lay it out by itself, but fails where the variable is cut and what is assigned is whole.
+            if self._layout.is_fully_replicated():
+                return value
+            value = tf.convert_to_tensor(value, dtype=self.dtype)
+            # By way of the layout in which it was read: DTensor would lay out what made the value in that of the
+            # variable, which the layer that reads it so cannot do.
+            for layout in filter(None, (self.read_layout, self._layout)):
+                value = relayout_in_trace(value, layout)
+            return value
+        if not isinstance(value, (tf.Tensor, tf.Variable)):
+            value = tf.convert_to_tensor(value, dtype=self.dtype)
+        if value.shape != self.shape:
+            raise LayoutError(
+                f"{self.name}: a value of another shape than the variable",
+                facts={"variable": tuple(self.shape), "value": tuple(value.shape)},
+                why="a variable keeps its shape, and nothing is repeated to fill it",
+                fix="assign a value of the variable's shape",
+            )
+        return move(value, self._layout)
+
+    def __repr__(self) -> str:
+        return f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"
+
+
+def _made_again(values: Any, layout: Layout, settings: dict[str, Any]) -> DVariable:
+    return DVariable(values, layout=layout, **settings)
+
+
+def _plain(value: Any, dtype: Any) -> Any:
+    """A tensor of numbers."""
+    if not isinstance(value, (tf.Tensor, tf.Variable)):
+        canonical(np.asarray(value))
+    tensor = tf.convert_to_tensor(value)
+    return tensor if dtype is None else tf.cast(tensor, dtype)

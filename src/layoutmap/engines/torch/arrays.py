@@ -1,0 +1,378 @@
+"""DTensors made from pieces, taken apart into pieces, and moved between layouts.
+
+Pieces are cut and placed here, by the layout's own arithmetic: torch's `distribute_tensor` draws on process groups, and
+is silently wrong for some layouts of simulated ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from layoutmap.core.blocks import Index, intersect, whole_index
+from layoutmap.core.errors import EngineError
+from layoutmap.core.layout import Layout
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.devices import (
+    bound_mesh,
+    device_mesh,
+    device_of,
+    layout_of_placements,
+    placements_of,
+)
+
+__all__ = [
+    "canonical",
+    "check_placed",
+    "cut",
+    "from_blocks",
+    "layout_of",
+    "move",
+    "mark",
+    "native_of",
+    "shards_of",
+    "to_numpy",
+    "to_torch",
+    "torch_dtype",
+    "whole",
+]
+
+NumpyArray = npt.NDArray[Any]
+Ends = tuple[tuple[int, int], ...]
+
+_LAYOUT = "_layoutmap_layout"
+
+
+# -- element types
+
+
+def torch_dtype(name: str, path: str) -> torch.dtype:
+    """The element type of a name.
+
+    Raises:
+        EngineError: Torch has none of that name.
+    """
+    found = getattr(torch, name, None)
+    if isinstance(found, torch.dtype):
+        return found
+    raise EngineError(
+        f"{path}: torch has no element type {name!r}",
+        why="tensors hold numbers and truth values",
+        fix="leave the variable to its framework, or store numbers",
+    )
+
+
+_NAMES_OF_ML_DTYPES = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16}
+
+
+@functools.cache
+def _numpy_has(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return False
+    return True
+
+
+def to_numpy(tensor: torch.Tensor) -> NumpyArray:
+    """A copy of a plain tensor's values; bfloat16 and its like in the types of `ml_dtypes`."""
+    tensor = tensor.detach().cpu().contiguous()
+    if _numpy_has(tensor.dtype):
+        return tensor.numpy().copy()
+    name = str(tensor.dtype).removeprefix("torch.")
+    bits = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16).numpy().copy()
+    return bits.view(np.dtype(getattr(ml_dtypes, name)))
+
+
+def to_torch(values: NumpyArray) -> torch.Tensor:
+    """A tensor with memory of its own, of the element type that numpy values have.
+
+    Raises:
+        EngineError: Torch holds no such elements.
+    """
+    values = np.ascontiguousarray(values).reshape(values.shape)
+    if values.dtype.name in _NAMES_OF_ML_DTYPES and hasattr(torch, values.dtype.name):
+        bits = values.view(_BITS[values.itemsize]).copy()
+        return torch.from_numpy(bits).view(getattr(torch, values.dtype.name))
+    try:
+        return torch.from_numpy(values.copy())
+    except TypeError:
+        raise EngineError(
+            f"torch cannot hold an array of {values.dtype}",
+            why="tensors hold numbers and truth values",
+            fix="pass an array of numbers",
+        ) from None
+
+
+def canonical(values: NumpyArray) -> NumpyArray:
+    """Numpy values as torch holds them, which is as they are.
+
+    Raises:
+        EngineError: Torch holds no such elements.
+    """
+    to_torch(values[:0] if values.ndim else values)
+    return values
+
+
+# -- layouts
+
+
+def native_of(layout: Layout) -> tuple[Any, tuple[Any, ...]]:
+    """The `(DeviceMesh, placements)` of a layout."""
+    native = device_mesh(layout.mesh)
+    return native, placements_of(layout, native)
+
+
+def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> tuple[Any, tuple[Any, ...]]:
+    """The native form of a layout that fits a shape.
+
+    Raises:
+        LayoutError: It does not fit.
+    """
+    layout.check_rank(shape, name)
+    for axis in layout.uneven_axes(shape):
+        raise layout.uneven_error(shape, axis, name)
+    return native_of(layout)
+
+
+def layout_of(array: Any) -> Layout | None:
+    """The layout of a DTensor, or `None` if it lies on no mesh of named dims, or waits to be summed up."""
+    if not isinstance(array, DTensor):
+        return None
+    said = getattr(array, _LAYOUT, None)
+    if said is not None and native_of(said) == (array.device_mesh, array.placements):
+        return said
+    return layout_of_placements(array.device_mesh, array.placements, array.ndim)
+
+
+def mark(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Note on a DTensor the layout it was made in: placements do not tell dims of size 1 from each other."""
+    setattr(tensor, _LAYOUT, layout)
+    return tensor
+
+
+# -- pieces
+
+
+def from_blocks(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, read: Callable[[Index], torch.Tensor]
+) -> DTensor:
+    """A DTensor from blocks; each different one that this process holds is read once.
+
+    Args:
+        shape: The whole shape.
+        dtype: The element type.
+        layout: The layout, which fits.
+        read: Gives the block at an index, with memory of its own.
+    """
+    native, placements = native_of(layout)
+    ranks = simulation.ranks_of(native)
+    device = device_of(native)
+    pieces: dict[int, torch.Tensor] = {}
+    known: dict[Ends, torch.Tensor] = {}
+    for rank in simulation.ranks_here(ranks):
+        index = layout.shard_slices(shape, ranks.index(rank))
+        ends = _ends(index)
+        if ends in known:  # an update in place is to happen once to each
+            pieces[rank] = known[ends].clone()
+        else:
+            pieces[rank] = known[ends] = read(index).to(device)
+    return _joined(pieces, dtype, shape, native, placements, layout)
+
+
+def _joined(
+    pieces: Mapping[int, torch.Tensor],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    native: Any,
+    placements: Any,
+    layout: Layout,
+) -> Any:
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    with simulation.on_mesh(native), torch.no_grad():
+        local = simulation.join(pieces, dtype)
+        made = DTensor.from_local(local, native, placements, run_check=False, shape=size, stride=stride)
+    return mark(made, layout)
+
+
+def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards that this process holds, each index once; copies."""
+    for index, piece in _pieces(array):
+        yield index, to_numpy(piece)
+
+
+def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
+    """The different pieces that this process holds, without a copy."""
+    if not isinstance(array, DTensor):
+        yield whole_index(array.shape), array.detach()
+        return
+    layout = layout_of(array)
+    if layout is None:
+        raise EngineError(
+            "the DTensor has no layout",
+            facts={"placements": str(array.placements)},
+            why="it is a sum over the mesh that is still to be made, or its mesh has no names",
+            fix="give it one: relayout(tensor, layout)",
+        )
+    ranks = simulation.ranks_of(array.device_mesh)
+    seen: set[Ends] = set()
+    detached: Any = array.detach()
+    held = simulation.pieces_of(detached._local_tensor)
+    for rank in simulation.ranks_here(ranks):
+        index = layout.shard_slices(tuple(array.shape), ranks.index(rank))
+        if _ends(index) not in seen:
+            seen.add(_ends(index))
+            yield index, held[rank]
+
+
+def cut(tensor: torch.Tensor, layout: Layout) -> Any:
+    """A plain tensor in a layout, which fits; gradients pass."""
+    check_placed(layout, tuple(tensor.shape))
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return mark(_Cut.apply(tensor, layout), layout)
+    return from_blocks(
+        tuple(tensor.shape), tensor.dtype, layout, lambda index: tensor.detach()[index].clone()
+    )
+
+
+class _Cut(torch.autograd.Function):
+    """Cutting a plain tensor: its gradient is put together again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, layout: Layout) -> Any:
+        return cut(tensor.detach(), layout)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return whole(upstream[0]), None
+
+
+def whole(array: Any) -> torch.Tensor:
+    """All values of a tensor as a plain one, without a step of autograd; all processes that hold some must ask."""
+    if not isinstance(array, DTensor):
+        return array.detach()
+    detached: Any = array.detach()
+    array = detached
+    ranks = simulation.ranks_of(array.device_mesh)
+    if any(placement.is_partial() for placement in array.placements):
+        with simulation.on_ranks(ranks):
+            array = array.redistribute(array.device_mesh, [Replicate()] * array.device_mesh.ndim)
+    if not simulation.is_simulated():
+        return _redistributed(array, [Replicate()] * array.device_mesh.ndim)._local_tensor
+    pieces = list(_pieces(array))
+    if len(pieces) == 1:
+        return pieces[0][1].clone()
+    made = torch.empty(array.shape, dtype=array.dtype, device=pieces[0][1].device)
+    for index, piece in pieces:
+        made[index] = piece
+    return made
+
+
+# -- between layouts
+
+
+def move(array: Any, layout: Layout) -> Any:
+    """A DTensor in another layout, which fits; gradients pass where the mesh stays."""
+    native, placements = check_placed(layout, tuple(array.shape))
+    # Simulated ranks have collectives only on meshes that rank 0 is on.
+    if array.device_mesh == native and not (
+        simulation.is_simulated() and 0 not in simulation.ranks_of(native)
+    ):
+        with simulation.on_mesh(native):
+            moved = _redistributed(array, placements)
+            # It may be the very tensor, on which another layout is noted.
+            return mark(moved.view_as(moved) if moved is array else moved, layout)
+    if layout_of(array) is None:
+        return cut(whole(array), layout)
+    return _moved_by_pieces(array, layout)
+
+
+# Element types that collectives do not know -> those of as many bits that they do.
+_CARRIERS = {
+    torch.bool: torch.uint8,
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+
+
+def _redistributed(array: Any, placements: Any) -> Any:
+    native, carrier = array.device_mesh, _CARRIERS.get(array.dtype)
+    if carrier is None:
+        return array.redistribute(native, placements)
+    with torch.no_grad():
+        shape, stride = array.shape, array.stride()
+        bits = array.detach()._local_tensor.view(carrier)
+        carried = DTensor.from_local(
+            bits, native, array.placements, run_check=False, shape=shape, stride=stride
+        )
+        bits = carried.redistribute(native, placements)._local_tensor.view(array.dtype)
+        return DTensor.from_local(bits, native, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _moved_by_pieces(array: Any, layout: Layout) -> Any:
+    """A DTensor on any mesh: each different piece is shown to all processes, which keep what is theirs."""
+    shape, dtype = tuple(array.shape), array.dtype
+    wanted = layout_indices(layout, shape)
+    made: dict[Ends, torch.Tensor] = {}
+    device = device_of(native_of(layout)[0])
+    for ends, index in wanted.items():
+        made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
+    for index, piece in _all_pieces(array):
+        for ends, target in wanted.items():
+            both = intersect(index, target) if shape else ()
+            if both is not None:
+                made[ends][_inside(both, target)] = piece[_inside(both, index)].to(device)
+    return from_blocks(shape, dtype, layout, lambda index: made[_ends(index)])
+
+
+def layout_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
+    """The different indices that this process holds in a layout."""
+    here = bound_mesh(layout.mesh).local_device_ids
+    indices = (layout.shard_slices(shape, i) for i in here)
+    return {_ends(index): index for index in indices}
+
+
+def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
+    """Every different piece of a DTensor, in every process, one at a time."""
+    if simulation.is_simulated():
+        yield from _pieces(array)
+        return
+    layout = layout_of(array)
+    assert layout is not None
+    ranks, shape = simulation.ranks_of(array.device_mesh), tuple(array.shape)
+    first: dict[Ends, tuple[Index, int]] = {}
+    for place, rank in enumerate(ranks):
+        index = layout.shard_slices(shape, place)
+        first.setdefault(_ends(index), (index, rank))
+    for index, owner in first.values():
+        if owner == simulation.rank():
+            piece = array.detach()._local_tensor.contiguous()
+        else:
+            piece = torch.empty(
+                [part.stop - part.start for part in index], dtype=array.dtype, device=array.device
+            )
+        if piece.numel():
+            # As bytes: collectives do not know every element type.
+            dist.broadcast(piece.view(-1).view(torch.uint8), src=owner)
+        yield index, piece
+
+
+def _inside(part: Index, index: Index) -> Index:
+    return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))
+
+
+def _ends(index: Index) -> Ends:
+    return tuple((part.start, part.stop) for part in index)

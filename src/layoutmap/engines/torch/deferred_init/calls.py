@@ -1,0 +1,56 @@
+"""What a call of one of torch's operations says: what it changes, what it draws from, who asked for it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from layoutmap.engines.torch.private import tree_leaves, written_arguments
+
+__all__ = ["asked_by", "can_wait", "changed_by", "generator_of", "size_of"]
+
+
+def changed_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What an operation changes in place."""
+    places = written_arguments(op)
+    return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+
+
+def can_wait(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that a tape defers."""
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def size_of(shape: Any) -> float:
+    """The number of elements of a shape, if it is one."""
+    is_shape = isinstance(shape, list | tuple) and all(type(n) is int for n in shape)
+    return math.prod(shape) if is_shape else math.inf
+
+
+def generator_of(op: Any, args: Any, kwargs: Any) -> torch.Generator | None:
+    """What an operation draws its random numbers from; `None` if it draws none."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return None
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    return given[0] if given else torch.default_generator
+
+
+_ASKING = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
+
+
+def asked_by() -> str:
+    """The outermost function of torch.nn or initializer of Keras that asked for what is being recorded."""
+    found = ""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_ASKING):
+            owner = frame.f_locals.get("self")
+            name = frame.f_code.co_name if owner is None else type(owner).__name__
+            module = "keras.initializers" if module.startswith("keras") else module.removeprefix("torch.")
+            found = found if name.startswith("_") else f"{module}.{name}"
+        frame = frame.f_back
+    return found

@@ -1,0 +1,317 @@
+"""Histories that can be replayed in one pass: those in which each element depends on a few others at known places.
+
+A `History` turns the steps that a tensor depends on into readers. Where a step needs more than the elements at the same
+place, it says so, in the words of the plan.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from layoutmap.engines.torch.deferred_init.operations import (
+    COPIES,
+    FILLED,
+    FILLED_WITH,
+    ROWS,
+    is_local,
+    is_pointwise,
+)
+from layoutmap.engines.torch.deferred_init.readers import (
+    Computed,
+    Drawn,
+    Filled,
+    Fixed,
+    GridPatch,
+    Joined,
+    Patch,
+    Patched,
+    Picked,
+    PlacesPatch,
+    Reader,
+    Rows,
+    RunPatch,
+    Shifted,
+)
+from layoutmap.engines.torch.deferred_init.replay import needed
+from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
+from layoutmap.engines.torch.deferred_init.streams import PIECE, Stream, random_fill_of
+from layoutmap.engines.torch.deferred_init.tiles import Tiled
+
+__all__ = ["History", "NeedsWhole"]
+
+aten = torch.ops.aten
+_LONGEST_ROW = 64
+_MOST_APART = 16
+_MOST_PLACES = 1 << 16
+_MOST_PATCHES = 64
+
+
+class NeedsWhole(Exception):
+    """Why a tensor cannot be made in one pass."""
+
+
+class Frame(NamedTuple):
+    """Which element is read for element t of the tensor that is asked for: `scale * t + shift` of what `outer` says.
+
+    Readers give each element once, so only consumers of the same elements, in the same frame, may share one.
+    """
+
+    outer: Any = None
+    scale: int = 1
+    shift: int = 0
+
+    def within(self, view: View) -> Frame:
+        """From elements of a memory to those of a tensor in it."""
+        if view.is_dense:
+            return self._replace(shift=self.shift - view.offset)
+        return Frame((view.geometry, "within", self))
+
+    def around(self, view: View) -> Frame:
+        """From elements of a tensor to those of its memory."""
+        if view.is_dense:
+            return self._replace(shift=self.shift + view.offset)
+        if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
+            return self.outer[2]
+        return Frame((view.geometry, "around", self))
+
+    def times(self, length: int) -> Frame:
+        """From rows to elements of rows."""
+        return self._replace(scale=self.scale * length, shift=self.shift * length)
+
+
+class History:
+    """The readers of one pass.
+
+    Args:
+        steps: The tape.
+        piece: The elements to draw at a time.
+    """
+
+    def __init__(self, steps: Sequence[Step], piece: int = PIECE) -> None:
+        self._steps = steps
+        self._piece = piece
+        self._readers: dict[Any, Reader] = {}
+
+    def of(self, view: View, until: int) -> Reader:
+        """The reader of a tensor's elements, in the order of memory, as they are before a step.
+
+        Raises:
+            NeedsWhole: It cannot be made in one pass.
+        """
+        reader = self._region(view, until, Frame())
+        if reader is None:
+            raise NeedsWhole("its elements lie far apart in the memory that it is a part of")
+        return reader
+
+    def _region(self, view: View, until: int, frame: Frame) -> Reader | None:
+        """The reader of a tensor's elements in the order of memory; `None` if they have none, or lie far apart."""
+        if view.is_dense:
+            reader = self._memory(view.memory, until, frame.around(view))
+            return Shifted(reader, view.offset) if view.offset else reader
+        if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:
+            return None
+        reader = self._memory(view.memory, until, frame.around(view))
+        return _used(Picked(reader, view.geometry))
+
+    def _memory(self, memory: Memory, until: int, frame: Frame) -> Reader:
+        place = bisect.bisect_left(memory.writes, until) - 1
+        key = (memory, place, frame)
+        if key not in self._readers:
+            self._readers[key] = self._version(memory, place, frame)
+        return _used(self._readers[key])
+
+    def _version(self, memory: Memory, place: int, frame: Frame) -> Reader:
+        """A memory as it is after one of the steps that write to it."""
+        patches: list[tuple[Step, View]] = []
+        while True:
+            step = self._steps[memory.writes[place]]
+            made = step.makes(memory)
+            written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
+            if len(written) != 1 or len(patches) > _MOST_PATCHES:
+                raise self._whole(step)
+            [view] = written
+            if view.is_all and step.op.overloadpacket is not aten.index_put_:
+                break
+            if made is not None:
+                raise self._whole(step)
+            patches.append((step, view))
+            place -= 1
+        if not patches:
+            return self._values(step, view, frame.within(view))
+        base = self._memory(memory, step.number + 1, frame)
+        return Patched(base, [self._patch(step, view, frame) for step, view in reversed(patches)])
+
+    # -- steps that write to a part of a memory
+
+    def _patch(self, step: Step, view: View, frame: Frame) -> Patch:
+        if step.op.overloadpacket is aten.index_put_:
+            return self._indexed(step, view)
+        if not view.is_ordered:
+            raise self._whole(step)
+        reader = _used(self._values(step, view, frame.within(view)))
+        if view.is_dense:
+            return RunPatch(view.offset, view.numel, reader)
+        return GridPatch(view.geometry, reader)
+
+    def _indexed(self, step: Step, view: View) -> Patch:
+        """What `tensor[indices] = values` writes, if indices and values are there."""
+        indices, values = step.args[1:3]
+        accumulates = _argument(step, 3, False)
+        if accumulates or any(isinstance(each, View) for each in (*indices, values)):
+            raise self._whole(step)
+        index = tuple(slice(None) if each is None else each.value for each in indices)
+        shape = torch.empty(1, device="cpu").expand(view.shape)[index].shape
+        if shape.numel() > _MOST_PLACES:
+            raise self._whole(step)
+        places = torch.full(shape, view.offset, device="cpu")
+        for axis, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+            along = torch.arange(n, device="cpu").view(
+                [n if i == axis else 1 for i in range(len(view.shape))]
+            )
+            places += stride * along.expand(view.shape)[index]
+        if places.unique().numel() < places.numel():
+            raise self._whole(step)
+        return PlacesPatch(places.reshape(-1), values.value.expand(shape).reshape(-1))
+
+    # -- steps that write each element of a tensor
+
+    def _values(self, step: Step, view: View, frame: Frame) -> Reader:
+        """What a step writes to a tensor, counted from the tensor's first element."""
+        packet = step.op.overloadpacket
+        if step.state is not None:
+            draw = random_fill_of(step, view)
+            if draw is None:
+                raise self._whole(step)
+            if step.seed is not None:
+                return Drawn(Tiled(draw, view.geometry.shape, step.seed))
+            return Drawn(Stream(draw, view.numel, step.state, self._piece))
+        if packet in FILLED:
+            return Filled(FILLED[packet], view.dtype)
+        if packet in FILLED_WITH:
+            value = step.args[FILLED_WITH[packet]]
+            if isinstance(value, View):
+                raise self._whole(step)
+            return Filled(value.value.item() if isinstance(value, Constant) else value, view.dtype)
+        if packet in COPIES:
+            source = self._operand(step, step.args[packet is aten.copy_], view, frame)
+            return Computed(functools.partial(_cast, view.dtype), [source], owns_first=True)
+        if is_pointwise(step):
+            return self._pointwise(step, view, frame)
+        if packet is aten.cat:
+            return self._joined(step, view, frame)
+        if packet in ROWS or packet is aten.gather:
+            return self._rows(step, view, frame)
+        raise self._whole(step)
+
+    def _pointwise(self, step: Step, view: View, frame: Frame) -> Reader:
+        if any(isinstance(each, View | Constant) for each in step.kwargs.values()):
+            raise self._whole(step)
+        inputs: list[Reader] = []
+        args: list[Callable[[Sequence[torch.Tensor]], Any]] = []
+        for arg in step.args:
+            if isinstance(arg, Constant) and arg.value.numel() == 1:
+                args.append(
+                    functools.partial(_given, arg.value.reshape(() if arg.value.dim() == 0 else (1,)))
+                )
+            elif isinstance(arg, View | Constant):
+                args.append(functools.partial(_input, len(inputs)))
+                inputs.append(self._operand(step, arg, view, frame))
+            else:
+                args.append(functools.partial(_given, arg))
+
+        def function(*values: torch.Tensor) -> torch.Tensor:
+            return step.op(*(arg(values) for arg in args), **step.kwargs)
+
+        return Computed(function, inputs, owns_first=bool(step.writes))
+
+    def _operand(self, step: Step, arg: View | Constant, view: View, frame: Frame) -> Reader:
+        """A tensor of which a step reads the element at the same place as that which it writes."""
+        if isinstance(arg, Constant):
+            return _used(Fixed(arg.value.expand(view.shape).permute(view.order)))
+        reader = self._region(arg, step.number, frame) if arg.runs_like(view) else None
+        if reader is None:
+            raise self._whole(step)
+        return reader
+
+    def _joined(self, step: Step, view: View, frame: Frame) -> Reader:
+        """Tensors joined along the slowest axis."""
+        axis = _argument(step, 1, 0)
+        if axis not in (0, -len(view.shape)) or not view.is_contiguous:
+            raise self._whole(step)
+        parts: list[tuple[Reader, int]] = []
+        begin = 0
+        for part in step.args[0]:
+            reader: Reader | None = None
+            if isinstance(part, Constant):
+                reader, numel, dtype = _used(Fixed(part.value)), part.value.numel(), part.value.dtype
+            else:
+                numel, dtype = part.numel, part.dtype
+                if part.is_contiguous:
+                    reader = self._region(part, step.number, frame._replace(shift=frame.shift - begin))
+            if reader is None or dtype != view.dtype:
+                raise self._whole(step)
+            parts.append((reader, numel))
+            begin += numel
+        return Joined(parts)
+
+    def _rows(self, step: Step, view: View, frame: Frame) -> Reader:
+        """An operation along short rows, such as the largest of each."""
+        gathers = step.op.overloadpacket is aten.gather
+        axis = _argument(step, 1, None)
+        which = next(
+            (i for i, made in enumerate(step.made) if made is not None and made.memory is view.memory), -1
+        )
+        if not isinstance(axis, int) or not view.is_contiguous or which < 0:
+            raise self._whole(step)
+        inputs: list[tuple[Reader, int]] = []
+        for source in (step.args[0], step.args[2]) if gathers else (step.args[0],):
+            n = source.shape[-1] if isinstance(source, View) and source.shape else 0
+            if not 0 < n <= _LONGEST_ROW or axis not in (-1, len(source.shape) - 1):
+                raise self._whole(step)
+            reader = self._region(source, step.number, frame.times(n)) if source.is_contiguous else None
+            if reader is None or source.numel != n * view.numel:
+                raise self._whole(step)
+            inputs.append((reader, n))
+
+        def function(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            made = step.op(rows, -1, *others)
+            return made if isinstance(made, torch.Tensor) else made[which]
+
+        return Rows(function, inputs)
+
+    def _whole(self, step: Step) -> NeedsWhole:
+        """Why a step needs whole tensors: because of itself, or of one that it depends on."""
+        before = (
+            self._steps[n] for n in needed(self._steps, {view.memory for view in step.reads()}, step.number)
+        )
+        cause = next((each for each in before if not is_local(each)), step) if is_local(step) else step
+        asked = cause.seen_in or step.seen_in
+        return NeedsWhole(
+            f"{asked} needs all of it: {cause.name}" if asked else f"{cause.name} needs all of it"
+        )
+
+
+def _used(reader: Reader) -> Reader:
+    reader.consumers += 1
+    return reader
+
+
+def _argument(step: Step, place: int, default: Any) -> Any:
+    return step.args[place] if len(step.args) > place else default
+
+
+def _cast(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+    return values.to(dtype)
+
+
+def _given(value: Any, _: Sequence[torch.Tensor]) -> Any:
+    return value
+
+
+def _input(place: int, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return values[place]

@@ -1,0 +1,198 @@
+"""What a tape must see while it records, beside operations: reads of values, deep copies, conversions of modules.
+
+Each is an entrance that torch's dispatcher does not see. The modes are those of one thread; `torch.nn.Module._apply` is
+replaced while a tape records on some thread, and asks which tapes record on its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.patches import Closing, Patches
+from layoutmap.engines.torch.private import (
+    TorchDispatchMode,
+    leave_mode,
+    members_of_module,
+    module_apply,
+    storage_key,
+)
+
+__all__ = ["Recorder", "intercepted"]
+
+
+class Recorder(Protocol):
+    """What the entrances need of a tape."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is deferred there."""
+        ...
+
+    def dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, or write it down."""
+        ...
+
+    def defer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A deferred tensor with the values of a real one."""
+        ...
+
+    def evaluate(self, values: Any) -> Any:
+        """Arguments with real tensors in place of deferred ones."""
+        ...
+
+
+@contextmanager
+def intercepted(tape: Recorder) -> Generator[None]:
+    """While open, this thread's operations go to a tape."""
+    with _converting(tape), _Modes(_Reads(tape), _Operations(tape)):
+        yield
+
+
+class _Modes(Closing):
+    """Modes of torch that are entered; their own ends, if an interrupt comes before, leave them on torch's stacks."""
+
+    def __init__(self, *modes: Any) -> None:
+        self._modes = modes
+        self._thread = threading.get_ident()
+
+    def open(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def close(self) -> None:
+        if threading.get_ident() == self._thread:
+            for mode in reversed(self._modes):
+                leave_mode(mode)
+
+
+class _Operations(TorchDispatchMode):
+    """Sends each operation to a tape."""
+
+    def __init__(self, tape: Recorder) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tape.dispatch(func, args, kwargs or {})
+
+
+_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+_COPIES = (torch.Tensor.__deepcopy__,)
+_READS = {
+    getattr(torch.Tensor, name)
+    for name in ("numpy", "tolist", "__array__", "__reduce_ex__")
+    if hasattr(torch.Tensor, name)
+}
+
+
+class _Reads(TorchFunctionMode):
+    """Methods that take the values out of a tensor, which no operation sees."""
+
+    def __init__(self, tape: Recorder) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _COPIES and self._tape.holds(args[0]):
+            return _deep_copy(*args)
+        if func is torch.Tensor.data_ptr and self._tape.holds(args[0]):
+            # No address, but as one it is equal for the same place of the same memory, and for no other.
+            return storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
+        if func == _SET_DATA:
+            return func(args[0], self._alike(*args))
+        if func in _READS and self._tape.holds(args[0]):
+            return func(self._tape.evaluate(args[0]), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _alike(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """New data for a tensor, real if the tensor is real and deferred if it is deferred."""
+        if self._tape.holds(tensor) == self._tape.holds(data):
+            return data
+        return self._tape.defer(data) if self._tape.holds(tensor) else self._tape.evaluate(data)
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+    with torch.no_grad():
+        values = tensor.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(tensor, torch.nn.Parameter):
+        copy: torch.Tensor = torch.nn.Parameter(values, tensor.requires_grad)
+    else:
+        copy = values.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = copy
+    return copy
+
+
+# -- modules that change the type or device of what they hold
+
+_open = threading.local()  # tapes: weak references to those that record on a thread
+
+
+def _recording() -> list[Recorder]:
+    return [tape for ref in getattr(_open, "tapes", ()) if (tape := ref()) is not None]
+
+
+@contextmanager
+def _converting(tape: Recorder) -> Generator[None]:
+    """Keep `Module.to` and its like able to convert fake parameters."""
+    with _APPLY.used():
+        before = _recording()
+        _open.tapes = tuple(map(weakref.ref, (*before, tape)))
+        try:
+            yield
+        finally:
+            _open.tapes = tuple(ref for ref in getattr(_open, "tapes", ()) if ref() not in (None, tape))
+
+
+def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _apply(
+        module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> Any:
+        tapes = _recording()
+        parameters, _ = members_of_module(module)
+        every = dict(parameters)
+        held = {
+            key: each for key, each in every.items() if each is not None and any(t.holds(each) for t in tapes)
+        }
+        if recurse and tapes:
+            for child in module.children():
+                child._apply(fn)
+        if not held:
+            return original(module, fn, recurse and not tapes)
+        for key, parameter in held.items():
+            with torch.no_grad():
+                converted = fn(parameter)
+            if not any(tape.holds(converted) for tape in tapes):
+                raise EngineError(
+                    f"{type(module).__name__}.{key} is moved to {converted.device} before it has values",
+                    why="deferred tensors are made later, each part on the device that its layout says",
+                    fix="leave out the move: the mesh names the devices",
+                )
+            parameter.data = converted
+        for key in held:
+            del parameters[key]
+        try:
+            original(module, fn, False)
+        finally:
+            rest = dict(parameters)
+            parameters.clear()
+            parameters.update({key: rest.get(key, each) for key, each in every.items()})
+        return module
+
+    return _apply
+
+
+_APPLY = Patches([module_apply(_apply_of)])

@@ -1,0 +1,105 @@
+"""What torch's operations do to elements: which of them look at no other place than the one that they write.
+
+An operation is listed if the bits of an element do not depend on where in memory it lies: torch has one program for
+vectors and one for what is left over at the end, and where these end depends on the number of threads. For `sigmoid`,
+`silu`, `gelu`, `sinh`, `atan2`, `pow` with most exponents and some others the two do not agree to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from layoutmap.engines.torch.deferred_init.steps import Step
+from layoutmap.engines.torch.private import overload_name
+
+__all__ = ["COPIES", "FILLED", "FILLED_WITH", "OVERWRITING", "ROWS", "is_local", "is_pointwise"]
+
+aten = torch.ops.aten
+
+FILLED: dict[Any, int] = {
+    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros, aten.zero_), 0),
+    **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), 1),
+    # Memory that nothing was written to: a plain program finds there whatever was there before.
+    **dict.fromkeys((aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted), 0),
+    **dict.fromkeys((aten.new_empty, aten.new_empty_strided), 0),
+}
+"""Operations that put one value everywhere, with the value."""
+
+FILLED_WITH: dict[Any, int] = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.fill_: 1, aten.fill: 1}
+"""The same, with the place of the value among the arguments."""
+
+COPIES = {aten._to_copy, aten.clone, aten.copy_, aten.lift_fresh_copy}
+"""Operations that give the values of a tensor, perhaps in another element type."""
+
+ROWS = {aten.max, aten.min, aten.any, aten.all, aten.argmax, aten.argmin}
+"""Operations that make one element of each row, the same whatever the other rows are."""
+
+_ARITHMETIC = (
+    "abs",
+    "add",
+    "div",
+    "floor_divide",
+    "fmod",
+    "mul",
+    "neg",
+    "reciprocal",
+    "remainder",
+    "rsub",
+    "sub",
+)
+_FUNCTIONS = (
+    "cos",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "sin",
+    "tan",
+    "tanh",
+)
+_POWERS = ("pow", "sqrt", "square")
+_ROUNDING = ("ceil", "floor", "frac", "round", "sgn", "sign", "trunc")
+_BOUNDS = ("clamp", "clamp_max", "clamp_min", "fmax", "fmin", "maximum", "minimum", "relu")
+_COMPARISONS = ("eq", "ge", "gt", "isinf", "isnan", "le", "lt", "ne")
+_LOGIC = ("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor")
+_TRUTH = ("logical_and", "logical_not", "logical_or", "logical_xor", "masked_fill", "where")
+_POINTWISE = {
+    getattr(aten, name + end)
+    for name in _ARITHMETIC + _FUNCTIONS + _POWERS + _ROUNDING + _BOUNDS + _COMPARISONS + _LOGIC + _TRUTH
+    for end in ("", "_")
+    if hasattr(aten, name + end)
+}
+_EXPONENTS = (2, 3, 0.5, -1)
+
+_DRAWS_IN_PLACE = (
+    *(aten.uniform_, aten.normal_, aten.random_, aten.bernoulli_),
+    *(aten.exponential_, aten.log_normal_, aten.cauchy_, aten.geometric_),
+)
+OVERWRITING = {*_DRAWS_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
+"""Operations in place that leave nothing of what was there before."""
+
+
+def is_pointwise(step: Step) -> bool:
+    """Whether each element of what a step makes is computed from the elements of its arguments at the same place."""
+    if step.op.overloadpacket not in _POINTWISE or overload_name(step.op).endswith("out"):
+        return False
+    if step.name == "pow":
+        return step.args[1] in _EXPONENTS
+    return step.kwargs.get("alpha", 1) in (
+        1,
+        -1,
+    )  # with others, one of the programs rounds once and the other twice
+
+
+def is_local(step: Step) -> bool:
+    """Whether a step is one of those that need no more than some elements, if its tensors lie alike."""
+    packet = step.op.overloadpacket
+    known = packet in FILLED or packet in FILLED_WITH or packet in COPIES or packet in ROWS
+    return known or step.state is not None or is_pointwise(step) or packet in (aten.gather, aten.cat)

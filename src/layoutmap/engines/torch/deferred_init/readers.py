@@ -1,0 +1,319 @@
+"""Values in one pass: readers that give some elements at a time, from the first to the last.
+
+A reader stands for a one-dimensional tensor that never exists whole, in the order of its memory. `read` asks for
+elements further on each time, or again for some of those that it gave last. What it gives must not be changed, but by
+who is its only consumer; `own` copies if there are others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
+from layoutmap.engines.torch.deferred_init.steps import Geometry
+from layoutmap.engines.torch.deferred_init.streams import Stream
+from layoutmap.engines.torch.deferred_init.tiles import Tiled
+
+__all__ = [
+    "Computed",
+    "Drawn",
+    "Filled",
+    "Fixed",
+    "GridPatch",
+    "Joined",
+    "Patch",
+    "Patched",
+    "Picked",
+    "PlacesPatch",
+    "Reader",
+    "Rows",
+    "RunPatch",
+    "Shifted",
+    "boxes",
+]
+
+
+class Reader:
+    """A run of values; subclasses say how they are computed."""
+
+    shares = False  # whether what it gives is memory of somebody else
+
+    def __init__(self) -> None:
+        self.consumers = 0
+        self._run = Run(0, 0)
+        self._values = torch.empty(0)
+
+    def read(self, run: Run) -> torch.Tensor:
+        """The values of some elements, not to be changed."""
+        if self.consumers < 2:
+            return self._compute(run)
+        if self._run == run:
+            return self._values
+        if self._run.start <= run.start and run.stop <= self._run.stop and self._run.rows == run.rows == 1:
+            return self._values[run.start - self._run.start : run.stop - self._run.start]
+        self._values = self._compute(run)
+        self._run = run
+        return self._values
+
+    def own(self, run: Run) -> torch.Tensor:
+        """The same, in memory that the consumer may change."""
+        values = self.read(run)
+        return values.clone() if self.shares or self.consumers > 1 else values
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Filled(Reader):
+    """One value everywhere."""
+
+    def __init__(self, value: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._value = value
+        self._dtype = dtype
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        return torch.empty(run.numel, dtype=self._dtype, device="cpu").fill_(self._value)
+
+
+class Drawn(Reader):
+    """Random numbers."""
+
+    def __init__(self, draw: Stream | Tiled) -> None:
+        super().__init__()
+        self._draw = draw
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        return self._draw.read(run)
+
+
+class Fixed(Reader):
+    """The values of a real tensor, which may be broadcast or lie otherwise in memory.
+
+    Args:
+        values: The tensor, with its axes in the order of the memory that is read.
+    """
+
+    shares = True
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self._all = values
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        if self._all.is_contiguous():
+            flat = self._all.reshape(-1)[run.start : run.stop]
+            return (
+                flat
+                if run.rows == 1
+                else flat.as_strided((run.rows, run.length), (run.stride, 1)).reshape(-1)
+            )
+        begins = range(run.start, run.stop, run.stride or run.length)
+        cut = [box for begin in begins for box in boxes(self._all.shape, begin, begin + run.length)]
+        return torch.cat([self._all[box].reshape(-1) for box in cut])
+
+
+class Shifted(Reader):
+    """Another reader, that counts its elements from elsewhere."""
+
+    def __init__(self, reader: Reader, offset: int) -> None:
+        super().__init__()
+        self._reader = reader
+        self._offset = offset
+
+    def read(self, run: Run) -> torch.Tensor:
+        """The values of some elements, not to be changed."""
+        return self._reader.read(run.shifted(self._offset))
+
+    def own(self, run: Run) -> torch.Tensor:
+        """The same, in memory that the consumer may change."""
+        return self._reader.own(run.shifted(self._offset))
+
+
+class Picked(Reader):
+    """Some elements of another reader, that lie apart, in order."""
+
+    def __init__(self, reader: Reader, geometry: Geometry) -> None:
+        super().__init__()
+        self._reader = reader
+        self._geometry = geometry
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        if run.rows > 1:
+            raise ApartError
+        places = self._geometry.places(run.start, run.stop)
+        low, high = self._geometry.place(run.start), self._geometry.place(run.stop - 1) + 1
+        return self._reader.read(Run(low, high - low))[places - low]
+
+
+class Joined(Reader):
+    """Several runs, one after the other.
+
+    Args:
+        parts: Readers and the numbers of their elements.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Reader, int]]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        found, begin = [], 0
+        for reader, numel in self._parts:
+            part = run.between(begin, begin + numel)
+            if part is not None:
+                found.append(reader.read(part[0].shifted(-begin)))
+            begin += numel
+        return torch.cat(found)
+
+
+class Computed(Reader):
+    """An operation on each element.
+
+    Args:
+        function: Takes the values of the inputs at the elements; those that it changes it owns.
+        inputs: What it reads.
+        owns_first: Whether it changes the first.
+    """
+
+    def __init__(
+        self, function: Callable[..., torch.Tensor], inputs: Sequence[Reader], owns_first: bool = False
+    ) -> None:
+        super().__init__()
+        self._function = function
+        self._inputs = inputs
+        self._owns_first = owns_first
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        first = slice(0, int(self._owns_first))
+        owned = [reader.own(run) for reader in self._inputs[first]]
+        rest = [reader.read(run) for reader in self._inputs[len(owned) :]]
+        return self._function(*owned, *rest)
+
+
+class Rows(Reader):
+    """An operation that makes one element of each row of a few elements.
+
+    Args:
+        function: Takes the rows of each input, and gives one element for each.
+        inputs: What it reads, and how long its rows are.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[tuple[Reader, int]]) -> None:
+        super().__init__()
+        self._function = function
+        self._inputs = inputs
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        rows = [reader.read(run.times(n)).view(run.numel, n) for reader, n in self._inputs]
+        return self._function(*rows).reshape(run.numel)
+
+
+class Patch:
+    """New values for some of the elements."""
+
+    def apply(self, values: torch.Tensor, run: Run) -> None:
+        """Put them into the values of some elements."""
+        self._apply(values, run)
+
+    def _apply(self, values: torch.Tensor, run: Run) -> None:
+        raise NotImplementedError
+
+
+class RunPatch(Patch):
+    """New values for an unbroken run of elements."""
+
+    def __init__(self, offset: int, numel: int, reader: Reader) -> None:
+        self._offset = offset
+        self._end = offset + numel
+        self._reader = reader
+
+    def _apply(self, values: torch.Tensor, run: Run) -> None:
+        part = run.between(self._offset, self._end)
+        if part is not None:
+            values[part[1]] = self._reader.read(part[0].shifted(-self._offset))
+
+
+class GridPatch(Patch):
+    """New values for elements that lie apart, in order."""
+
+    def __init__(self, geometry: Geometry, reader: Reader) -> None:
+        self._geometry = geometry
+        self._reader = reader
+
+    def _apply(self, values: torch.Tensor, run: Run) -> None:
+        low, high = self._geometry.elements_before(run.start), self._geometry.elements_before(run.stop)
+        if low < high and run.rows > 1:
+            raise ApartError
+        if low < high:
+            values[self._geometry.places(low, high) - run.start] = self._reader.read(Run(low, high - low))
+
+
+class PlacesPatch(Patch):
+    """New values for elements here and there.
+
+    Args:
+        places: Which elements, in any order, each once.
+        values: Their values.
+    """
+
+    def __init__(self, places: torch.Tensor, values: torch.Tensor) -> None:
+        self._places, order = places.sort()
+        self._values = values[order]
+
+    def _apply(self, values: torch.Tensor, run: Run) -> None:
+        low, high = torch.searchsorted(
+            self._places, torch.tensor([run.start, run.stop], device="cpu")
+        ).tolist()
+        places, new = self._places[low:high] - run.start, self._values[low:high]
+        if run.rows > 1:
+            row, column = places // run.stride, places % run.stride
+            there = column < run.length
+            places, new = (row * run.length + column)[there], new[there]
+        values[places] = new.to(values.dtype)
+
+
+class Patched(Reader):
+    """Values of which some are replaced, one patch after the other."""
+
+    def __init__(self, reader: Reader, patches: Sequence[Patch]) -> None:
+        super().__init__()
+        self._reader = reader
+        self._patches = patches
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        values = self._reader.own(run)
+        for patch in self._patches:
+            patch.apply(values, run)
+        return values
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Blocks that together are a run of elements, in row-major order.
+
+    Example:
+        >>> list(boxes((4, 3), 2, 9))
+        [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    rest = shape[1:]
+    inner = math.prod(rest)
+    first, begin = divmod(start, inner)
+    last, end = divmod(stop, inner)
+    if first == last:
+        yield from ((slice(first, first + 1), *box) for box in boxes(rest, begin, end))
+        return
+    if begin:
+        yield from ((slice(first, first + 1), *box) for box in boxes(rest, begin, inner))
+        first += 1
+    if first < last:
+        yield (slice(first, last), *(slice(0, n) for n in rest))
+    yield from ((slice(last, last + 1), *box) for box in boxes(rest, 0, end))

@@ -1,0 +1,152 @@
+"""How to make the values of one deferred tensor: whole, or only those at some indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from layoutmap.core.blocks import Index, block_shape, whole_index
+from layoutmap.core.checksums import checksum
+from layoutmap.engines.torch.deferred_init.elementwise import History, NeedsWhole
+from layoutmap.engines.torch.deferred_init.passes import by_tiles, in_order
+from layoutmap.engines.torch.deferred_init.replay import needed, replay
+from layoutmap.engines.torch.deferred_init.runs import ApartError
+from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
+from layoutmap.engines.torch.deferred_init.streams import PIECE
+from layoutmap.engines.torch.private import tree_map
+
+__all__ = ["Recipe"]
+
+
+class Recipe:
+    """How to make the values of one tensor, bit for bit those of a plain program.
+
+    Args:
+        steps: The tape that it was recorded on.
+        view: The tensor.
+        until: The number of the first step that is not its past.
+        piece: The elements to make at a time, a multiple of 16.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        dtype: Its element type.
+        why_global: Why blocks cannot be made without the whole tensor; empty if they can.
+    """
+
+    def __init__(self, steps: Sequence[Step], view: View, until: int, piece: int = PIECE) -> None:
+        self._steps = steps
+        self._view = view
+        self._until = until
+        self._piece = piece
+        self.shape = view.shape
+        self.dtype = view.dtype
+        self.why_global = ""
+        is_tiled = any(steps[n].seed is not None for n in needed(steps, {view.memory}, until))
+        self._reads = by_tiles if is_tiled else in_order
+        try:
+            History(steps).of(view, until)
+        except NeedsWhole as reason:
+            self.why_global = str(reason)
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, with the strides that a plain program gives it."""
+        if not self.why_global:
+            tensor = torch.empty_strided(self.shape, self._view.strides, dtype=self.dtype, device="cpu")
+            if self._fill([(whole_index(self.shape), tensor)]):
+                return tensor
+        folded = self._folded()
+        if folded is not None:
+            return folded
+        return replay(self._steps, [self._view], self._until)[0]
+
+    def text(self) -> str:
+        """What determines the values, a line for each operation: equal texts mean equal values, in any process."""
+        names: dict[Memory, str] = {}
+
+        def told(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                where = "" if leaf.is_all else f" at {leaf.offset} by {leaf.strides}"
+                where += " conj" * leaf.conj + " neg" * leaf.neg
+                name = names.setdefault(leaf.memory, f"#{len(names)}")
+                return f"{name} {leaf.dtype}{list(leaf.shape)}{where}"
+            if isinstance(leaf, Constant):
+                return f"{leaf.value.dtype}{list(leaf.value.shape)} {_bits(leaf.value)}"
+            return leaf.type if isinstance(leaf, torch.device) else leaf
+
+        lines = [told(self._view)]
+        for number in needed(self._steps, {self._view.memory}, self._until):
+            step = self._steps[number]
+            given = [str(tree_map(told, each)) for each in step.args]
+            given += [f"{name}={tree_map(told, step.kwargs[name])}" for name in sorted(step.kwargs)]
+            if step.state is not None:
+                given.append(f"random state {_bits(step.state)}")
+            if step.seed is not None:
+                given.append(f"seed {step.seed}")
+            made = [told(view) for view in step.made if view is not None]
+            lines.append(f"{step.op}({', '.join(given)}) gives {', '.join(made)}")
+        return "\n".join(lines)
+
+    def blocks(self, indices: Sequence[Index]) -> list[torch.Tensor]:
+        """The values at some indices, each contiguous and with memory of its own.
+
+        The random numbers are drawn in one pass, in pieces of about 1 MiB, unless `why_global` says otherwise.
+        """
+        if not self.why_global:
+            blocks = [torch.empty(block_shape(index), dtype=self.dtype, device="cpu") for index in indices]
+            if self._fill(list(zip(indices, blocks, strict=True))):
+                return blocks
+        whole = self.whole()
+        return [whole[index].clone(memory_format=torch.contiguous_format) for index in indices]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Recipe:
+        """The recipe of a tensor that is real already."""
+        memory = Memory(tensor.untyped_storage(), tensor.dtype, [0])
+        view = View(memory, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        step = Step(0, torch.ops.aten.clone.default, (Constant(tensor.detach()),), {}, (view,), ())
+        return Recipe([step], view, 1)
+
+    def _folded(self) -> torch.Tensor | None:
+        """Whether any, or all, of the elements of a tensor are true, if that is what this is; read in one pass."""
+        step = self._steps[self._view.memory.writes[0]]
+        if step.op not in (torch.ops.aten.any.default, torch.ops.aten.all.default):
+            return None
+        [source] = step.args
+        if not isinstance(source, View) or self._until <= self._view.memory.writes[-1]:
+            return None
+        decisive = step.name == "any"
+        try:
+            reader = History(self._steps, self._piece).of(source, self._view.memory.writes[0])
+            shape = source.geometry.shape
+            reads = self._reads(shape, [whole_index(shape)], self._piece)
+            values = (reader.read(run) for run, _ in reads)
+            found = any(bool(piece.any() if decisive else not piece.all()) for piece in values)
+        except (NeedsWhole, ApartError):
+            return None
+        return torch.tensor(found == decisive, dtype=self.dtype, device="cpu")
+
+    def _fill(self, blocks: Sequence[tuple[Index, torch.Tensor]]) -> bool:
+        """Give blocks their values in one pass; false if it turns out that one is not enough."""
+        # Elements come in the order of memory, so indices and blocks are turned to have their axes in that order.
+        order = self._view.order
+        indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
+        turned = [block.permute(order) for _, block in blocks]
+        reader = History(self._steps, self._piece).of(self._view, self._until)
+        try:
+            with torch.no_grad():
+                for run, parts in self._reads([self.shape[axis] for axis in order], indices, self._piece):
+                    values = reader.read(run)
+                    for part in parts:
+                        part.put(values, turned)
+        except ApartError:
+            return False
+        return True
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:
+        return type(tensor).__name__
+    bits = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    return f"checksum {checksum(bits.numpy()):08x}"

@@ -1,0 +1,143 @@
+"""Make the values that a tape has deferred, by doing again what it wrote down.
+
+`replay` makes whole tensors: it picks the steps that they depend on, and does them in order on real memory, which it
+frees as soon as no later step needs it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
+from layoutmap.engines.torch.deferred_init.runs import Run
+from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
+from layoutmap.engines.torch.deferred_init.streams import random_fill_of, with_generator
+from layoutmap.engines.torch.deferred_init.tiles import Tiled
+from layoutmap.engines.torch.private import argument_names, tree_leaves, tree_map
+
+__all__ = ["call", "needed", "replay"]
+
+
+def _overwrites(step: Step, memory: Memory) -> bool:
+    """Whether nothing of what a memory held before is left after a step that changes it."""
+    if step.op.overloadpacket not in OVERWRITING or not step.writes[0].is_all:
+        return False
+    return sum(view.memory is memory for view in step.reads()) == 1
+
+
+def replay(steps: Sequence[Step], wanted: Sequence[View], until: int) -> list[torch.Tensor]:
+    """Whole tensors, of real memory, as they were before a step.
+
+    Args:
+        steps: The tape.
+        wanted: The tensors.
+        until: The number of the step.
+    """
+    numbers = needed(steps, {view.memory for view in wanted}, until)
+    last_use = {view.memory: number for number in numbers for view in _touched(steps[number])}
+    kept = {view.memory for view in wanted}
+    storages: dict[Memory, torch.UntypedStorage] = {}
+    with torch.no_grad():
+        for number in numbers:
+            _run(steps[number], storages)
+            for memory in {view.memory for view in _touched(steps[number])}:
+                if last_use[memory] == number and memory not in kept:
+                    storages.pop(memory, None)
+        return [view.on(_storage(view.memory, storages)) for view in wanted]
+
+
+def _touched(step: Step) -> list[View]:
+    return [*step.reads(), *(view for view in step.made if view is not None)]
+
+
+def needed(steps: Sequence[Step], memories: set[Memory], until: int) -> list[int]:
+    """The numbers of the steps that some memories depend on, in order."""
+    found: set[int] = set()
+    seen: set[tuple[Memory, int]] = set()
+    todo = [(memory, until) for memory in memories]
+    while todo:
+        memory, end = todo.pop()
+        place = bisect.bisect_left(memory.writes, end) - 1
+        if place < 0 or (memory, memory.writes[place]) in seen:
+            continue
+        number = memory.writes[place]
+        seen.add((memory, number))
+        found.add(number)
+        step = steps[number]
+        over = step.makes(memory) is not None or _overwrites(step, memory)
+        todo += [(view.memory, number) for view in step.reads() if not (over and view.memory is memory)]
+        if not over:
+            todo.append((memory, number))
+    return sorted(found)
+
+
+def _storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -> torch.UntypedStorage:
+    """The real memory; what was never given a value, or is overwritten next, begins as zeros."""
+    if memory not in storages:
+        storages[memory] = torch.zeros(memory.num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+    return storages[memory]
+
+
+def _run(step: Step, storages: dict[Memory, torch.UntypedStorage]) -> None:
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, View):
+            return leaf.on(_storage(leaf.memory, storages))
+        return leaf.value if isinstance(leaf, Constant) else leaf
+
+    if step.seed is not None:
+        [view] = step.writes or step.made
+        draw = None if view is None else random_fill_of(step, view)
+        assert view is not None
+        assert draw is not None
+        values = (
+            Tiled(draw, view.geometry.shape, step.seed).read(Run(0, view.numel)).view(view.geometry.shape)
+        )
+        view.on(_storage(view.memory, storages)).permute(view.order).copy_(values)
+        return
+    args, kwargs = tree_map(real, (step.args, step.kwargs))
+    made = call(step, args, kwargs)
+    for view, tensor in zip(step.made, _tensors(made), strict=True):
+        if view is None or view.memory in storages:
+            continue
+        if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
+            # Later steps read by the strides that were foreseen, so the values are put where these say.
+            view.on(_storage(view.memory, storages)).copy_(tensor)
+        else:
+            storages[view.memory] = tensor.untyped_storage()
+
+
+def call(
+    step: Step, args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator | None = None
+) -> Any:
+    """Do a step's operation on real tensors.
+
+    Args:
+        step: The step.
+        args: Its arguments, real.
+        kwargs: Its arguments by name, real.
+        generator: What to draw random numbers from; `None`: one like that which it was recorded with.
+    """
+    if step.state is None:
+        return step.op(*args, **kwargs)
+    if generator is None:
+        generator = torch.Generator("cpu")
+        generator.set_state(step.state)
+    op = with_generator(step.op)
+    if "generator" in argument_names(op):
+        return op(*args, **kwargs, generator=generator)
+    if generator is torch.default_generator:
+        return op(*args, **kwargs)
+    now = torch.default_generator.get_state()
+    try:
+        torch.default_generator.set_state(generator.get_state())
+        return op(*args, **kwargs)
+    finally:
+        torch.default_generator.set_state(now)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

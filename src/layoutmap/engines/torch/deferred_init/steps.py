@@ -1,0 +1,204 @@
+"""What a tape writes down: views of memory that does not exist, and the operations that fill it.
+
+A deferred tensor is a `View` of a `Memory`. Views need no step: torch says which memory an operation's result lies in.
+So a step is an operation that makes memory or changes some, and the history of a tensor is the list of such steps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from layoutmap.engines.torch.private import tree_leaves
+
+__all__ = ["Constant", "Memory", "Step", "View"]
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """The memory of deferred tensors that share it.
+
+    Args:
+        storage: The fake storage, which keeps its identity from being used again.
+        dtype: The element type of the tensor that it was made for.
+        writes: The numbers of the steps that made it and changed it, in order.
+    """
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    writes: list[int] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.storage.nbytes()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements, of its own type."""
+        return self.num_bytes // self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Elements of a memory, in order: `shape` of them along each axis, `strides` apart, the slowest axis first."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def place(self, element: int) -> int:
+        """Where in memory an element lies."""
+        place = self.offset
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            element, along = divmod(element, n)
+            place += along * stride
+        return place
+
+    def places(self, start: int, stop: int) -> torch.Tensor:
+        """Where in memory some elements lie."""
+        left = torch.arange(start, stop, device="cpu")
+        place = torch.full_like(left, self.offset)
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            place += left % n * stride
+            left //= n
+        return place
+
+    def elements_before(self, place: int) -> int:
+        """How many elements lie before a place in memory."""
+        return bisect.bisect_left(range(math.prod(self.shape)), place, key=self.place)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """A tensor without values: where its elements lie in a memory."""
+
+    memory: Memory
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes in the order of memory, the slowest first; axes of one element come first of all."""
+        return tuple(sorted(range(len(self.shape)), key=lambda i: (self.shape[i] != 1, -self.strides[i], i)))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its elements are an unbroken run of memory, each once, in the memory's own type."""
+        if self.dtype != self.memory.dtype or self.conj or self.neg:
+            return False
+        expected = 1
+        for axis in reversed(self.order):
+            if self.shape[axis] != 1 and self.strides[axis] != expected:
+                return False
+            expected *= self.shape[axis]
+        return True
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it covers all of its memory, each element once."""
+        return self.is_dense and self.offset == 0 and self.numel == self.memory.numel
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether torch calls it contiguous."""
+        return self.is_dense and [i for i in self.order if self.shape[i] != 1] == [
+            i for i, n in enumerate(self.shape) if n != 1
+        ]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether its elements lie apart, and going through its axes in their order goes through memory in order."""
+        if self.dtype != self.memory.dtype or self.conj or self.neg:
+            return False
+        reach = 0
+        for axis in reversed(self.order):
+            if self.shape[axis] != 1 and self.strides[axis] <= reach:
+                return False
+            reach += (self.shape[axis] - 1) * self.strides[axis]
+        return True
+
+    @property
+    def geometry(self) -> Geometry:
+        """Where its elements lie in memory, whatever the order of the axes."""
+        return Geometry(
+            self.offset,
+            tuple(self.shape[axis] for axis in self.order),
+            tuple(self.strides[axis] for axis in self.order),
+        )
+
+    def runs_like(self, other: View) -> bool:
+        """Whether it has the shape of another, and its axes lie in memory in the same order."""
+        return self.shape == other.shape and self.order == other.order
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor, of real memory."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.shape, self.strides)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        tensor = torch.conj(tensor) if self.conj else tensor
+        return torch.neg(tensor) if self.neg else tensor
+
+
+@dataclass(slots=True, eq=False)
+class Constant:
+    """A real tensor that a step reads, with the values that it had then."""
+
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """An operation.
+
+    Args:
+        number: Its place on the tape.
+        op: The operation of torch.
+        args: Its arguments; tensors are a `View` or a `Constant`.
+        kwargs: Its arguments by name, without the generator.
+        made: For each tensor that it returned, where it lies; `None` if that is not deferred.
+        writes: What it changed in place.
+        state: The state of the generator before it, if it draws random numbers.
+        seed: The number by which tiles of it are drawn, if they are.
+        seen_in: The function of torch or of the model library that asked for it, for messages.
+    """
+
+    number: int
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[View | None, ...]
+    writes: tuple[View, ...]
+    state: torch.Tensor | None = None
+    seed: int | None = None
+    seen_in: str = ""
+
+    @property
+    def name(self) -> str:
+        """The operation's name, without its overload."""
+        return self.op.overloadpacket.__name__.rstrip("_")
+
+    def reads(self) -> Iterator[View]:
+        """The deferred tensors among the arguments."""
+        return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
+
+    def makes(self, memory: Memory) -> View | None:
+        """How it made a memory, or `None` if it did not."""
+        written = {view.memory for view in self.writes}
+        for view in self.made:
+            if view is not None and view.memory is memory and memory not in written:
+                return view
+        return None

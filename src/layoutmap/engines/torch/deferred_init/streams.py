@@ -1,0 +1,225 @@
+"""Random numbers in pieces: an operation that fills memory with random numbers, a bounded piece at a time.
+
+Torch's generator for the CPU gives one stream of numbers, and an operation that takes a fixed number of them for each
+element can be done piece by piece, if pieces are multiples of 16 and the last one has at least 16: torch fills
+contiguous memory in groups of 16, and does the last 16 again. Which operations that is true of depends on how torch was
+built, so each is tried on a few numbers before it is believed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layoutmap.engines.torch.deferred_init import jump
+from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
+from layoutmap.engines.torch.deferred_init.steps import Step, View
+from layoutmap.engines.torch.private import argument_names, overload_name
+
+__all__ = ["PIECE", "RandomFill", "Stream", "random_fill_of", "pieces", "with_generator"]
+
+PIECE = 1 << 18
+"""Elements in a piece: 1 MiB of float32."""
+
+_GROUP = 16
+_FAR = 1 << 22
+
+aten = torch.ops.aten
+_IN_PLACE = {
+    aten.uniform_,
+    aten.normal_,
+    aten.random_,
+    aten.bernoulli_,
+    aten.exponential_,
+    aten.log_normal_,
+    aten.cauchy_,
+    aten.geometric_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RandomFill:
+    """An operation in place, without generator, that fills any number of elements.
+
+    Args:
+        op: The operation in place.
+        args: Its arguments after the tensor.
+        dtype: The element type.
+        strided: Whether torch sees memory that is not contiguous, for which it has other programs.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    dtype: torch.dtype
+    strided: bool
+
+    def next(self, numel: int, generator: torch.Generator) -> torch.Tensor:
+        """The next values."""
+        if self.strided:
+            values = torch.empty(2 * numel, dtype=self.dtype, device="cpu")[::2]
+        else:
+            values = torch.empty(numel, dtype=self.dtype, device="cpu")
+        self.op(values, *self.args, generator=generator)
+        return values.contiguous()
+
+    def skip(self, numel: int, generator: torch.Generator) -> None:
+        """Leave the generator as after that many values."""
+        words = _words(self)
+        # The last group is drawn: it may leave half a pair of normal numbers behind.
+        ahead = (numel - _GROUP) // _GROUP * _GROUP
+        if ahead * words >= _FAR and jump.works():
+            jump.jump(generator, ahead * words)
+            numel -= ahead
+        room = _room((2 if self.strided else 1) * min(numel, PIECE + _GROUP), self.dtype)
+        for start, stop in pieces(numel):
+            values = room[: 2 * (stop - start) : 2] if self.strided else room[: stop - start]
+            self.op(values, *self.args, generator=generator)
+
+    def goes_in_pieces(self) -> bool:
+        """Whether pieces give the bits of the whole, and leave the generator in the same state."""
+        return _goes_in_pieces(self)
+
+
+_rooms = threading.local()
+
+
+def _room(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory to throw away, the same again: pieces that come and go leave holes that the heap does not fill."""
+    nbytes = numel * dtype.itemsize
+    room = getattr(_rooms, "bytes", None)
+    if room is None or room.numel() < nbytes:
+        room = _rooms.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return room[:nbytes].view(dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _goes_in_pieces(draw: RandomFill) -> bool:
+    for numel in (_GROUP * 50 + 5, _GROUP * 50):
+        whole, cut = torch.Generator("cpu"), torch.Generator("cpu")
+        for generator in (whole, cut):
+            generator.manual_seed(20)
+            torch.empty(5, device="cpu").normal_(
+                generator=generator
+            )  # leaves half a pair of normal numbers behind
+        expected = draw.next(numel, whole)
+        parts = [draw.next(n, cut) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]
+        same = torch.equal(expected.view(torch.uint8), torch.cat(parts).view(torch.uint8))
+        if not same or not torch.equal(whole.get_state(), cut.get_state()):
+            return False
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(draw: RandomFill) -> int:
+    """The words of the generator's stream that an element takes; 0 if that differs, or cannot be seen."""
+    generator = torch.Generator("cpu")
+    generator.manual_seed(20)
+    draw.next(_GROUP, generator)
+    begin = jump.position(generator)
+    draw.next(_GROUP * 8, generator)
+    middle = jump.position(generator)
+    draw.next(_GROUP * 4, generator)
+    each, rest = divmod(middle - begin, _GROUP * 8)
+    return each if not rest and jump.position(generator) - middle == _GROUP * 4 * each > 0 else 0
+
+
+def pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
+    """From where to where the pieces of a run of elements go; the last has at least a group, if the run has."""
+    start = 0
+    while start < numel:
+        stop = start + size
+        stop = numel if numel - stop < _GROUP else stop
+        yield start, stop
+        start = stop
+
+
+def random_fill_of(step: Step, view: View) -> RandomFill | None:
+    """How to draw what a step writes to a view, piece by piece in the order of memory; `None` if that cannot be."""
+    packet, args = step.op.overloadpacket, step.args
+    if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
+        return None
+    found: tuple[Any, tuple[Any, ...]] | None = None
+    if packet in _IN_PLACE:
+        found = (packet, (*args[1:], *step.kwargs.values()))
+    elif packet in (aten.rand, aten.rand_like):
+        found = (aten.uniform_, (0.0, 1.0))
+    elif packet in (aten.randn, aten.randn_like):
+        found = (aten.normal_, (0.0, 1.0))
+    elif packet is aten.normal and "float_float" in overload_name(step.op):
+        found = (aten.normal_, (args[0], args[1] if len(args) > 1 else 1.0))
+    elif packet is aten.randint:
+        low = "low" in overload_name(step.op)
+        found = (aten.random_, (args[0], args[1]) if low else (0, args[0]))
+    elif packet is aten.randint_like and "Tensor" not in overload_name(step.op):
+        low = "low" in overload_name(step.op)
+        found = (aten.random_, (args[1], args[2]) if low else (0, args[1]))
+    if found is None or not all(isinstance(arg, int | float | bool | None) for arg in found[1]):
+        return None
+    draw = RandomFill(found[0], tuple(found[1]), view.dtype, strided=not view.is_contiguous)
+    return draw if draw.goes_in_pieces() else None
+
+
+class Stream:
+    """The values of one draw, read from the first to the last.
+
+    Args:
+        draw: What is drawn.
+        numel: The number of elements.
+        state: The generator's state before.
+        piece: The elements in a piece.
+    """
+
+    def __init__(self, draw: RandomFill, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
+        self._draw = draw
+        self._numel = numel
+        self._size = piece
+        self._generator = torch.Generator("cpu")
+        self._generator.set_state(state)
+        self._start = self._stop = 0
+        self._piece = torch.empty(0)
+
+    def read(self, run: Run) -> torch.Tensor:
+        """The values of some elements.
+
+        Raises:
+            ApartError: They lie apart, or before those that it gave last.
+        """
+        if run.rows > 1:
+            raise ApartError
+        start, stop = run.start, run.stop
+        parts: list[torch.Tensor] = []
+        while start < stop:
+            if start >= self._stop:
+                self._draw_piece_of(start)
+            if start < self._start:
+                raise ApartError
+            upto = min(stop, self._stop)
+            parts.append(self._piece[start - self._start : upto - self._start])
+            start = upto
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _draw_piece_of(self, element: int) -> None:
+        begin = min(element, max(self._numel - _GROUP, 0)) // self._size * self._size
+        if begin > self._stop:
+            self._draw.skip(begin - self._stop, self._generator)
+        end = begin + self._size
+        self._start, self._stop = begin, self._numel if self._numel - end < _GROUP else end
+        self._piece = self._draw.next(self._stop - begin, self._generator)
+
+
+@functools.cache
+def with_generator(op: Any) -> Any:
+    """The overload of a random operation that takes a generator; the operation itself if there is none."""
+    names = argument_names(op)
+    if "generator" in names:
+        return op
+    for overload in op.overloadpacket.overloads():
+        other = getattr(op.overloadpacket, overload)
+        if sorted(argument_names(other)) == sorted([*names, "generator"]):
+            return other
+    return op

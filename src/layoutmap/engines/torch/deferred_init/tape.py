@@ -1,0 +1,350 @@
+"""Record how tensors get their values, without making them.
+
+While a tape records, operations that would make large tensors give fake ones, which know all but their values: torch
+says what each operation would return, and the tape writes it down. Small tensors are made, so that what is read from
+them is there. A value that is read from a deferred tensor, as by `.item()`, is made on the spot and forgotten again.
+
+Random operations on deferred tensors make no tensor: the tape keeps the state of the generator, and leaves it as the
+operation would have. So what follows draws the same numbers as in a plain program.
+
+A tape records one thread, the one that opened `recording()`. Deferred tensors stay fake after it; `recipe` says how to
+make their values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.deferred_init.calls import asked_by, can_wait, changed_by, generator_of, size_of
+from layoutmap.engines.torch.deferred_init.interception import intercepted
+from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
+from layoutmap.engines.torch.deferred_init.recipes import Recipe
+from layoutmap.engines.torch.deferred_init.replay import call, replay
+from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
+from layoutmap.engines.torch.deferred_init.streams import PIECE, random_fill_of
+from layoutmap.engines.torch.private import (
+    UNFORESEEN,
+    FakeTensor,
+    FakeTensorMode,
+    argument_names,
+    is_view,
+    storage_key,
+    tree_leaves,
+    tree_map,
+)
+
+__all__ = ["Tape", "trace"]
+
+SMALLEST = 4096
+_SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until something changes them
+
+
+class Tape:
+    """A record of how deferred tensors get their values.
+
+    Args:
+        smallest: Tensors with fewer elements are made at once, unless they follow from deferred ones.
+        piece: The elements to make at a time, a multiple of 16.
+        dry: Whether nobody will ask for values, only for shapes: random operations then leave the generator as it is,
+            which takes no time however large the tensors are. What is read while recording is random, too; whether any
+            element is true is taken to be false, and whether all are, true.
+        tiles: Whether random numbers are drawn by tiles: then a part of a tensor costs no more than that part, and
+            values are the same on every mesh, but not those of a plain program. Each random operation takes one
+            number from the generator.
+        is_here: Whether the code that runs now on the thread is to be recorded: another task may share the thread.
+
+    Example:
+        >>> tape = Tape()
+        >>> with tape.recording():
+        ...     layer = torch.nn.Linear(100, 100)
+        >>> tape.holds(layer.weight), tape.holds(layer.bias)
+        (True, False)
+        >>> recipe = tape.recipe(layer.weight)
+        >>> [block] = recipe.blocks([(slice(0, 50), slice(0, 100))])
+        >>> block.shape
+        torch.Size([50, 100])
+    """
+
+    def __init__(
+        self,
+        smallest: int = SMALLEST,
+        piece: int = PIECE,
+        *,
+        dry: bool = False,
+        tiles: bool = False,
+        is_here: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._smallest = smallest
+        self._dry = dry
+        self._tiles = tiles
+        self._is_here = is_here
+        self._piece = piece
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._steps: list[Step] = []
+        self._memories: dict[int, Memory] = {}
+        self._lent: dict[int, list[Constant]] = {}
+        self._depth = 0
+        self._paused = False
+
+    @contextmanager
+    def recording(self) -> Generator[Tape]:
+        """While open, this thread's operations on large tensors are written down; may be entered again."""
+        if self._depth:
+            yield self
+            return
+        self._depth = 1
+        try:
+            with intercepted(self):
+                yield self
+        finally:
+            self._depth = 0
+            self._lent.clear()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is deferred here."""
+        return (
+            isinstance(tensor, FakeTensor)
+            and tensor.layout == torch.strided
+            and storage_key(tensor) in self._memories
+        )
+
+    def recipe(self, tensor: torch.Tensor) -> Recipe:
+        """How to make the values that a deferred tensor has now.
+
+        Raises:
+            EngineError: The tensor is not deferred here.
+        """
+        if not self.holds(tensor):
+            raise EngineError(
+                "the tape holds no such tensor",
+                facts={"tensor": f"{type(tensor).__name__} {tuple(tensor.shape)}"},
+                why="it was made outside of recording(), or is small enough to be made at once",
+                fix="ask tape.holds(tensor) first",
+            )
+        return Recipe(self._steps, self._view(tensor), len(self._steps), self._piece)
+
+    # -- what the modes below ask
+
+    def dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, or write it down."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._paused or op.namespace == "prim" or not self._is_here():
+            return op(*args, **kwargs)
+        if not any(map(self.holds, tensors)):
+            return self._plain(op, args, kwargs, tensors)
+        written = [leaf for leaf in changed_by(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
+        if not all(map(self.holds, written)):
+            if any(map(self.holds, written)):
+                raise EngineError(
+                    f"{op} changes deferred tensors and real ones at once",
+                    why="a tape either does an operation or defers it",
+                    fix="make all tensors inside of recording(), or all before it",
+                )
+            return self._real(op, args, kwargs, written)
+        try:
+            foreseen = self._foresee(op, args, kwargs)
+        except UNFORESEEN:
+            if written:
+                raise
+            return self._real(op, args, kwargs, written)
+        if not all(can_wait(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)):
+            return self._real(op, args, kwargs, written)
+        return self._write_down(op, args, kwargs, written, foreseen)
+
+    def defer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A deferred tensor with the values of a real one."""
+        copy = torch.ops.aten.clone.default
+        with torch.no_grad():
+            return self._write_down(copy, (tensor,), {}, [], self._foresee(copy, (tensor,), {}))
+
+    def evaluate(self, values: Any) -> Any:
+        """Arguments with real tensors in place of deferred ones."""
+        held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.holds(leaf)]
+        with self._pause():
+            made = iter(self._whole([self._view(tensor) for tensor in held]))
+        return tree_map(
+            lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.holds(leaf) else leaf, values
+        )
+
+    # -- parts
+
+    def _plain(self, op: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """An operation on real tensors alone: it is done, unless it would make a large one out of small ones."""
+        written = changed_by(op, args, kwargs)
+        for leaf in written:
+            self._keep(leaf)
+        known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
+        bound = max(self._smallest, 2 * known + 1 if known else 0)
+        if written or is_view(op) or (not tensors and args and size_of(args[0]) < bound):
+            return op(*args, **kwargs)
+        if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+            return op(*args, **kwargs)
+        try:
+            foreseen = self._foresee(op, args, kwargs)
+        except (*UNFORESEEN, NotImplementedError):
+            return op(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)]
+        if not made or not all(can_wait(tensor) and tensor.numel() >= bound for tensor in made):
+            return op(*args, **kwargs)
+        return self._write_down(op, args, kwargs, [], foreseen)
+
+    def _real(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+        for leaf in written:
+            self._keep(leaf)
+        args, kwargs = self.evaluate((args, kwargs))
+        return op(*args, **kwargs)
+
+    def _foresee(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation would return, without values."""
+        if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
+            return args[0]
+        args, kwargs = tree_map(self._foreseeable, (args, kwargs))
+        with self._fake:
+            return op(*args, **kwargs)
+
+    def _foreseeable(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return None
+        # A fake mode keeps a weak reference to each real tensor that it meets, so it meets another one.
+        return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
+
+    def _write_down(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor], made: Any) -> Any:
+        made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.holds(each)]
+        if not fresh and (not written or torch.Tag.inplace_view in op.tags):
+            return made  # views
+        number = len(self._steps)
+        for tensor in fresh:
+            memory = Memory(tensor.untyped_storage(), tensor.dtype, [number])
+            self._memories.setdefault(storage_key(tensor), memory)
+        if "dtype" in argument_names(op) and not any(isinstance(x, torch.Tensor) for x in tree_leaves(args)):
+            kwargs = {**kwargs, "dtype": made_tensors[0].dtype}  # not what the default is when it is made
+        generator = generator_of(op, args, kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        recorded_args, recorded_kwargs = tree_map(self._recorded, (args, kwargs))
+        step = Step(
+            number,
+            op,
+            recorded_args,
+            recorded_kwargs,
+            tuple(self._view(each) if self.holds(each) else None for each in made_tensors),
+            tuple(self._view(each) for each in written),
+            None if generator is None else generator.get_state(),
+            seen_in=asked_by(),
+        )
+        if generator is not None and not self._dry:
+            step = self._advanced(step, generator)
+        for memory in {view.memory for view in step.writes}:
+            memory.writes.append(number)
+        self._steps.append(step)
+        return made
+
+    def _advanced(self, step: Step, generator: torch.Generator) -> Step:
+        """A random operation, of which the generator has been left as after it."""
+        view = step.writes[0] if step.writes else step.made[0]
+        draw = None if view is None else random_fill_of(step, view)
+        with self._pause():
+            if draw is not None and view is not None:
+                if self._tiles:
+                    seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+                    return dataclasses.replace(step, seed=int(seed))
+                draw.skip(view.numel, generator)
+                return step
+            views = list(step.reads())
+            made = dict(zip(views, self._whole(views), strict=True))
+            args, kwargs = tree_map(
+                lambda leaf: (
+                    made[leaf]
+                    if isinstance(leaf, View)
+                    else leaf.value
+                    if isinstance(leaf, Constant)
+                    else leaf
+                ),
+                (step.args, step.kwargs),
+            )
+            call(step, args, kwargs, generator)
+        return step
+
+    def _whole(self, views: list[View]) -> list[torch.Tensor]:
+        if self._dry and len(views) == 1:
+            maker = self._steps[views[0].memory.writes[0]]
+            if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
+                return [torch.tensor(maker.name == "all", device="cpu")]
+        if len(views) == 1:
+            return [Recipe(self._steps, views[0], len(self._steps), self._piece).whole()]
+        return replay(self._steps, views, len(self._steps))
+
+    def _view(self, tensor: torch.Tensor) -> View:
+        return View(
+            self._memories[storage_key(tensor)],
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def _recorded(self, leaf: Any) -> Any:
+        """An argument as it is written down."""
+        if isinstance(leaf, torch.Generator):
+            return None
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if self.holds(leaf):
+            return self._view(leaf)
+        with self._pause():
+            if leaf.numel() <= _SNAPSHOT:
+                return Constant(leaf.detach().clone())
+            constant = Constant(leaf.detach())
+            self._lent.setdefault(storage_key(leaf), []).append(constant)
+            return constant
+
+    def _keep(self, leaf: Any) -> None:
+        """Before a real tensor changes: copy it for the steps that read it."""
+        if isinstance(leaf, torch.Tensor) and self._lent:
+            for constant in self._lent.pop(storage_key(leaf), ()):
+                constant.value = constant.value.clone()
+
+    @contextmanager
+    def _pause(self) -> Generator[None]:
+        before, self._paused = self._paused, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._paused = before
+
+
+def trace(function: Callable[..., Any], *args: Any, tiles: bool = False) -> Recipe:
+    """The recipe of the one tensor that a function returns.
+
+    Args:
+        function: Makes a tensor; random numbers come from generators that it makes, or from torch's own.
+        args: What it is called with.
+        tiles: Whether random numbers are drawn by tiles, see `Tape`.
+
+    Raises:
+        EngineError: It returns something else.
+
+    Example:
+        >>> trace(lambda: torch.ones(100, 100)).shape
+        (100, 100)
+    """
+    tape = Tape(tiles=tiles)
+    with tape.recording():
+        made = function(*args)
+    if not isinstance(made, torch.Tensor):
+        raise EngineError(
+            f"{getattr(function, '__name__', function)} gives no tensor",
+            facts={"gives": type(made).__name__},
+            why="a recipe is for one tensor",
+            fix="return the tensor alone",
+        )
+    return tape.recipe(made) if tape.holds(made) else Recipe.of(made)

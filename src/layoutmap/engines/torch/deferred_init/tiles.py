@@ -1,0 +1,101 @@
+"""Random numbers by tiles: each tile of a tensor has a generator of its own, so a part of it costs what the part costs.
+
+The numbers are the same on every mesh, but not those that torch draws in one stream. A tile is 256 elements along the
+last axes and 256 along the others, or more along the last if there are fewer of the others. The seed of each is a hash
+of the tensor's number, which was drawn from the generator of the program, and of the tile's place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
+from layoutmap.engines.torch.deferred_init.streams import RandomFill
+
+__all__ = ["Tiled", "columns_of", "tile_of"]
+
+TILE = 256
+_NARROW = 64
+
+
+def columns_of(shape: Sequence[int]) -> int:
+    """How many elements follow each other in a row: those along the last axes, as many of these as make enough.
+
+    Example:
+        >>> columns_of((1000, 500)), columns_of((128, 64, 3, 3))
+        (500, 576)
+    """
+    columns = 1
+    for n in reversed(shape):
+        if columns >= _NARROW:
+            break
+        columns *= n
+    return columns
+
+
+def tile_of(shape: Sequence[int]) -> tuple[int, int]:
+    """The rows and columns of a tile.
+
+    Example:
+        >>> tile_of((1000, 500)), tile_of((8, 50000))
+        ((256, 256), (8, 8192))
+    """
+    height = max(1, min(TILE, math.prod(shape) // max(columns_of(shape), 1)))
+    return height, TILE * TILE // height
+
+
+class Tiled:
+    """The values of one draw, by tiles.
+
+    Args:
+        draw: What is drawn.
+        shape: The tensor's shape, in the order of memory.
+        seed: Its number.
+    """
+
+    def __init__(self, draw: RandomFill, shape: Sequence[int], seed: int) -> None:
+        self._draw = draw
+        self._columns = max(columns_of(shape), 1)
+        self._rows = math.prod(shape) // self._columns
+        self._height, self._width = tile_of(shape)
+        self._seed = seed
+        self._generator = torch.Generator("cpu")
+
+    def read(self, run: Run) -> torch.Tensor:
+        """The values of some elements.
+
+        Raises:
+            ApartError: They are neither whole rows nor parts of rows.
+        """
+        row, column = divmod(run.start, self._columns)
+        if column + run.length <= self._columns and run.stride in (0, self._columns):
+            return self._part(row, row + run.rows, column, column + run.length).reshape(-1)
+        if run.rows > 1:
+            raise ApartError
+        last = -(-run.stop // self._columns)
+        rows = self._part(row, last, 0, self._columns).reshape(-1)
+        return rows[column : column + run.length]
+
+    def _part(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
+        made = torch.empty(bottom - top, right - left, dtype=self._draw.dtype, device="cpu")
+        for row in range(top - top % self._height, bottom, self._height):
+            for column in range(left - left % self._width, right, self._width):
+                rows = slice(max(top, row), min(bottom, row + self._height))
+                columns = slice(max(left, column), min(right, column + self._width))
+                tile = self._tile(row, column)[
+                    rows.start - row : rows.stop - row, columns.start - column : columns.stop - column
+                ]
+                made[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left] = tile
+        return made
+
+    def _tile(self, row: int, column: int) -> torch.Tensor:
+        height, width = min(self._height, self._rows - row), min(self._width, self._columns - column)
+        key = f"{self._seed} {row} {column}".encode()
+        self._generator.manual_seed(
+            int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+        )
+        return self._draw.next(height * width, self._generator).view(height, width)

@@ -1,0 +1,223 @@
+"""From meshes and layouts of names to torch's device meshes and placements, and back.
+
+Devices are named `CPU:0`, `GPU:3`: the type, and the rank of the process that the device belongs to, or a simulated
+rank. A layout is `(DeviceMesh, placements)`, one placement for each mesh dim. An axis over several dims is cut from the
+first placement to the last, so an order other than the mesh's becomes a `_StridedShard`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.private import DTensorSpec, ShardOrderEntry
+
+__all__ = [
+    "bound_mesh",
+    "check_order",
+    "device_mesh",
+    "device_names",
+    "device_of",
+    "layout_of_placements",
+    "placements_of",
+]
+
+_TYPES = {"CPU": "cpu", "GPU": "cuda"}
+_NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
+_lock = threading.RLock()
+_device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+_known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # what was asked for before, in this process group
+# Two meshes of ours, an abstract one and the same one bound, are one of torch's. DTensors are on the first that was
+# used, but for those that note another one: see `arrays.mark`.
+_mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
+
+
+def device_names(device_type: str | None) -> tuple[str, ...]:
+    """The names of all devices of a type, or of the default one: GPUs where the process group serves them."""
+    there = _types_there()
+    kind = next(iter(there)) if device_type is None else device_type.upper()
+    if kind not in there:
+        raise EngineError(
+            f"torch has no {kind} devices here",
+            why=f"it has devices of these types: {', '.join(there)}",
+            fix=f"use device_type={next(iter(there))!r}, or install torch for {kind}",
+        )
+    return tuple(f"{kind}:{i}" for i in range(simulation.world_size()))
+
+
+def _types_there() -> list[str]:
+    """The device types that the process group serves, the default one first."""
+    if simulation.is_simulated():
+        return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
+    if not dist.is_initialized():  # the launcher's, which torch's own defaults will make
+        return ["GPU", "CPU"] if torch.cuda.is_available() and dist.is_nccl_available() else ["CPU"]
+    served = dist.get_backend_config()
+    gpu = ["GPU"] if torch.cuda.is_available() and "cuda:" in served else []
+    return gpu + (["CPU"] if "cpu:" in served else [])
+
+
+def bound_mesh(mesh: Mesh) -> Mesh:
+    """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
+    there = _names_for(mesh)
+    if len(there) < mesh.size:
+        raise MeshError(
+            f"mesh of {mesh.size} devices, and torch has {len(there)}",
+            facts={"mesh": str(mesh), "devices": _listed(there)},
+            why="each place of the mesh needs a device",
+            fix=_fix_too_few(mesh.size),
+        )
+    unknown = [name for name in mesh.devices or () if name not in there]
+    if unknown:
+        raise MeshError(
+            f"device {unknown[0]!r} does not exist",
+            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(there)},
+            why=f"torch has {len(there)} devices of that type here, named by their type and rank",
+            fix="use names that layoutmap.scope.devices.devices() gives, or a mesh without devices",
+        )
+    names: Sequence[str] = mesh.devices or there[: mesh.size]
+    here = set(simulation.ranks_here(map(_rank, names)))
+    local = [i for i, name in enumerate(names) if _rank(name) in here]
+    if mesh.devices is not None and tuple(local) == mesh.local_device_ids:
+        return mesh
+    return mesh.with_devices(names, local_device_ids=local)
+
+
+def _names_for(mesh: Mesh) -> tuple[str, ...]:
+    try:
+        return device_names(mesh.device_type)
+    except EngineError as error:
+        raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
+
+
+def _fix_too_few(size: int) -> str:
+    if simulation.is_simulated():
+        return f"start the program with torchrun --nproc-per-node {size}, or set LAYOUTMAP_SIMULATED_DEVICES={size}"
+    return f"start {size} processes: torchrun --nproc-per-node {size}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _rank(name: str) -> int:
+    return int(name.rpartition(":")[2])
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this process keeps its piece of a tensor on a mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.cuda.current_device())
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The `DeviceMesh` of a mesh, one and the same for equal ones; its process groups are made once.
+
+    Raises:
+        MeshError: The machine does not have the mesh's devices.
+        EngineError: The devices do not come in an order that torch keeps.
+    """
+    simulation.start()
+    known = _known.get((mesh, dist.group.WORLD))
+    if known is None:
+        known = _known[mesh, dist.group.WORLD] = _device_mesh(mesh)
+    _mesh_of.setdefault(known, mesh)
+    return known
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    bound = bound_mesh(mesh)
+    check_order(mesh)
+    names = list(bound.devices or ())
+    ranks = np.array([_rank(name) for name in names]).reshape(bound.shape)
+    kind = _TYPES[names[0].partition(":")[0]]
+    key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, dist.group.WORLD)
+    with _lock:
+        if key not in _device_meshes:
+            with simulation.on_ranks(ranks.flat):
+                _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
+        return _device_meshes[key]
+
+
+def check_order(mesh: Mesh) -> None:
+    """Refuse a mesh that names its devices in an order that torch does not keep; no device is asked for.
+
+    Raises:
+        EngineError: It does.
+    """
+    if not all(map(_NAME.match, mesh.devices or ("",))):
+        return  # it gets the first devices, in their order; or it names devices of another framework
+    ranks = np.array([_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
+    if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
+        return
+    raise EngineError(
+        "torch cannot hold a mesh whose devices come in this order",
+        facts={"mesh": str(mesh), "devices": _listed(mesh.devices or ())},
+        why="torch sorts the ranks of each process group, so pieces would silently change places",
+        fix="name the devices so that their numbers grow along every mesh dim",
+    )
+
+
+def mesh_of(native: DeviceMesh) -> Mesh | None:
+    """The mesh of a `DeviceMesh`: the first it was made from, or one of its ranks; `None` if its dims have no names."""
+    known = _mesh_of.get(native)
+    if known is not None or native.mesh_dim_names is None:
+        return known
+    kind = next(name for name, theirs in _TYPES.items() if theirs == native.device_type)
+    ranks = simulation.ranks_of(native)
+    here = set(simulation.ranks_here(ranks))
+    return Mesh(
+        [f"{kind}:{each}" for each in ranks],
+        list(zip(native.mesh_dim_names, native.mesh.shape, strict=True)),
+        local_device_ids=[i for i, each in enumerate(ranks) if each in here],
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Any, ...]:
+    """One placement for each dim of a mesh."""
+    dims = layout.mesh.dim_names
+    axes = [[dims.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]
+    placements: list[Any] = [Replicate() for _ in dims]
+    for axis, numbers in enumerate(axes):
+        for number in numbers:
+            placements[number] = Shard(axis)
+    if all(numbers == sorted(numbers) for numbers in axes):
+        return tuple(placements)
+    order = tuple(
+        ShardOrderEntry(tensor_dim=axis, mesh_dims=tuple(numbers))
+        for axis, numbers in enumerate(axes)
+        if numbers
+    )
+    return tuple(DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native))
+
+
+def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: int) -> Layout | None:
+    """The layout of placements; `None` if they say a sum that is still to be made, or are on a mesh without names.
+
+    The order of the dims on one axis is that of the mesh where torch does not tell it: among dims of size 1.
+    """
+    mesh = mesh_of(native)
+    if mesh is None or any(placement.is_partial() for placement in placements):
+        return None
+    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)
+    if order is None:
+        return None
+    axes: list[tuple[str, ...]] = [()] * rank
+    for entry in order:
+        axes[entry.tensor_dim] = tuple(mesh.dim_names[number] for number in entry.mesh_dims)
+    return Layout(axes, mesh)

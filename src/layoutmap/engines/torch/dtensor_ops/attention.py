@@ -1,0 +1,183 @@
+"""Attention of DTensors: each device attends for its own part of the batch and its own heads, without a gather.
+
+Attention over an axis that is cut otherwise, along the sequence or inside a head, puts that axis together first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional as F
+
+from layoutmap.engines.torch.dtensor_ops.opening import opened
+from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
+
+__all__ = ["ATTENTION"]
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _attend(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    tensors = [given.pop(name) for name in _NAMES[:3]]
+    mask = given.pop("attn_mask", None)
+    dropout_p = given.pop("dropout_p", 0.0)
+    mesh = mesh_of((*tensors, mask))
+    kept = _kept(tensors, mesh)
+    rank = tensors[0].ndim
+    pieces = [piece(each, mesh, _placements(mesh, _of(each, kept, rank)), kept) for each in tensors]
+    if mask is not None:
+        mask = piece(mask, mesh, _placements(mesh, _of(mask, kept, rank)), kept)
+    if dropout_p > 0:
+        query, key = tensors[:2]
+        leading = query.shape[:-2]
+        if not given.get("enable_gqa", False):
+            leading = torch.broadcast_shapes(leading, key.shape[:-2])
+        drawn = _drawn(
+            (*leading, query.shape[-2], key.shape[-2]), _wide(query.dtype), query.device, dropout_p
+        )
+        drawn = piece(drawn, mesh, _placements(mesh, kept), kept)
+        local = _with_mask(pieces, mask, drawn, **given)
+    else:
+        local = function(*pieces, mask, **given)
+    return join(local, mesh, _placements(mesh, kept))
+
+
+def _kept(tensors: list[Any], mesh: Any) -> dict[int, int]:
+    """The axis of the batch or the heads that stays cut over each mesh dim where one does."""
+    rank = tensors[0].ndim
+    kept: dict[int, int] = {}
+    if any(each.ndim != rank for each in tensors):
+        return kept
+    for dim in range(mesh.ndim):
+        axis = next((a for a in (cut_axis(each, dim) for each in tensors) if a is not None), None)
+        if axis is None or axis >= rank - 2:
+            continue
+        dims = [other for other, cut in kept.items() if cut == axis] + [dim]
+        if all(each.shape[axis] == 1 or divides(each, axis, dims, mesh) for each in tensors):
+            kept[dim] = axis
+    return kept
+
+
+def _of(tensor: Any, kept: dict[int, int], rank: int) -> dict[int, int]:
+    """The cuts of an argument: it lines up with the scores from the last axis on, and an axis of size 1 fits all."""
+    missing = rank - tensor.ndim
+    return {
+        dim: axis - missing
+        for dim, axis in kept.items()
+        if axis >= missing and tensor.shape[axis - missing] > 1
+    }
+
+
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float) -> torch.Tensor:
+    """What the weights are multiplied by for dropout, drawn whole."""
+    return torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which weights are computed where no kernel does it in one."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _placements(mesh: Any, kept: Mapping[int, int | None]) -> list[Any]:
+    axes = [kept.get(dim) for dim in range(mesh.ndim)]
+    return [Replicate() if axis is None else Shard(axis) for axis in axes]
+
+
+def _with_mask(
+    pieces: list[Any],
+    mask: Any,
+    drawn: Any,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention whose dropout has been drawn, as torch computes it where no kernel does it in one."""
+    dtype = pieces[0].dtype
+    query, key, value = (each.to(_wide(dtype)) for each in pieces)
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
+    scores = (query * factor) @ (key * factor).transpose(-2, -1)
+    if is_causal:
+        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~kept, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    nothing = torch.isneginf(scores).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
+    return ((weights * drawn) @ value).to(dtype)
+
+
+def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Attention with all its projections: each device has its part of the batch, and the weights are gathered."""
+    given = _SIGNATURE.bind(*args, **kwargs)
+    given.apply_defaults()
+    given = given.arguments
+    query = given["query"]
+    tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
+    mesh = mesh_of(tensors.values())
+    kept: list[int] = []
+    if query.ndim == 3:
+        for dim in range(mesh.ndim):
+            cut = any(cut_axis(tensors[name], dim) == 1 for name in ("query", "key", "value"))
+            if cut and divides(query, 1, [*kept, dim], mesh):
+                kept.append(dim)
+    drawn = _drawn_for_projected(given)
+    pieces: dict[int, Any] = {}  # one for what is given twice: attention to oneself is projected at once
+    for name, each in tensors.items():
+        placements = _placements(mesh, dict.fromkeys(kept, _batch_axis(name, each)))
+        if id(each) not in pieces:
+            pieces[id(each)] = piece(each, mesh, placements, kept)
+        given[name] = pieces[id(each)]
+    if drawn is not None:
+        mask = piece(drawn, mesh, _placements(mesh, dict.fromkeys(kept, 0)), kept)
+        attend = opened(
+            function,
+            dropout=lambda weights, p: weights * mask,
+            scaled_dot_product_attention=lambda q, k, v, m, p, causal: _with_mask(
+                [q, k, v], m, mask, is_causal=causal
+            ),
+        )
+    else:
+        attend = function
+    output, weights = attend(**given)
+    output = join(output, mesh, _placements(mesh, dict.fromkeys(kept, 1)))
+    return output, None if weights is None else join(weights, mesh, _placements(mesh, dict.fromkeys(kept, 0)))
+
+
+def _batch_axis(name: str, tensor: Any) -> int | None:
+    """The axis of an argument along which examples of the batch lie, alone or with their heads."""
+    if name in ("query", "key", "value"):
+        return 1
+    if name in ("key_padding_mask", "static_k", "static_v") or (name == "attn_mask" and tensor.ndim == 3):
+        return 0
+    return None
+
+
+def _drawn_for_projected(given: dict[str, Any]) -> torch.Tensor | None:
+    """What the scores are multiplied by for dropout, drawn whole; `None` if there is none."""
+    if not given["training"] or given["dropout_p"] == 0:
+        return None
+    query, key = given["query"], given["key"]
+    batch, heads = (query.shape[1] if query.ndim == 3 else 1), given["num_heads"]
+    source = key.shape[0] if given["static_k"] is None else given["static_k"].shape[1]
+    source += (given["bias_k"] is not None) + given["add_zero_attn"]
+    shape = (query.shape[0], source)
+    if given["need_weights"]:
+        return _drawn((batch * heads, *shape), query.dtype, query.device, given["dropout_p"])
+    return _drawn((batch, heads, *shape), _wide(query.dtype), query.device, given["dropout_p"])
+
+
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+ATTENTION = {
+    F.scaled_dot_product_attention: _attend,
+    F.multi_head_attention_forward: _attend_with_projections,
+}

@@ -1,0 +1,120 @@
+"""Functions of DTensors that are computed on whole tensors, since DTensor has no rule for them.
+
+Each process computes all of it, from tensors that were gathered for it; its result lies whole on each device. A
+function that is in no table and that DTensor cannot compute is computed so, too, and a warning names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from layoutmap.core.errors import LayoutMapWarning, format_message
+from layoutmap.engines.torch.dtensor_ops.pieces import mesh_of
+from layoutmap.engines.torch.dtensor_ops.whole import everywhere, like, whole
+from layoutmap.engines.torch.private import tree_leaves, tree_map
+
+__all__ = ["GATHERED", "READS", "changes_in_place", "name_of", "on_whole", "read", "warn_of_gathering"]
+
+
+def on_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compute a function on whole tensors; gradients pass. What it changes in place keeps its layout."""
+    target = args[0] if args and changes_in_place(function) else None
+    mesh = mesh_of(tree_leaves((args, kwargs)))
+    targets = [each for each in tree_leaves(target) if isinstance(each, DTensor)]
+    if targets:
+        changed = tree_map(lambda each: whole(each).clone() if isinstance(each, DTensor) else each, target)
+        result = function(changed, *tree_map(_plain, tuple(args[1:])), **tree_map(_plain, kwargs))
+        for old, new in zip(tree_leaves(target), tree_leaves(changed), strict=True):
+            if isinstance(old, DTensor):
+                old.copy_(like(new, old))
+        return None if result is None else target
+    result = function(*tree_map(_plain, tuple(args)), **tree_map(_plain, kwargs))
+    if target is not None:
+        return result
+    return tree_map(lambda each: everywhere(each, mesh) if isinstance(each, torch.Tensor) else each, result)
+
+
+def read(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A function that takes values out of a tensor: those of the whole tensor, not of a piece or a summand."""
+    with torch.no_grad():
+        return function(*tree_map(_plain, tuple(args)), **kwargs)
+
+
+@functools.cache
+def changes_in_place(function: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument, by its name."""
+    name = function.__name__
+    return (name.endswith("_") and not name.endswith("__")) or name in _CHANGING
+
+
+_CHANGING = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__ifloordiv__"),
+    *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+}
+
+
+def _plain(value: Any) -> Any:
+    return whole(value) if isinstance(value, DTensor) else value
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called in messages."""
+    module = getattr(function, "__module__", None) or "torch.Tensor"
+    return f"{module.removesuffix('._tensor')}.{function.__name__}"
+
+
+_warned: set[str] = set()
+
+
+def warn_of_gathering(name: str, why: str) -> None:
+    """Warn that a function is computed on whole tensors, once for each function."""
+    if name in _warned:
+        return
+    _warned.add(name)
+    why = next(iter(why.strip().splitlines()), "")
+    text = format_message(
+        f"{name}: computed on whole tensors, by each process",
+        {},
+        why or "DTensor has no rule for it",
+        "call it on what is small, or relayout its arguments first",
+    )
+    warnings.warn(text, LayoutMapWarning, stacklevel=5)
+
+
+_TENSOR = torch.Tensor
+_READING = (
+    *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__bool__", "__complex__"),
+    *("__contains__", "__float__", "__format__", "__index__", "__int__"),
+)
+READS = dict.fromkeys(
+    [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero], read
+)
+
+_BY_NAME = (
+    *(
+        "bucketize",
+        "index_put",
+        "index_put_",
+        "masked_select",
+        "nonzero",
+        "put",
+        "searchsorted",
+        "select_scatter",
+    ),
+    *("slice_scatter", "take", "trace", "unique"),
+)
+GATHERED: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    [
+        *(getattr(home, name) for home in (_TENSOR, torch) for name in _BY_NAME if hasattr(home, name)),
+        *(F.bilinear, F.ctc_loss, F.cosine_embedding_loss, F.embedding_bag, F.multi_margin_loss),
+        *(F.multilabel_margin_loss, F.pdist, torch.cdist),
+    ],
+    on_whole,
+)

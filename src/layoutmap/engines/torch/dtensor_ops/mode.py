@@ -1,0 +1,224 @@
+"""Where DTensors compute right: `computing(device_mesh)`.
+
+DTensor 2.13 gets some functions wrong and has no rule for others. While `computing` is open, these are looked up in
+tables, by function, and computed in another way:
+
+losses        means over pieces that are cut, labels that are ignored
+norms         statistics of a batch that is cut
+attention     without a gather where the batch or the heads are cut
+convolutions  with output channels that are cut
+recurrent     without a gather where the batch is cut
+randomness    dropout and its like draw whole what the plain program draws
+rows          what treats images or elements apart, and has no rule for its gradient
+along         what works along axes, with gradients that DTensor gets wrong
+slices        assignments to a part of a tensor
+gathered      values that are read, and what has no rule at all, on whole tensors
+
+Any other function is DTensor's own. Plain tensors that meet DTensors count as whole on each device.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from layoutmap.engines.torch.dtensor_ops.along import ALONG
+from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION
+from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
+from layoutmap.engines.torch.dtensor_ops.gathered import (
+    GATHERED,
+    READS,
+    changes_in_place,
+    name_of,
+    on_whole,
+    warn_of_gathering,
+)
+from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
+from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
+from layoutmap.engines.torch.dtensor_ops.norms import NORMS
+from layoutmap.engines.torch.dtensor_ops.opening import can_be_opened, opened
+from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM
+from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
+from layoutmap.engines.torch.dtensor_ops.rows import ROWS
+from layoutmap.engines.torch.dtensor_ops.slices import (
+    RESHAPES,
+    VIEWS,
+    assign,
+    check_no_copy,
+    fill,
+    keep_gradient,
+    mark_copies,
+    whole_where_strided,
+)
+from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled
+from layoutmap.engines.torch.private import (
+    plainly,
+    replicates_plain_tensors,
+    set_replicates_plain_tensors,
+    tree_leaves,
+    without_function_modes,
+)
+
+__all__ = ["computing"]
+
+Handler = Callable[[Callable[..., Any], Any, Any], Any]
+
+_HANDLERS: dict[Any, Handler] = {
+    **LOSSES,
+    **NORMS,
+    **ATTENTION,
+    **CONVOLUTIONS,
+    **RANDOM,
+    **ROWS,
+    **RECURRENT,
+    **ALONG,
+    **GATHERED,
+    **READS,
+    torch.Tensor.__setitem__: assign,
+    torch.Tensor.fill_: fill,
+}
+_HANDLERS = {function: plainly(handler) for function, handler in _HANDLERS.items()}
+_BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
+
+
+@contextmanager
+def computing(device_mesh: DeviceMesh) -> Generator[None]:
+    """While open on this thread, DTensors compute what plain tensors would.
+
+    It can be opened again inside of itself, and changes nothing for plain tensors among themselves.
+
+    Args:
+        device_mesh: The mesh of the DTensors.
+    """
+    before = replicates_plain_tensors()
+    set_replicates_plain_tensors(True)
+    try:
+        with _Computing():
+            yield
+    finally:
+        set_replicates_plain_tensors(before)
+
+
+class _Computing(TorchFunctionMode):
+    """Looks each function up that is called with a DTensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is _PROPERTY:
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _BACKWARD:
+            # Not under other modes: they would take what DTensor computes on the way for something of the program's.
+            with without_function_modes(), self:
+                return opened(func)(*args, **kwargs)
+        mesh, is_mixed = _survey(args)
+        if kwargs:
+            other, also = _survey(kwargs.values())
+            mesh, is_mixed = mesh or other, is_mixed or also
+        if mesh is None:
+            return func(*args, **kwargs)
+        in_place = bool(args) and changes_in_place(func)
+        if in_place:
+            check_no_copy(func, args[0])
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if func not in _THIN and can_be_opened(func):
+            with self:
+                return opened(func)(*args, **kwargs)
+        result = _compute(func, args, kwargs, mesh if is_mixed else None)
+        if type(result) is DTensor and result.ndim == 0 and not in_place:
+            result = settled(result)  # it is a loss, or becomes one, and may be read where no mode looks
+        if in_place and isinstance(args[0], DTensor) and args[0]._base is not None:
+            keep_gradient(args[0])
+        if func in VIEWS:
+            mark_copies(args[0] if args else kwargs.get("input"), result)
+        return result
+
+
+# Python that does no more than call the function of torch that DTensor has a rule for.
+_THIN = frozenset(
+    (
+        F.celu,
+        F.elu,
+        F.glu,
+        F.layer_norm,
+        F.leaky_relu,
+        F.log_softmax,
+        F.mish,
+        F.relu,
+        F.selu,
+        F.silu,
+        F.softmax,
+    )
+)
+_QUIET = (torch.unbind, torch.Tensor.unbind)  # also of a loop over a tensor
+_PROPERTY = types.MethodWrapperType
+
+
+@plainly
+def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+    """DTensor's own way, or on whole tensors if it has none; there are plain tensors only if there is a mesh."""
+    if args and changes_in_place(function) and not _are_dtensors(args[0]):
+        return on_whole(function, args, kwargs)
+    if mesh is not None:
+        args = tuple(_on_mesh(each, mesh) for each in args)
+        kwargs = {name: _on_mesh(each, mesh) for name, each in kwargs.items()}
+    if function in RESHAPES and args:
+        args = (whole_where_strided(args[0]), *args[1:])
+    if function in JOINS:
+        args, kwargs = without_empty(args, kwargs)
+    try:
+        return function(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (NotImplementedError, RuntimeError, AssertionError, ValueError, IndexError) as error:
+        try:
+            result = on_whole(function, args, kwargs)
+        except Exception as same:
+            raise same from None
+        if function not in _QUIET and not (changes_in_place(function) and _waits(args[0])):
+            warn_of_gathering(name_of(function), str(error))
+        return result
+
+
+def _are_dtensors(target: Any) -> bool:
+    """Whether what is changed in place, a tensor or a list of them, is all DTensors."""
+    return all(isinstance(each, DTensor) for each in (target if type(target) in (list, tuple) else [target]))
+
+
+def _waits(target: Any) -> bool:
+    """Whether what is changed in place waits to be summed up."""
+    return any(p.is_partial() for each in tree_leaves(target) for p in each.placements)
+
+
+def _survey(values: Any) -> tuple[Any, bool]:
+    """The mesh of a DTensor among values and in lists of them, and whether there are plain tensors."""
+    mesh, is_mixed = None, False
+    for value in values:
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+        elif isinstance(value, torch.Tensor):
+            is_mixed = True
+        elif type(value) in (list, tuple):
+            inner, also = _survey(value)
+            mesh, is_mixed = mesh or inner, is_mixed or also
+    return mesh, is_mixed
+
+
+def _on_mesh(value: Any, mesh: Any) -> Any:
+    """A plain tensor on the mesh; a single number without a gradient needs not be."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, DTensor) or (value.ndim == 0 and not value.requires_grad):
+            return value
+        return everywhere(value, mesh)
+    if type(value) in (list, tuple):
+        return type(value)(_on_mesh(each, mesh) for each in value)
+    return value

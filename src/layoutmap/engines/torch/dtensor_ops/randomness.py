@@ -1,0 +1,145 @@
+"""Random numbers for DTensors: drawn whole, as the plain program draws them, then cut.
+
+So dropout and its like give the numbers of one device on any mesh, and the default generator ends in the same state.
+All processes must have seeded alike; `same_draws` compares what they draw from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from layoutmap.core.checksums import checksum
+from layoutmap.core.errors import ScopeError
+from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_whole
+from layoutmap.engines.torch.dtensor_ops.whole import like, placed, settled, whole
+from layoutmap.engines.torch.private import tree_map
+
+__all__ = ["RANDOM", "drawn_mask", "same_draws"]
+
+
+@contextmanager
+def same_draws(mesh: Any, check_alike: Callable[[str], tuple[Sequence[str], Any]]) -> Generator[None]:
+    """Refuse random numbers that are drawn in here, if those of another process are different.
+
+    Args:
+        mesh: The `DeviceMesh`.
+        check_alike: Gives what all processes say if they do not all say the same; all of them ask.
+
+    Raises:
+        ScopeError: A process draws other numbers than another, or none; in all of them.
+    """
+    state = _state(mesh.device_type)
+    yield
+    said, _ = check_alike(f"from state {state:08x}" if _state(mesh.device_type) != state else "no numbers")
+    if said:
+        raise ScopeError(
+            "the processes draw different random numbers",
+            facts={f"process {number}": each for number, each in enumerate(said)},
+            why="each process draws all numbers of a dropout and its like, and uses those of its shards",
+            fix="seed all processes alike, as with torch.manual_seed(0), and call the model in the same mode",
+        )
+
+
+def _state(kind: str) -> int:
+    """A checksum of what the next random numbers of this process follow from, on its devices too."""
+    states = [torch.get_rng_state()]
+    if kind != "cpu":
+        states.append(torch.get_device_module(kind).get_rng_state())
+    return checksum(*(state.numpy() for state in states))
+
+
+def drawn_mask(function: Callable[..., Any], tensor: Any, p: float) -> torch.Tensor:
+    """What a dropout multiplies a tensor by, as a plain tensor of the whole shape."""
+    return function(_in_memory_as(tensor).fill_(1), p, True)
+
+
+def _in_memory_as(tensor: Any) -> torch.Tensor:
+    """A plain tensor without values, of a DTensor's shape, strides and type: the order of draws follows the strides."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _dropout(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
+    x = given["input"]
+    if not given["train"] or given["p"] == 0:
+        return x
+    plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
+    mask = like(drawn_mask(plain, x, given["p"]), x)
+    return x.mul_(mask) if changes_in_place(function) else x * mask
+
+
+def _when_training(place: int) -> Callable[..., Any]:
+    """A function that draws only if its argument at a place says so."""
+
+    def drawn(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        training = args[place] if len(args) > place else next(iter(kwargs.values()))
+        return global_init(function, args, kwargs) if training else function(*args, **kwargs)
+
+    return drawn
+
+
+def _filled(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A method that fills a tensor with random numbers."""
+    x, *rest = args
+    values = function(_in_memory_as(x), *map(_plain, rest), **tree_map(_plain, kwargs))
+    return x.copy_(like(values, x))
+
+
+def _alike(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A function that makes a random tensor of the shape of another."""
+    x, *rest = args
+    return like(function(_in_memory_as(x), *rest, **kwargs), x)
+
+
+def global_init(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A function that draws for the values that it is given; cut as the first of them where it has its shape."""
+    first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
+    result = on_whole(function, args, kwargs)
+    if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
+        return result
+    return placed(result, settled(first.detach()).placements)
+
+
+def _plain(value: Any) -> Any:
+    return whole(value) if isinstance(value, DTensor) else value
+
+
+_METHODS = (
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+)
+RANDOM: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_), _dropout),
+    **{getattr(torch.Tensor, name): _filled for name in _METHODS},
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _alike),
+    **dict.fromkeys(
+        (
+            torch.bernoulli,
+            torch.Tensor.bernoulli,
+            torch.multinomial,
+            torch.native_dropout,
+            torch.Tensor.multinomial,
+            torch.poisson,
+            torch.normal,
+            torch.binomial,
+            F.fractional_max_pool2d,
+            F.fractional_max_pool3d,
+        ),
+        global_init,
+    ),
+    **dict.fromkeys(
+        (
+            torch.alpha_dropout,
+            torch.alpha_dropout_,
+            torch.feature_alpha_dropout,
+            torch.feature_alpha_dropout_,
+        ),
+        _when_training(2),
+    ),
+    **dict.fromkeys((torch.rrelu, torch.rrelu_), _when_training(3)),
+}

@@ -1,0 +1,147 @@
+"""Changes in place of parts of DTensors.
+
+Torch's slices are views: what changes them changes the whole. DTensor's slices along an axis that is cut are copies,
+and a change of one is lost without a word. Here `x[...] = y` is made right, and any other such change is refused. Where
+a slice is a view, its gradient goes through a view again, of a gradient that has the layout of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_whole
+from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled
+from layoutmap.engines.torch.private import tree_leaves
+
+__all__ = [
+    "RESHAPES",
+    "VIEWS",
+    "assign",
+    "check_no_copy",
+    "fill",
+    "keep_gradient",
+    "mark_copies",
+    "whole_where_strided",
+]
+
+_COPY = "_layoutmap_copy_of_slice"
+
+
+def check_no_copy(function: Callable[..., Any], target: Any) -> None:
+    """Refuse to change a slice that is a copy.
+
+    Raises:
+        EngineError: It is one.
+    """
+    if getattr(target, _COPY, False):
+        raise EngineError(
+            f"{name_of(function)}: a slice along an axis that is cut, changed in place",
+            facts={"shape": tuple(target.shape)},
+            why="such a slice is a copy, so the tensor that it was taken from would not change",
+            fix="assign to the tensor itself: x[...] = x[...] + values",
+        )
+
+
+def mark_copies(tensor: Any, views: Any) -> None:
+    """Mark those of the views of a DTensor that became copies on the way."""
+    if not isinstance(tensor, DTensor):
+        return
+    cuts = _num_cuts(tensor)
+    for each in tree_leaves(views):
+        if isinstance(each, DTensor) and (getattr(tensor, _COPY, False) or _num_cuts(each) < cuts):
+            setattr(each, _COPY, True)
+
+
+def _num_cuts(tensor: Any) -> int:
+    return sum(not placement.is_replicate() for placement in tensor.placements)
+
+
+def whole_where_strided(tensor: Any) -> Any:
+    """A DTensor without cuts that are not in the mesh's order: DTensor reshapes those wrongly."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if all(type(p) is Shard or p.is_replicate() or p.is_partial() for p in tensor.placements):
+        return tensor
+    tensor = settled(tensor)
+    return placed(tensor, [p if type(p) is Shard else Replicate() for p in tensor.placements])
+
+
+def fill(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`x.fill_(value)`: DTensor alone fills each summand of a sum."""
+    target = args[0]
+    if isinstance(target, DTensor) and any(p.is_partial() for p in target.placements):
+        return on_whole(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def keep_gradient(changed: Any) -> None:
+    """Have the gradient of a DTensor of which a view was changed come in the layout in which that was a view."""
+    base = changed._base if changed._base is not None else changed
+    if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
+        placements = settled(base.detach()).placements
+        base.register_hook(lambda gradient: placed(settled(gradient), placements))
+
+
+def assign(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`x[index] = value`."""
+    target, index, value = args
+    if isinstance(target, DTensor) and _is_whole_where_indexed(target, index):
+        on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        with suppress(NotImplementedError):
+            function(target, index, everywhere(value, target.device_mesh) if on_mesh else value)
+            keep_gradient(target)
+            return None
+    return on_whole(function, args, kwargs)
+
+
+def _is_whole_where_indexed(target: Any, index: Any) -> bool:
+    """Whether an index of slices and numbers takes all of each axis that is cut."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(not (part is None or part is ... or isinstance(part, (int, slice))) for part in parts):
+        return False
+    named = sum(part is not None and part is not ... for part in parts)
+    if ... not in parts:
+        parts.append(...)
+    axis, touched = 0, set()
+    for part in parts:
+        if part is ...:
+            axis += target.ndim - named
+        elif part is not None:
+            if part != slice(None):
+                touched.add(axis)
+            axis += 1
+    return all(p.is_replicate() or (p.is_shard() and p.dim not in touched) for p in target.placements)
+
+
+_NAMES = (
+    *("__getitem__", "narrow", "select", "split", "chunk", "unbind", "tensor_split", "diagonal", "unfold"),
+    *(
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "view",
+        "view_as",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "transpose",
+        "permute",
+    ),
+    *("t", "movedim", "moveaxis", "swapaxes", "swapdims", "expand", "expand_as", "split_with_sizes"),
+)
+
+RESHAPES = frozenset(
+    getattr(home, name)
+    for home in (torch.Tensor, torch)
+    for name in ("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten")
+    if hasattr(home, name)
+)
+VIEWS = frozenset(
+    getattr(home, name) for home in (torch.Tensor, torch) for name in _NAMES if hasattr(home, name)
+)

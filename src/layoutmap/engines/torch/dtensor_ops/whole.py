@@ -1,0 +1,102 @@
+"""Between a DTensor and the plain tensor of which each device has all; gradients pass both ways.
+
+What is random, or has no rule in DTensor, is computed on plain tensors: once in a simulation, else alike by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.private import plainly
+
+__all__ = ["everywhere", "like", "placed", "replicated", "settled", "whole"]
+
+
+def replicated(mesh: Any) -> list[Any]:
+    """The placements of what each device has all of."""
+    return [Replicate()] * mesh.ndim
+
+
+def placed(tensor: Any, placements: Sequence[Any]) -> Any:
+    """A DTensor in other placements on its mesh; itself if it has them."""
+    if tuple(placements) == tuple(tensor.placements):
+        return tensor
+    if not simulation.is_simulated():
+        return tensor.redistribute(tensor.device_mesh, placements)
+    with simulation.on_mesh(tensor.device_mesh):
+        return tensor.redistribute(tensor.device_mesh, placements)
+
+
+@plainly
+def settled(tensor: Any) -> Any:
+    """A DTensor that is summed up where it waits to be."""
+    return _Settled.apply(tensor) if any(p.is_partial() for p in tensor.placements) else tensor
+
+
+def whole(tensor: Any) -> Any:
+    """All values of a DTensor, as a plain tensor."""
+    return _Whole.apply(tensor)
+
+
+def everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
+    """A plain tensor, the same in all processes, as a DTensor of which each device has all."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Everywhere.apply(tensor, mesh)
+    return _everywhere(tensor, mesh)
+
+
+def like(tensor: torch.Tensor, other: Any) -> Any:
+    """A plain tensor, cut as a DTensor of its shape is; whole where that one waits to be summed up."""
+    return placed(everywhere(tensor, other.device_mesh), _settled(other.placements))
+
+
+def _settled(placements: Sequence[Any]) -> list[Any]:
+    return [Replicate() if p.is_partial() else p for p in placements]
+
+
+def _everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
+    simulated = simulation.is_simulated()
+    local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
+    return DTensor.from_local(
+        local, mesh, replicated(mesh), run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+class _Settled(torch.autograd.Function):
+    # DTensor's own step fails backwards where a mean meets a sum.
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.mesh = tensor.device_mesh
+        return placed(tensor, _settled(tensor.placements))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        gradient = upstream[0]
+        return settled(gradient) if isinstance(gradient, DTensor) else everywhere(gradient, ctx.mesh)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.mesh = tensor.device_mesh
+        return simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return everywhere(upstream[0], ctx.mesh)
+
+
+class _Everywhere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, mesh: Any) -> Any:
+        return _everywhere(tensor, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return whole(upstream[0]), None

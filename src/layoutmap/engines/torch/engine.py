@@ -1,0 +1,439 @@
+"""The torch engine: `DTensor`s of `torch.distributed.tensor`.
+
+A layout is `(DeviceMesh, placements)`. A process started by `torchrun` is one device; a program started as one process
+has eight simulated ones. Tested with torch 2.13; private names of torch are in `layoutmap.engines.torch.private`.
+
+References:
+    https://docs.pytorch.org/docs/stable/distributed.tensor.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from layoutmap.core.blocks import Index, block_shape
+from layoutmap.core.checksums import checksum
+from layoutmap.core.errors import EngineError
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.arrays import (
+    canonical,
+    check_placed,
+    cut,
+    from_blocks,
+    layout_indices,
+    layout_of,
+    mark,
+    move,
+    native_of,
+    shards_of,
+    to_numpy,
+    to_torch,
+    torch_dtype,
+    whole,
+)
+from layoutmap.engines.torch.deferred_init.tape import trace
+from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
+from layoutmap.engines.torch.dtensor_ops.mode import computing
+from layoutmap.engines.torch.malloc import give_back
+from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
+from layoutmap.engines.torch.processes import (
+    across,
+    check_equal_everywhere,
+    common_seeds,
+    gathered,
+    random_state,
+)
+
+__all__ = ["TorchEngine", "engine"]
+
+NumpyArray = npt.NDArray[Any]
+
+_MAX_REASONS = 512
+_LARGE = 1 << 20  # bytes: the least variable after which memory is given back to the system
+
+
+class TorchEngine:
+    """Holds DTensors. There is one of them: `engine()`.
+
+    Example:
+        >>> torch_engine = engine()
+        >>> layout = Layout(["x", None], Mesh(None, "x=1"))
+        >>> tensor = torch_engine.relayout(np.ones((4, 2), np.float32), layout)
+        >>> torch_engine.layout_of(tensor) == layout
+        True
+        >>> [index for index, values in torch_engine.to_shards(tensor)]
+        [(slice(0, 4, None), slice(0, 2, None))]
+    """
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons: OrderedDict[Hashable, str] = OrderedDict()
+
+    # -- devices and layouts
+
+    def devices(self, device_type: str | None = None) -> tuple[str, ...]:
+        """The names of all devices of one type: one for each process, or the simulated ones.
+
+        Args:
+            device_type: `"CPU"` or `"GPU"` in any case; `None`: GPUs if the process group serves them, else CPUs.
+
+        Raises:
+            EngineError: There are none of that type.
+        """
+        return device_names(device_type)
+
+    def bind(self, mesh: Mesh) -> Mesh:
+        """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist.
+
+        Raises:
+            MeshError: The machine has too few devices, or not the ones that are named.
+        """
+        return bound_mesh(mesh)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout that no DTensor can have, on any machine. Nothing is started.
+
+        Raises:
+            EngineError: The mesh's devices come in an order that torch does not keep.
+        """
+        check_order(layout.mesh)
+
+    @plainly
+    def native(self, layout: Layout, rank: int) -> tuple[Any, tuple[Any, ...]]:
+        """The `(DeviceMesh, placements)` of a layout.
+
+        Raises:
+            EngineError: The mesh's devices come in an order that torch does not keep.
+            LayoutError: The layout is not of that rank.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        layout.check_rank((None,) * rank)
+        return native_of(layout)
+
+    def layout_of(self, array: Any) -> Layout | None:
+        """The layout of a DTensor; `None` for a plain tensor, and for a sum over the mesh that is still to be made."""
+        return layout_of(array)
+
+    def holds(self, array: object) -> bool:
+        """Whether an object is a tensor."""
+        return isinstance(array, torch.Tensor)
+
+    # -- arrays
+
+    @plainly
+    def create(
+        self,
+        assignments: Mapping[str, Assignment],
+        draws: Mapping[str, Initializer],
+        progress: Callable[[str], object] | None = None,
+    ) -> dict[str, Any]:
+        """First values, each straight in its layout, with the bits of `draw.whole()`.
+
+        A draw that can give blocks, or whose program can be drawn in pieces, is: each process makes only what it holds.
+        Any other is made whole, cut, and freed before the next.
+
+        Args:
+            assignments: For each key a variable and its layout.
+            draws: For each key how it gets its value.
+            progress: Called with the key after each variable.
+
+        Raises:
+            EngineError: A draw is missing, or an element type or a mesh is not held; nothing is made then. Or a draw
+                does not give the shape or element type of its variable, or differs between processes.
+            LayoutError: A layout does not fit its variable; nothing is made then.
+            MeshError: The machine does not have the devices of a mesh; nothing is made then.
+        """
+        for assignment in assignments.values():
+            self._checked(assignment)
+        missing = [key for key in assignments if key not in draws]
+        if missing:
+            raise EngineError(
+                f"{missing[0]}: there is no draw",
+                facts={"missing": ", ".join(missing[:10])},
+                why="each variable that is created needs one",
+                fix="pass an Initializer for each assignment",
+            )
+        made: dict[str, Any] = {}
+        checksums: list[tuple[str, int]] = []
+        try:
+            used = {key: draws[key] for key in assignments}
+            seeds = common_seeds(used)
+            if across() and any(draw.blocks is not None for draw in used.values()):
+                # Blocks differ between processes, so what they were drawn from is compared.
+                check_equal_everywhere([("the random state", random_state())])
+            with torch.no_grad():
+                for key, assignment in assignments.items():
+                    made[key], drawn = _created(assignment, used[key], seeds.get(key))
+                    checksums.append((assignment.variable.path, drawn))
+                    if assignment.variable.global_bytes >= _LARGE:
+                        give_back()
+                    if progress is not None:
+                        progress(key)
+            if across():
+                check_equal_everywhere(checksums)
+        except BaseException:
+            made.clear()
+            raise
+        return made
+
+    def why_global(self, draw: Initializer) -> str:
+        """Why a draw must be made whole before it is cut; empty if it need not. Nothing is computed."""
+        if draw.blocks is not None:
+            return ""
+        if draw.program is None:
+            return "its initializer gives no program"
+        with self._lock:
+            known = self._reasons.get(draw.program.key)
+        if known is None:
+            known = trace(draw.program.function, draw.program.seed).why_global
+            with self._lock:
+                self._reasons[draw.program.key] = known
+                while len(self._reasons) > _MAX_REASONS:
+                    self._reasons.popitem(last=False)
+        return known
+
+    @plainly
+    def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
+        """A DTensor whose shards are read one by one.
+
+        Args:
+            assignment: The variable and its layout.
+            read: Gives the values at an index, with both ends. Called once for each different shard that this process
+                holds.
+
+        Raises:
+            EngineError: What was read has not the shape or element type of the shard.
+        """
+        dtype = self._checked(assignment)
+        variable = assignment.variable
+
+        def checked(index: Index) -> torch.Tensor:
+            block = to_torch(np.asarray(read(index)))
+            if tuple(block.shape) != block_shape(index) or block.dtype != dtype:
+                raise EngineError(
+                    f"{variable.path}: a shard was read wrong",
+                    facts={
+                        "index": index,
+                        "shard": f"{variable.dtype}{list(block_shape(index))}",
+                        "read": f"{_name(block.dtype)}{list(block.shape)}",
+                    },
+                    why="a shard has the shape of its index and the variable's element type",
+                    fix="return exactly the values at the index",
+                )
+            return block
+
+        return from_blocks(variable.shape, dtype, assignment.layout, checked)
+
+    def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
+        """The shards that this process holds, each index once, with both ends."""
+        return shards_of(array)
+
+    @plainly
+    def relayout(self, array: Any, layout: Layout) -> Any:
+        """The same values in another layout; also takes plain tensors, numpy arrays and what numpy makes arrays of.
+
+        Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
+
+        Raises:
+            EngineError: Torch holds no such elements, or no such mesh.
+            LayoutError: The layout does not fit the array's shape.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        if isinstance(array, DTensor):
+            return move(array, layout)
+        return cut(array if self.holds(array) else to_torch(np.asarray(array)), layout)
+
+    @plainly
+    def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
+        """A `torch.nn.Parameter` that holds the tensor; only floating numbers can be trained."""
+        floating = array.is_floating_point() or array.is_complex()
+        parameter = torch.nn.Parameter(array.detach(), requires_grad=trainable and floating)
+        layout = layout_of(array)
+        if layout is not None:
+            mark(parameter, layout)
+        return parameter
+
+    @plainly
+    def whole(self, array: Any) -> NumpyArray:
+        """All values of a tensor, gathered from all processes that hold some; they must all ask."""
+        return to_numpy(whole(array))
+
+    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+        """The values of each process, one row each; they must all ask."""
+        return gathered(values)
+
+    @contextmanager
+    def run_on(self, mesh: Mesh) -> Generator[None]:
+        """While open, what is computed from plain tensors lies on the mesh, each device having all of it.
+
+        What DTensor alone would compute wrongly is computed right, or refused: see `dtensor_ops.mode`.
+
+        Raises:
+            MeshError: The machine does not have the mesh's devices.
+        """
+        native = self.native(Layout.replicated(mesh, 0), 0)[0]
+        with simulation.on_mesh(native), _OnMesh(mesh), computing(native):
+            yield
+
+    def canonical(self, values: NumpyArray) -> NumpyArray:
+        """Numpy values as torch holds them, which is as they are.
+
+        Raises:
+            EngineError: They are no numbers.
+        """
+        return canonical(values)
+
+    def call(
+        self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a function gives, made in a layout, with the bits of the plain call.
+
+        A function that fills a tensor, or draws one, and takes no tensor is made in pieces. Any other is called as it
+        is, and its result cut.
+
+        Raises:
+            EngineError: The function does not give one tensor.
+            LayoutError: The layout does not fit the shape of the result.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        leaves = tree_leaves((list(args), dict(kwargs)))
+        if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
+            recipe: Any = None
+            with contextlib.suppress(
+                EngineError
+            ):  # it gives something else than a tensor: that is told below
+                recipe = trace(lambda: function(*args, **kwargs))
+            if recipe is not None and not recipe.why_global:
+                check_placed(layout, recipe.shape)
+                return _in_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
+        results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]
+        if len(results) != 1:
+            raise EngineError(
+                f"{getattr(function, '__name__', function)} gives {len(results)} arrays",
+                why="one layout is for one array",
+                fix="call it once for each array, or give it a function that returns one of them",
+            )
+        return self.relayout(results[0], layout)
+
+    # -- parts
+
+    def _checked(self, assignment: Assignment) -> torch.dtype:
+        """The element type of an assignment, after all checks that need no tensor."""
+        variable = assignment.variable
+        dtype = torch_dtype(variable.dtype, variable.path)
+        check_placed(assignment.layout, variable.shape, variable.path)
+        return dtype
+
+
+@functools.cache
+def engine() -> TorchEngine:
+    """The one torch engine of this process."""
+    return TorchEngine()
+
+
+_meshes = threading.local()
+
+
+# What functions and attributes give most often, and what cannot hold a plain tensor.
+_NOT_PLAIN = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bool, float, str, type(None)))
+
+
+class _OnMesh(TorchFunctionMode):
+    """New tensors that come of plain ones lie on a mesh, whole on each device; the innermost mesh counts."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self._mesh = mesh
+
+    def __enter__(self) -> _OnMesh:
+        self._around = getattr(_meshes, "innermost", None)
+        _meshes.innermost = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _meshes.innermost = self._around
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if type(result) in _NOT_PLAIN or _meshes.innermost is not self:
+            return result
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        return tree_map(lambda value: self._placed(value, given), result)
+
+    def _placed(self, value: Any, given: set[int]) -> Any:
+        if type(value) is not torch.Tensor or id(value) in given or value._is_view():
+            return value
+        return plainly(cut)(value, Layout.replicated(self._mesh, value.ndim))
+
+
+def _created(assignment: Assignment, draw: Initializer, seed: Any) -> tuple[Any, int]:
+    """A first value, and the checksum of what this process drew whole, which all must draw alike."""
+    variable, layout = assignment.variable, assignment.layout
+    dtype = torch_dtype(variable.dtype, variable.path)
+    if draw.blocks is not None:
+        return _in_blocks(draw.blocks, variable.shape, dtype, layout, assignment), 0
+    if draw.program is not None:
+        recipe = trace(draw.program.function, seed)
+        _check_drawn(assignment, recipe.shape, recipe.dtype)
+        if not recipe.why_global:
+            return _in_blocks(recipe.blocks, recipe.shape, dtype, layout), 0
+        value: Any = recipe.whole()
+    else:
+        value = draw.whole()
+    tensor = whole(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
+    _check_drawn(assignment, tuple(tensor.shape), tensor.dtype)
+    return cut(tensor, layout), checksum(to_numpy(tensor)) if across() else 0
+
+
+def _in_blocks(
+    blocks: Callable[[Sequence[Index]], Sequence[torch.Tensor]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: Layout,
+    assignment: Assignment | None = None,
+) -> Any:
+    indices = layout_indices(layout, shape)
+    made = dict(zip(indices, blocks(list(indices.values())), strict=True))
+    for ends, block in made.items():
+        if assignment is not None and block.dtype != dtype:
+            _check_drawn(assignment, shape, block.dtype)
+        assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
+    return from_blocks(shape, dtype, layout, lambda index: made.pop(tuple((p.start, p.stop) for p in index)))
+
+
+def _check_drawn(assignment: Assignment, shape: Sequence[int], dtype: torch.dtype) -> None:
+    variable = assignment.variable
+    if tuple(shape) == variable.shape and _name(dtype) == variable.dtype:
+        return
+    raise EngineError(
+        f"{variable.path}: its draw gives another array than the variable is",
+        facts={
+            "variable": f"{variable.dtype}{list(variable.shape)}",
+            "drawn": f"{_name(dtype)}{list(shape)}",
+        },
+        why="the first value of a variable has its shape and element type",
+        fix="make the initializer return that shape and element type",
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,127 @@
+"""Several weights that are cut over one mesh dim, put together by one collective, and their gradients cut by one.
+
+A weight of a layer that is cut over the dim of the batch is needed whole when the layer computes. One weight at a time
+costs a collective each; the weights of a block, laid out one behind the other, cost one for all of them, forward and
+backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from layoutmap.engines.torch.private import DTensorSpec, dtensor
+
+__all__ = ["can_gather", "gather_over"]
+
+
+def can_gather(tensor: Any, mesh_dim: int) -> bool:
+    """Whether what the devices along a mesh dim hold, put one behind the other, is the tensor without that cut.
+
+    It is so where this dim is the last of those that cut its axis: the last of the mesh, or by a strided cut.
+    """
+    placement, mesh = tensor.placements[mesh_dim], tensor.device_mesh
+    if placement.is_replicate() or placement.is_partial():
+        return False
+    cut_before = 1  # by dims that come later in the mesh
+    for number, each in enumerate(tensor.placements):
+        if number == mesh_dim or each.is_replicate():
+            continue
+        if type(each) is not Shard:
+            return False
+        if number > mesh_dim and each.dim == placement.dim:
+            cut_before *= mesh.size(number)
+    return cut_before == getattr(placement, "split_factor", 1)
+
+
+def gather_over(tensors: Sequence[Any], mesh_dim: int) -> list[Any]:
+    """Tensors without the cut over a mesh dim; gradients pass, summed up over that dim and cut again.
+
+    Args:
+        tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
+        mesh_dim: The number of the mesh dim.
+    """
+    return list(_GatherOver.apply(mesh_dim, *tensors)) if tensors else []
+
+
+class _GatherOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh_dim: int, *tensors: Any) -> Any:
+        ctx.mesh_dim, ctx.tensors = mesh_dim, [_Place(tensor, mesh_dim) for tensor in tensors]
+        mesh = tensors[0].device_mesh
+        number = mesh.size(mesh_dim)
+        flat = torch.cat([tensor._local_tensor.reshape(-1) for tensor in tensors])
+        gathered = flat.new_empty(number * flat.numel())
+        dist.all_gather_single(gathered, flat, group=mesh.get_group(mesh_dim))
+        columns = gathered.view(number, -1).split([place.local_size for place in ctx.tensors], dim=1)
+        return tuple(place.put_together(part) for place, part in zip(ctx.tensors, columns, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        given = [
+            (place, place.partial(gradient))
+            for place, gradient in zip(ctx.tensors, upstream, strict=True)
+            if gradient is not None
+        ]
+        results: dict[int, Any] = {}
+        for dtype in {gradient.dtype for _, gradient in given}:
+            some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
+            mesh = some[0][1].device_mesh
+            flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
+            mine = flat.new_empty(flat.numel() // mesh.size(ctx.mesh_dim))
+            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(ctx.mesh_dim))
+            parts = mine.split([place.local_size for place, _ in some])
+            results |= {id(place): place.cut(part) for (place, _), part in zip(some, parts, strict=True)}
+        return None, *(results.get(id(place)) for place in ctx.tensors)
+
+
+class _Place:
+    """Where one tensor lies, cut over the mesh dim and without that cut."""
+
+    def __init__(self, tensor: Any, mesh_dim: int) -> None:
+        self.spec, self.mesh_dim = tensor._spec, mesh_dim
+        self.axis = self.spec.placements[mesh_dim].dim
+        self.number = self.spec.mesh.size(mesh_dim)
+        self.local_shape = tuple(tensor._local_tensor.shape)
+        self.local_size = tensor._local_tensor.numel()
+
+    def put_together(self, pieces: torch.Tensor) -> Any:
+        """The tensor, from one row of numbers for each device along the mesh dim."""
+        apart = pieces.reshape(self.number, *self.local_shape)
+        joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
+        local = apart.movedim(0, self.axis).reshape(joined).contiguous()
+        return dtensor(local, _changed(self.spec, self.mesh_dim, Replicate(), local.dtype))
+
+    def partial(self, gradient: Any) -> Any:
+        """A gradient as numbers that are still to be summed up over the mesh dim, laid out else as the tensor."""
+        is_sum = gradient.placements[self.mesh_dim].is_partial()
+        wanted = _changed(self.spec, self.mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
+        if gradient.placements != wanted.placements:
+            gradient = gradient.redistribute(wanted.mesh, wanted.placements)
+        return gradient if is_sum else gradient / self.number
+
+    def taken_apart(self, gradient: Any) -> torch.Tensor:
+        """One row of numbers for each device along the mesh dim."""
+        before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
+        apart = gradient._local_tensor.reshape([*before, self.number, *after])
+        return apart.movedim(self.axis, 0).reshape(self.number, -1)
+
+    def cut(self, numbers: torch.Tensor) -> Any:
+        """The gradient in the tensor's own layout, from the numbers of this device."""
+        mine = self.spec.placements[self.mesh_dim]
+        spec = _changed(self.spec, self.mesh_dim, mine, numbers.dtype)
+        return dtensor(numbers.reshape(self.local_shape), spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _changed(spec: Any, mesh_dim: int, placement: Any, dtype: torch.dtype) -> Any:
+    """Where a tensor lies, with another placement for one mesh dim."""
+    placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta._replace(dtype=dtype))

@@ -1,0 +1,104 @@
+"""Weights that were put together for a forward pass are let go after it, and put together again for the backward pass.
+
+Autograd keeps what an operation needs backwards, so weights that were gathered would stay for as long as its graph.
+Here it keeps a note instead: which weight, and which view of it. Nothing is emptied under anybody's hands: who else
+holds a gathered weight has it still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.private import dtensor, has_saving_hooks, plainly, storage_key
+
+__all__ = ["regathered"]
+
+
+@contextmanager
+def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Generator[None]:
+    """While open, autograd keeps notes of some tensors and of views of them, and not the tensors.
+
+    Where something else decides already what autograd keeps, as activation checkpoints do, that is left alone.
+
+    Args:
+        tensors: DTensors, as they come out of autograd.
+        again: Makes them again, with the same values, when they are needed.
+    """
+    weights = _watched(tensors, again)
+    if weights is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(weights.pack, weights.unpack):
+        yield
+    weights.close()
+
+
+@plainly
+def _watched(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> _Weights | None:
+    nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    if not nodes or not torch.is_grad_enabled() or has_saving_hooks():
+        return None
+    weights = _Weights(tensors, again)
+    for node in nodes:
+        node.register_hook(weights.let_go)
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A view of one of the weights, as a whole and in what each rank holds."""
+
+    number: int
+    spec: Any
+    of_piece: tuple[Any, Any, int]
+
+
+class _Weights:
+    def __init__(self, tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> None:
+        self._numbers = {storage_key(_piece(tensor)): number for number, tensor in enumerate(tensors)}
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._again = again
+        self._made: Sequence[Any] | None = None
+
+    def close(self) -> None:
+        """The memory of the weights may be another's from now on."""
+        self._numbers.clear()
+
+    def let_go(self, *_: Any) -> None:
+        """The backward pass has what it needed of them, unless it is to be differentiated itself."""
+        if not torch.is_grad_enabled():
+            self._made = None
+
+    def pack(self, tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor) or not self._numbers:
+            return tensor
+        piece = _piece(tensor)
+        number = self._numbers.get(storage_key(piece))
+        if number is None or tensor.dtype != self._dtypes[number] or piece.is_conj() or piece.is_neg():
+            return tensor
+        geometry = piece.shape, piece.stride(), int(piece.storage_offset())
+        return _View(number, tensor._spec, geometry)
+
+    def unpack(self, packed: Any) -> Any:
+        return plainly(self._view)(packed) if isinstance(packed, _View) else packed
+
+    def _view(self, view: _View) -> Any:
+        with torch.no_grad():
+            if self._made is None:
+                self._made = self._again()
+            base = self._made[view.number]
+            pieces = simulation.pieces_of(base._local_tensor)
+            viewed = {rank: piece.as_strided(*view.of_piece) for rank, piece in pieces.items()}
+            with simulation.on_mesh(base.device_mesh):
+                return dtensor(simulation.join(viewed, base.dtype), view.spec)
+
+
+def _piece(tensor: Any) -> torch.Tensor:
+    return simulation.plain(tensor._local_tensor)

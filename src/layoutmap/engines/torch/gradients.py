@@ -1,0 +1,180 @@
+"""Gradients that wait to be summed up over the mesh are summed up all at once, at the end of each backward pass.
+
+Where a mesh dim cuts the batch, each device has the gradients of its own examples. DTensor leaves it to whoever reads
+them to make the sum: to each operation of the optimizer, for each parameter. Here they are laid end to end and summed
+up together, so that optimizers, clipping and reads find each gradient in the layout of its parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import unserializable_hook
+
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.private import at_end_of_backward, backward_pass, plainly
+
+__all__ = ["Gradients", "finalize_gradients"]
+
+_MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
+
+
+def finalize_gradients(
+    parameters: Iterable[torch.Tensor], refer_to: Callable[[Any], Callable[[], Any]] = weakref.ref
+) -> Gradients:
+    """From now on, give the gradient of each parameter that is a `DTensor` the parameter's layout.
+
+    A pass adds to gradients that are there already, as always. Gradients that `torch.autograd.grad` returns are left as
+    they are.
+
+    Args:
+        parameters: The parameters of a model; plain tensors, and what has no gradient, are passed over.
+        refer_to: Gives a function that gives a parameter, without keeping it. Torch does not convert parameters that
+            have weak references, as by `model.to(dtype)`, so a model's are better reached through the model.
+
+    Returns:
+        What does it; `remove()` ends that.
+    """
+    return Gradients(parameters, refer_to)
+
+
+class Gradients:
+    """Finalizes the gradients of some parameters, see `finalize_gradients`."""
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], refer_to: Callable[[Any], Callable[[], Any]] = weakref.ref
+    ) -> None:
+        self._refer_to = refer_to
+        self._passes: dict[int, list[tuple[Any, Any]]] = {}
+        self._hooks: list[Any] = []
+        for parameter in parameters:
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                self._hooks += self._watch(parameter)
+
+    def remove(self) -> None:
+        """Leave gradients as they come."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _watch(self, parameter: Any) -> tuple[Any, Any]:
+        earlier: dict[int, Any] = {}  # by pass, so that one that fails leaves nothing for the next
+        parameter_of = self._refer_to(parameter)
+
+        @unserializable_hook
+        def before(gradient: Any) -> None:
+            # Apart from what is there: DTensor would sum this gradient up by itself in order to add it.
+            parameter = parameter_of()
+            if parameter is not None and parameter.grad is not None and _waits(gradient):
+                earlier.clear()
+                earlier[backward_pass()] = parameter.grad
+                parameter.grad = None
+
+        def after(parameter: Any) -> None:
+            added = earlier.pop(backward_pass(), None)
+            if added is not None or _differs(parameter):
+                self._note(parameter, added)
+
+        return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
+
+    def _note(self, parameter: Any, earlier: Any) -> None:
+        """Remember a parameter until the pass that runs now ends."""
+        number = backward_pass()
+        if number not in self._passes:
+            self._passes.clear()  # those of passes that failed
+            self._passes[number] = []
+            at_end_of_backward(lambda: self._finish(number))
+        self._passes[number].append((parameter, earlier))
+
+    @plainly
+    @torch.no_grad()
+    def _finish(self, number: int) -> None:
+        noted = self._passes.pop(number, [])
+        for parameter, _ in noted:
+            _bring_closer(parameter)
+        parameters = [parameter for parameter, _ in noted]
+        for mesh in {parameter.device_mesh for parameter in parameters}:
+            with simulation.on_mesh(mesh):
+                for dim in range(mesh.ndim):
+                    _sum_up([each for each in parameters if each.device_mesh == mesh], dim)
+        for parameter, earlier in noted:
+            if earlier is not None:
+                parameter.grad = earlier.add_(parameter.grad)
+
+
+def _waits(gradient: Any) -> bool:
+    return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+
+
+def _differs(parameter: Any) -> bool:
+    gradient = parameter.grad
+    return isinstance(gradient, DTensor) and gradient.placements != parameter.placements
+
+
+def _bring_closer(parameter: Any) -> None:
+    """Move a gradient where it differs from its parameter by more than a sum that is to be whole on each device."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return
+    closer = [
+        have if have.is_partial() and want.is_replicate() else want
+        for have, want in zip(gradient.placements, parameter.placements, strict=True)
+    ]
+    if tuple(closer) != tuple(gradient.placements):
+        parameter.grad = gradient.redistribute(gradient.device_mesh, closer)
+
+
+def _sum_up(parameters: list[Any], dim: int) -> None:
+    """Sum up, in few tensors, what of the gradients of parameters waits for that over a mesh dim."""
+    alike: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements[dim].is_partial():
+            alike.setdefault((gradient.placements[dim], gradient.dtype), []).append(parameter)
+    for (partial, _), waiting in alike.items():
+        for some in _batches(waiting):
+            _sum_up_at_once(some, dim, partial)
+
+
+def _batches(parameters: list[Any]) -> Iterable[list[Any]]:
+    some: list[Any] = []
+    size = 0
+    for parameter in parameters:
+        local = parameter.grad.to_local()
+        more = local.numel() * local.element_size()
+        if some and size + more > _MAX_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(parameter)
+        size += more
+    yield some
+
+
+def _sum_up_at_once(parameters: list[Any], dim: int, partial: Any) -> None:
+    mesh = parameters[0].device_mesh
+    pieces = [parameter.grad.to_local() for parameter in parameters]
+    # What lies along the other dims is not moved: any cut says that it may differ there.
+    others: list[Any] = [Shard(0)] * mesh.ndim
+    joined = DTensor.from_local(
+        torch.cat([each.reshape(-1) for each in pieces]), mesh, _with(others, dim, partial), run_check=False
+    )
+    parts = joined.redistribute(mesh, _with(others, dim, Replicate())).to_local()
+    for parameter, piece, part in zip(
+        parameters, pieces, parts.split([each.numel() for each in pieces]), strict=True
+    ):
+        gradient = parameter.grad
+        parameter.grad = DTensor.from_local(
+            part.clone().view(piece.shape),  # a DTensor that begins inside of a storage cannot be copied
+            mesh,
+            _with(gradient.placements, dim, Replicate()),
+            run_check=False,
+            shape=gradient.shape,
+            stride=gradient.stride(),
+        )
+
+
+def _with(placements: Sequence[Any], dim: int, placement: Any) -> list[Any]:
+    return [placement if i == dim else each for i, each in enumerate(placements)]

@@ -1,0 +1,382 @@
+"""Every private name of torch that this package touches; no other file imports one. Tested on torch 2.13.
+
+torch.autograd.Variable                 _execution_engine: queue_callback
+torch._C                                _current_graph_task_id: the backward pass that runs now
+_get_dtensor_allow_implicit_replication and its setter: implicit_replication forgets that it was set before
+torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode, enabled_local_tensor_mode: devices
+simulated in one process
+_PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the list of modes that are active, of the process or of each thread
+torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was cut from
+torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse
+ShardOrderEntry: one axis that is cut over several mesh dims, in any order
+torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
+torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
+torch.testing._internal                 FakeStore: a process group whose other processes do not exist
+torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
+torch.nn.Module                         _apply, _parameters, _buffers
+torch.Tensor                            _backward_hooks, _post_accumulate_grad_hooks, _version, the _cdata of storages
+torch.utils._python_dispatch            _get_current_dispatch_mode_stack
+torch.utils._pytree                     tree_leaves, tree_map
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.nn.modules import module as _of_modules
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.patches import Attribute
+
+__all__ = [
+    "DTensorSpec",
+    "FakeStore",
+    "FakeTensor",
+    "FakeTensorMode",
+    "LocalIntNode",
+    "LocalTensor",
+    "LocalTensorMode",
+    "ShardOrderEntry",
+    "TorchDispatchMode",
+    "UNFORESEEN",
+    "argument_names",
+    "at_end_of_backward",
+    "backward_pass",
+    "dispatch_modes",
+    "dtensor",
+    "enabled_local_tensor_mode",
+    "function_modes",
+    "plainly",
+    "replicates_plain_tensors",
+    "set_replicates_plain_tensors",
+    "simulate_on_all_threads",
+    "without_function_modes",
+    "has_saving_hooks",
+    "leave_mode",
+    "hooks_of_tensor",
+    "is_view",
+    "members_of_module",
+    "overload_name",
+    "checkpoints",
+    "own_attributes",
+    "module_apply",
+    "registration_hooks",
+    "run_for_ranks_of_arguments",
+    "storage_key",
+    "tree_leaves",
+    "tree_map",
+    "version_of",
+    "written_arguments",
+]
+
+TESTED = "2.13"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _moved(what: str) -> EngineError:
+    return EngineError(
+        f"torch {torch.__version__} is not supported",
+        facts={"missing": what},
+        why=f"layouts on torch rely on names of torch {TESTED} that this one does not have",
+        fix=f'pip install "torch=={TESTED}.*"',
+    )
+
+
+# -- layouts and simulated devices
+
+try:
+    from torch.distributed import _local_tensor as local_tensors
+    from torch.distributed._local_tensor import (
+        LocalIntNode,
+        LocalTensor,
+        LocalTensorMode,
+        enabled_local_tensor_mode,
+    )
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils._pytree import tree_leaves, tree_map
+except ImportError as error:
+    raise _moved(str(error)) from error
+
+_WANTED: list[tuple[Any, tuple[str, ...]]] = [
+    (DTensorSpec, ("_convert_shard_order_to_StridedShard", "_maybe_convert_StridedShard_to_shard_order")),
+    (DTensor, ("_local_tensor", "_spec", "from_local", "redistribute", "full_tensor")),
+    (
+        LocalTensorMode,
+        (
+            "_patch_device_mesh",
+            "_unpatch_device_mesh",
+            "_patch_random_functions",
+            "_unpatch_random_functions",
+            "__torch_dispatch__",
+        ),
+    ),
+]
+_WANTED += [
+    (local_tensors, ("_PROCESS_MODE", "_THREAD_LOCAL_TENSOR_MODE", "_for_each_rank_run_func")),
+]
+_missing = [
+    f"{owner.__name__}.{name}" for owner, names in _WANTED for name in names if not hasattr(owner, name)
+]
+if _missing:
+    raise _moved(", ".join(_missing))
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> Any:
+    """A `DTensor` of a piece of this process, outside of autograd: `from_local` without its checks."""
+    make: Any = DTensor
+    return make(local, spec, requires_grad=False)
+
+
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """A function inside of which no function mode sees what is called."""
+
+    @functools.wraps(function)
+    def without_modes(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return without_modes
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are active on this thread."""
+    return _get_current_dispatch_mode_stack()
+
+
+def function_modes() -> list[Any]:
+    """The function modes that are active on this thread."""
+    return _get_current_function_mode_stack()
+
+
+class _Modes(threading.local):
+    """The simulations that are active on a thread; each begins with that of all threads."""
+
+    def __init__(self, first: Any) -> None:
+        self.value = [first]
+
+
+def simulate_on_all_threads(mode: Any) -> None:
+    """Have a simulation that was entered on this thread hold on all, each of which may enter others apart.
+
+    Torch has one list for all threads: one that leaves its own simulation would end that of another thread.
+    """
+    local_tensors._THREAD_LOCAL_TENSOR_MODE = _Modes(mode)
+    local_tensors._PROCESS_MODE = False
+
+
+def run_for_ranks_of_arguments() -> None:
+    """Have what runs for each simulated rank run for those that its arguments have, if these are fewer.
+
+    That is so in a backward pass of tensors on a mesh of some of the ranks: it runs outside of their simulation.
+    """
+    for_ranks = local_tensors._for_each_rank_run_func
+
+    @functools.wraps(for_ranks)
+    def for_common_ranks(func: Any, ranks: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
+            if isinstance(leaf, LocalTensor):
+                ranks = ranks & leaf._ranks
+            elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):
+                ranks = ranks & leaf.node._local_ints.keys()
+        return for_ranks(func, ranks, args, kwargs, **options)
+
+    local_tensors._for_each_rank_run_func = for_common_ranks
+
+
+# -- tensors without values
+
+try:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:
+    raise _moved(str(error)) from error
+
+UNFORESEEN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What a fake tensor raises if a result's shape depends on values, or nobody has said how to foresee it."""
+
+if not hasattr(torch.nn.Module, "_apply") or not hasattr(torch.ops.aten.add.Tensor, "_schema"):
+    raise _moved("torch.nn.Module._apply, OpOverload._schema")
+
+
+@functools.cache
+def argument_names(op: Any) -> tuple[str, ...]:
+    """The names of an operation's arguments, in order."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+@functools.cache
+def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of each argument that an operation changes in place."""
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def is_view(op: Any) -> bool:
+    """Whether what an operation returns may lie in the memory of its arguments."""
+    return any(result.alias_info is not None for result in op._schema.returns)
+
+
+def overload_name(op: Any) -> str:
+    """Which overload of its name an operation is."""
+    return op._overloadname
+
+
+def module_apply(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Attribute:
+    """The patch that has `torch.nn.Module._apply` replaced by what `make` makes of it."""
+    return Attribute(torch.nn.Module, "_apply", make)
+
+
+if not hasattr(_of_modules, "_global_buffer_registration_hooks"):
+    raise _moved("torch.nn.modules.module._global_buffer_registration_hooks")
+
+
+def registration_hooks() -> Sequence[dict[Any, Any]]:
+    """The hooks that see modules, parameters and buffers being registered, by the ids of their handles."""
+    kinds = ("module", "parameter", "buffer")
+    return [getattr(_of_modules, f"_global_{kind}_registration_hooks") for kind in kinds]
+
+
+# -- computing with DTensors
+
+try:
+    from torch._C import _current_graph_task_id as backward_pass
+    from torch._C import (
+        _get_dtensor_allow_implicit_replication as replicates_plain_tensors,
+    )
+    from torch._C import (
+        _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors,
+    )
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+    _ENGINE: Any = torch.autograd.Variable._execution_engine
+except (ImportError, AttributeError) as error:
+    raise _moved(str(error)) from error
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs now ends; to be called by a hook of that pass."""
+    _ENGINE.queue_callback(function)
+
+
+@contextmanager
+def without_function_modes() -> Generator[None]:
+    """While open, this thread is in no function mode, and may enter others."""
+    modes = _get_current_function_mode_stack()
+    for _ in modes:
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
+
+
+# -- modules, and the tensors in them
+
+top_saving_hooks: Any = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+)
+if top_saving_hooks is None:
+    raise _moved("torch._C._autograd._top_saved_tensors_default_hooks")
+
+_NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
+
+
+def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters and the buffers that a module itself holds, by name; to be changed in place."""
+    return module._parameters, module._buffers
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a program has set on a tensor."""
+    ours = set(vars(tensor)) - _NO_ATTRIBUTES
+    return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
+
+
+def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """What is called with a tensor's gradient, and what is called when it has been added to `grad`."""
+    return (
+        list((tensor._backward_hooks or {}).values()),
+        list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()),
+    )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for two tensors that are alive if they lie in the same memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
+
+
+def leave_mode(mode: Any) -> None:
+    """Leave a mode on this thread, and just this one: torch leaves the innermost, whichever that is."""
+    for modes in (function_modes(), dispatch_modes()):
+        places = [place for place, each in enumerate(modes) if each is mode]
+        for each in reversed(modes[places[-1] :] if places else []):
+            each.__exit__(None, None, None)
+        for each in modes[places[-1] + 1 :] if places else []:
+            each.__enter__()
+
+
+def has_saving_hooks() -> bool:
+    """Whether something decides what autograd keeps for the backward pass, as activation checkpoints do."""
+    return top_saving_hooks(True) is not None
+
+
+if not hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator"):
+    raise _moved("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+
+
+def checkpoints(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Sequence[Attribute]:
+    """The patches that have activation checkpoints keep `wrap(function)` to compute once more."""
+
+    def make_generator(generator: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(generator)
+        def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return generator(wrap(function), *args, **kwargs)
+
+        return wrapped
+
+    def make_function(reentrant: Any) -> Any:
+        class Wrapped:
+            @staticmethod
+            def apply(function: Any, *args: Any) -> Any:
+                return reentrant.apply(wrap(function), *args)
+
+        return Wrapped
+
+    return (
+        Attribute(torch_checkpoint, "_checkpoint_without_reentrant_generator", make_generator),
+        Attribute(torch_checkpoint, "CheckpointFunction", make_function),
+    )

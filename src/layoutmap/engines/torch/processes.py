@@ -1,0 +1,90 @@
+"""What several processes must agree on."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.initializers import Initializer
+from layoutmap.engines.torch import simulation
+
+__all__ = ["check_equal_everywhere", "common_seeds", "gathered", "random_state"]
+
+
+NumpyArray = npt.NDArray[Any]
+
+
+def across() -> bool:
+    """Whether there are other processes."""
+    return not simulation.is_simulated() and simulation.world_size() > 1
+
+
+def common_seeds(draws: Mapping[str, Initializer]) -> dict[str, Any]:
+    """The seed of each draw that has a program; with several processes, those of process 0.
+
+    Args:
+        draws: The draws by key, in the same order in all processes.
+
+    Raises:
+        EngineError: The processes have different draws.
+    """
+    seeds = {key: draw.program.seed for key, draw in draws.items() if draw.program is not None}
+    if not across():
+        return seeds
+    _check_alike([sorted(draws)], "the processes create different variables")
+    told = [seeds]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def gathered(values: NumpyArray) -> NumpyArray:
+    """The values of each process, one row each, in order of the processes."""
+    return np.stack(_gathered(values) if across() else [values])
+
+
+def random_state() -> int:
+    """A checksum of what the next numbers will be."""
+    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
+
+
+def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
+    """Compare what the processes drew; the same in all of them, or an error in all of them.
+
+    Args:
+        checksums: For each variable its path, and a checksum of what this process drew.
+
+    Raises:
+        EngineError: They differ; names the first path.
+    """
+    rows = _gathered([value for _, value in checksums])
+    for place, (path, _) in enumerate(checksums):
+        if len({row[place] for row in rows}) > 1:
+            raise _differing(f"{path}: the processes drew different values")
+
+
+def _check_alike(value: Any, what: str) -> None:
+    if len({pickle.dumps(each) for each in _gathered(value)}) > 1:
+        raise _differing(what)
+
+
+def _gathered(value: Any) -> list[Any]:
+    simulation.start()
+    rows: list[Any] = [None] * simulation.world_size()
+    dist.all_gather_object(rows, value)
+    return rows
+
+
+def _differing(what: str) -> EngineError:
+    return EngineError(
+        what,
+        why="each process draws for itself, so all must draw the same",
+        fix="make the same model in all processes, and seed all alike before it is made: torch.manual_seed(0)",
+    )

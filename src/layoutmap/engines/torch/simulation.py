@@ -1,0 +1,259 @@
+"""Several devices in one process, for a program that was started as one process.
+
+A program that `torchrun` has started, or that has a process group, uses that. Any other gets a process group of
+simulated ranks, eight unless `LAYOUTMAP_SIMULATED_DEVICES` says another number. A DTensor then holds a `LocalTensor`:
+the pieces of all ranks, on which each operation runs for one rank after the other.
+
+A simulation begins with the first device mesh, and lasts as long as the process: DTensors of simulated ranks compute
+rightly only while it runs. Plain tensors stay plain in it. Questions about devices start nothing: they are answered as
+things will be, should the program not begin a process group of its own before.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.private import (
+    FakeStore,
+    LocalIntNode,
+    LocalTensor,
+    LocalTensorMode,
+    dispatch_modes,
+    enabled_local_tensor_mode,
+    plainly,
+    run_for_ranks_of_arguments,
+    simulate_on_all_threads,
+    tree_leaves,
+)
+
+__all__ = [
+    "every_rank",
+    "is_simulated",
+    "join",
+    "on_mesh",
+    "on_ranks",
+    "pieces_of",
+    "plain",
+    "rank",
+    "ranks_here",
+    "ranks_of",
+    "start",
+    "world_size",
+]
+
+NUM_DEVICES = 8
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "device_mesh")
+
+_lock = threading.RLock()
+_simulation: _Simulation | None = None
+_has_begun = False
+
+
+class _Simulation(LocalTensorMode):
+    """A `LocalTensorMode` in which what has nothing to do with simulated ranks is left alone."""
+
+    @plainly
+    def __enter__(self) -> _Simulation:
+        super().__enter__()
+        self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
+        return self
+
+    def _patch_device_mesh(self) -> None:
+        if self is not _simulation or self._old_device_mesh_methods is not None:
+            return  # it is, for all threads, since the simulation of the process began
+        super()._patch_device_mesh()
+        for name in (
+            "_patch_device_mesh",
+            "_unpatch_device_mesh",
+        ):  # also by modes that torch makes in passing
+            setattr(LocalTensorMode, name, _nothing)
+        of_all: Any = DeviceMesh.get_coordinate
+
+        def get_coordinate(mesh: DeviceMesh) -> Any:
+            """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
+            ranks = set(mesh._rank_map.tolist())
+            now = enabled_local_tensor_mode() or self
+            if now.ranks <= ranks:
+                return of_all(mesh)
+            with _Simulation(now.ranks & ranks):
+                return mesh.get_coordinate()
+
+        patched: Any = DeviceMesh
+        patched.get_coordinate = get_coordinate
+        for name, plain in (self._old_device_mesh_methods or {}).items():
+            setattr(patched, name, _either(plain, getattr(patched, name)))
+
+    def _unpatch_device_mesh(self) -> None:
+        """It stays as it is while the process lives."""
+
+    def _patch_random_functions(self) -> None:
+        """`torch.manual_seed` stays torch's own."""
+
+    def _unpatch_random_functions(self) -> None:
+        """See above."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        locals_ = (leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+        ranks = next((each._ranks for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
+        if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
+            with _Simulation(ranks):
+                return func(*args, **kwargs)
+        if func.namespace not in _COLLECTIVES and not any(map(_is_per_rank, leaves)):
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _nothing(mode: LocalTensorMode) -> None:
+    """What is done once needs not be done again."""
+
+
+def _either(plain: Any, local: Any) -> Any:
+    """A method of a mesh where ranks are simulated on this thread, and where they are not, as in parts of torch."""
+
+    @functools.wraps(plain)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return (plain if enabled_local_tensor_mode() is None else local)(*args, **kwargs)
+
+    return method
+
+
+def _is_per_rank(value: Any) -> bool:
+    return isinstance(value, LocalTensor) or (
+        isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode)
+    )
+
+
+def start() -> None:
+    """Make sure that there is a process group: the one there is, that of the launcher, or a simulated one.
+
+    Raises:
+        EngineError: A simulation would begin inside of a dispatch mode, which would end it.
+    """
+    global _simulation, _has_begun
+    if _has_begun and dist.is_initialized():
+        return
+    with _lock:  # also to look: another thread may have begun, and not be done
+        if dist.is_initialized():
+            _has_begun = True
+            return
+        if _num_launched() > 1:
+            dist.init_process_group()
+            _has_begun = True
+            return
+        if dispatch_modes():
+            raise EngineError(
+                "simulated devices were asked for first inside of a dispatch mode",
+                facts={"mode": type(dispatch_modes()[-1]).__name__},
+                why="the simulation lasts as long as the process, and that mode ends before",
+                fix="open a scope, or place an array with layoutmap.dtensor, before the mode begins",
+            )
+        number = world_size()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+        _simulation = _Simulation(number)
+        _simulation.__enter__()
+        simulate_on_all_threads(_simulation)
+        run_for_ranks_of_arguments()
+        _has_begun = True
+
+
+def _num_launched() -> int:
+    """The number of processes that the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_simulated() -> bool:
+    """Whether the ranks are simulated in this process, or will be; nothing is started."""
+    return _simulation is not None or not (dist.is_initialized() or _num_launched() > 1)
+
+
+def world_size() -> int:
+    """The number of ranks; nothing is started."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if _num_launched() > 1:
+        return _num_launched()
+    return int(os.environ.get("LAYOUTMAP_SIMULATED_DEVICES", NUM_DEVICES))
+
+
+def rank() -> int:
+    """The rank of this process; 0 in a simulation. Nothing is started."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def ranks_here(ranks: Iterable[int]) -> list[int]:
+    """Those of some ranks whose pieces this process holds."""
+    return list(ranks) if is_simulated() else [each for each in ranks if each == rank()]
+
+
+@contextmanager
+def on_ranks(ranks: Iterable[int]) -> Generator[None]:
+    """Simulate just these ranks for a while, on this thread; without a simulation nothing is done."""
+    wanted = frozenset(ranks)
+    start()
+    if not is_simulated():
+        yield
+        return
+    inner = next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, LocalTensorMode)), None)
+    if inner is not None and inner.ranks == wanted:
+        yield
+        return
+    with _Simulation(wanted):
+        yield
+
+
+@functools.lru_cache(maxsize=256)  # torch works it out anew each time
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a device mesh, row-major."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def on_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """`on_ranks` for the ranks of a device mesh."""
+    return on_ranks(ranks_of(mesh))
+
+
+def join(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The local tensor of a DTensor, from the piece of each rank that is here.
+
+    Args:
+        pieces: The pieces by rank; each must have memory of its own.
+        dtype: The type, for a process that holds none.
+    """
+    if is_simulated():
+        return LocalTensor(dict(pieces))
+    return pieces[rank()] if pieces else torch.empty(0, dtype=dtype)
+
+
+def pieces_of(local: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The piece of each rank that is here, of the local tensor of a DTensor."""
+    if isinstance(local, LocalTensor):
+        return dict(local._local_tensors)
+    return {rank(): local}
+
+
+def plain(local: torch.Tensor) -> torch.Tensor:
+    """The one tensor of which all ranks hold the same, without a step of autograd."""
+    return next(iter(local._local_tensors.values())) if isinstance(local, LocalTensor) else local
+
+
+def every_rank(tensor: torch.Tensor, ranks: Iterable[int]) -> torch.Tensor:
+    """A plain tensor as the local tensor of which every rank has all, without a step of autograd.
+
+    Simulated ranks get memory of their own each: an update in place happens once on each of them.
+    """
+    if not is_simulated():
+        return tensor.detach()
+    return LocalTensor({each: tensor.detach().clone() for each in ranks})

@@ -1,0 +1,1 @@
+"""What would happen: every variable with its layout, what is wrong, what it costs in memory. Pure."""

@@ -1,0 +1,153 @@
+"""What moved from one plan to another: variables that came, went, or are held otherwise, and layers' outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
+from layoutmap.plan.table import Plan
+from layoutmap.rules.rule_set import Match
+
+__all__ = ["Change", "PlanDiff", "diff_plans"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that two plans tell differently.
+
+    Args:
+        path: The variable or layer; `""` for the mesh. Where the plans are of several models, a variable's
+            stands before it: `teacher: d1.kernel`.
+        what: What of it differs: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"layout"`, `"mesh"`, or
+            `"output"`: the layout of what a layer puts out.
+        before: How the first plan has it; empty if it has it not.
+        after: How the second has it; empty if it has it not.
+        weight: Of an optimizer's slot that changes as its weight does: the weight's path. Empty for all else.
+    """
+
+    path: str
+    what: str
+    before: str
+    after: str
+    weight: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanDiff:
+    """What differs between two plans; true if anything does.
+
+    Which rule gave a layout, and what devices a mesh names, are no differences.
+
+    Args:
+        before: The first plan.
+        after: The second.
+        changes: Every difference: of the mesh, then of variables, then of layers' outputs.
+    """
+
+    before: Plan
+    after: Plan
+    changes: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __iter__(self) -> Iterator[Change]:
+        return iter(self.changes)
+
+    def __len__(self) -> int:
+        return len(self.changes)
+
+    def __repr__(self) -> str:
+        from layoutmap.report.text import diff_line
+
+        return f"<PlanDiff: {diff_line(self)}>"
+
+    def __str__(self) -> str:
+        from layoutmap.report.text import diff_text
+
+        return diff_text(self)
+
+    def _repr_html_(self) -> str:
+        from layoutmap.report.html import diff_html
+
+        return diff_html(self)
+
+    @property
+    def grouped(self) -> list[tuple[int, Change]]:
+        """The changes with those of repeated blocks made one, and of slots, and how many each stands for."""
+        groups: dict[object, list[Change]] = {}
+        for each in self.changes:
+            slot = each.path.rpartition(f"{each.weight}.")[2] if each.weight else ""
+            key = (slot, each.what) if slot else (path_shape(each.path), each.what, each.before, each.after)
+            groups.setdefault(key, []).append(each)
+        return [(len(group), _as_one(group)) for group in groups.values()]
+
+
+def _as_one(group: list[Change]) -> Change:
+    first = group[0]
+    if first.weight:
+        slot = first.path.rpartition(f"{first.weight}.")[2]
+        return Change(f"optimizer.*.{slot}", first.what, "", "as its weight", "*")
+    return replace(first, path=merge_paths([change.path for change in group]))
+
+
+def diff_plans(before: Plan, after: Plan) -> PlanDiff:
+    """What differs between two plans; pure."""
+    changes: list[Change] = []
+    if before.mesh.mesh_dims != after.mesh.mesh_dims:
+        changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))
+    changes += _with_weights([*_of_variables(_by_path(before), _by_path(after))])
+    changes += _of_outputs(before.activations, after.activations)
+    return PlanDiff(before, after, tuple(changes))
+
+
+def _by_path(plan: Plan) -> dict[tuple[str, str], Assignment]:
+    return {a.variable.key: a for a in plan.assignments}
+
+
+def _of_variables(
+    before: dict[tuple[str, str], Assignment], after: dict[tuple[str, str], Assignment]
+) -> Iterator[tuple[VariableSpec, Change]]:
+    variables = [a.variable for a in {**before, **after}.values()]
+    names = dict(zip((v.key for v in variables), full_names(variables), strict=True))
+    for key, old in before.items():
+        new = after.get(key)
+        if new is None:
+            yield old.variable, Change(names[key], "removed", _told(old), "")
+            continue
+        was, now = old.variable, new.variable
+        for what, a, b in (
+            ("shape", was.shape, now.shape),
+            ("dtype", was.dtype, now.dtype),
+            ("kind", was.kind, now.kind),
+            # Not the meshes of the layouts: that they differ is told once.
+            ("layout", old.layout.sharding_specs, new.layout.sharding_specs),
+        ):
+            if a != b:
+                texts = (str(old.layout), str(new.layout)) if what == "layout" else (str(a), str(b))
+                yield now, Change(names[key], what, *texts)
+    for key, new in after.items():
+        if key not in before:
+            yield new.variable, Change(names[key], "added", "", _told(new))
+
+
+def _with_weights(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
+    """The changes, those of slots that change as their weight does marked with it."""
+    told = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
+    for v, c in changes:
+        follows = v.kind is Kind.SLOT and (v.model, v.parent, c.what, c.before, c.after) in told
+        yield replace(c, weight=v.parent or "") if follows else c
+
+
+def _told(assignment: Assignment) -> str:
+    variable = assignment.variable
+    return f"{variable.dtype}{list(variable.shape)} {assignment.layout}"
+
+
+def _of_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[Change]:
+    old, new = ({match.path: str(match.layout) for match in matches} for matches in (before, after))
+    for path in dict.fromkeys((*old, *new)):
+        if old.get(path) != new.get(path):
+            yield Change(path, "output", old.get(path, ""), new.get(path, ""))

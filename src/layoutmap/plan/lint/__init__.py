@@ -1,0 +1,96 @@
+"""Lint of a plan: layouts that can be made and are probably not meant, each with its evidence and a fix.
+
+    "batch over a sum"       an axis that is summed over is cut over the dim that cuts the batch
+    "swapped"                what one layer puts out is cut over another dim than where the next layer takes it in
+    "query, key, value"      the three of an attention layer are not cut alike
+    "heads"                  a cut goes through a head of attention
+    "whole table"            a table of embeddings is whole on every device while the rest is cut
+    "contradicts its kernel" a bias, or the scale of a quantized weight, is cut otherwise than its kernel
+    "unused dim"             nothing is cut over a dim of the mesh
+
+Most of them need to know what a layer does with the axes of its weights (`Use`), which adapters tell for the layers of
+their libraries. What is not known is not judged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from layoutmap.core.errors import PlanError
+from layoutmap.plan.lint.checks import CHECKS
+from layoutmap.plan.lint.weights import Linted
+from layoutmap.plan.table import Plan, Problem
+
+__all__ = ["Findings", "lint_plan"]
+
+_NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Findings:
+    """What lint has found in a plan; true if that is anything.
+
+    Args:
+        problems: Each finding, with its evidence in `facts` and a fix.
+        batch_dim: The mesh dim that was taken for the one that cuts the batch; `None`: it is not known, so nothing was
+            judged by it.
+    """
+
+    problems: tuple[Problem, ...]
+    batch_dim: str | None
+
+    def __bool__(self) -> bool:
+        return bool(self.problems)
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self.problems)
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __str__(self) -> str:
+        from layoutmap.report.text import findings_text
+
+        return findings_text(self)
+
+    def __repr__(self) -> str:
+        from layoutmap.report.text import findings_line
+
+        return f"<Findings: {findings_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        from layoutmap.report.html import findings_html
+
+        return findings_html(self)
+
+
+def lint_plan(plan: Plan, batch_dim: str | None = None) -> Findings:
+    """Look for layouts that are probably not meant; see `Plan.lint`.
+
+    Raises:
+        PlanError: The mesh has no such dim.
+    """
+    if batch_dim is not None and batch_dim not in plan.mesh:
+        raise PlanError(
+            f"lint: the mesh has no dim {batch_dim!r}",
+            facts={"mesh": str(plan.mesh)},
+            why="batch_dim is the dim that cuts the batch",
+            fix=f"use one of {', '.join(map(repr, plan.mesh.dim_names))}",
+        )
+    linted = Linted(plan, batch_dim or _batch_dim(plan))
+    found = [problem for check in CHECKS for problem in check(linted)]
+    return Findings(tuple(found), linted.batch_dim)
+
+
+def _batch_dim(plan: Plan) -> str | None:
+    """The dim that cuts the batch, as far as the plan tells: by its rules for activations, or by its name."""
+    cuts = Counter(
+        dim
+        for match in plan.activations
+        if match.layout is not None and match.layout.rank
+        for dim in match.layout.mesh_dims_of(0)
+    )
+    named = [dim for dim in plan.mesh.dim_names if dim in _NAMES_OF_BATCH]
+    return cuts.most_common(1)[0][0] if cuts else named[0] if named else None

@@ -1,0 +1,317 @@
+"""The checks of lint; each looks at a whole plan and tells what it finds."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.uneven import derived_layout, fitted
+from layoutmap.core.variables import Assignment, Kind
+from layoutmap.plan.lint.weights import Linted, Weight, rule_of, takes_heads
+from layoutmap.plan.table import Problem
+
+__all__ = ["CHECKS"]
+
+_LEAST_SHARE = 0.05  # of what a device holds in weights: a smaller table is no matter
+
+
+def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
+    batch = linted.batch_dim
+    # Where rules keep activations cut as the batch is, it is clear what moves: the weight. So it is where no compiler
+    # chooses. A weight that another dim cuts, too, is told of as "no activations" in the plan.
+    if batch is None or linted.plan.activations or not linted.plan.free_activations:
+        return
+    for w in linted.kernels:
+        axes = [axis for axis in w.axes("in") if batch in w.dims(axis)]
+        if not axes or any(set(w.dims(axis)) - {batch} for axis in range(len(w.shape))):
+            continue
+        axis = axes[0]
+        yield Problem(
+            "batch over a sum",
+            "warning",
+            w.path,
+            f"{w.path}: axis {axis}, which is summed over, is cut over {batch}, and so is the batch",
+            (("shape", str(w.shape)), ("layout", w.told)),
+            "a device has some terms of every sum, and all terms of some rows: in each step the weight or the batch "
+            "is moved, and no rule says which",
+            'say how activations lie, as in layout_map.activations[r"..."] = '
+            f"({batch!r}, ...), or cut an axis that is put out: {_moved(w, axis, w.axes('out')[0])}",
+        )
+
+
+def _moved(w: Weight, old: int, new: int) -> Layout:
+    """The layout with the dims of one axis on another."""
+    specs = list(w.layout.sharding_specs)
+    specs[old], specs[new] = specs[new], specs[old]
+    return Layout(specs, w.layout.mesh)
+
+
+def _swapped(linted: Linted) -> Iterator[Problem]:
+    for block in linted.blocks:
+        for first, then in _in_a_row(linted, block):
+            for out, into in zip(first.axes("out"), then.axes("in"), strict=True):
+                ours, theirs = first.dims(out), then.dims(into)
+                if ours and theirs and ours != theirs:
+                    yield _not_passed_on(first, out, then, into)
+                    break
+            else:
+                yield from _cut_the_other_way(linted, first, then)
+
+
+def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
+    """Of two kernels in a row that are cut over one dim: those that are cut along the axis on their far side."""
+    dims = {d for w in (first, then) for axis in (*w.axes("in"), *w.axes("out")) for d in [w.dims(axis)] if d}
+    if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == (linted.batch_dim,):
+        return
+    for w, near, far, does in (
+        (first, "out", "in", "sums over an axis"),
+        (then, "in", "out", "puts an axis out"),
+    ):
+        cut = [axis for axis in w.axes(far) if w.dims(axis)]
+        if not cut or any(w.dims(axis) for axis in w.axes(near)):
+            continue
+        other = then if w is first else first
+        moved = _moved(w, cut[0], w.axes(near)[0])
+        yield Problem(
+            "swapped",
+            "warning",
+            w.path,
+            f"{w.path}: {does} that is cut over {_names(over)}, on the side away from {other.name}",
+            (("shape", str(w.shape)), ("layout", w.told), (other.name, f"{other.shape}  {other.told}")),
+            f"what passes between the two is put together from all devices of {_names(over)}, where it could stay cut",
+            "cut the axis that passes between them"
+            + ("" if moved.uneven_axes(w.shape) else f"; its axes seem to be swapped: {moved}"),
+        )
+
+
+def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Each kernel of a block that puts out what a later one takes in, with that one.
+
+    The sizes tell, where one kernel alone takes them in and puts others out. Where all sizes of an attention are equal,
+    the names of its layers tell.
+    """
+    order = {id(w): number for number, w in enumerate(block)}
+    outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
+    ins: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
+    for w in block:
+        outs[w.sizes("out")].append(w)
+        ins[w.sizes("in")].append(w)
+    for sizes, makers in outs.items():
+        takers = ins.get(sizes, [])
+        if len(takers) == 1 and not any(w is takers[0] for w in makers):
+            (taker,) = takers
+            yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
+    query = linted.parts(block).get("query")
+    takers = [w for w in block if takes_heads(w)]
+    if (
+        query is not None
+        and len(takers) == 1
+        and query.sizes("out") == query.sizes("in") == takers[0].sizes("in")
+    ):
+        yield query, takers[0]
+
+
+def _not_passed_on(first: Weight, out: int, then: Weight, into: int) -> Problem:
+    ours, theirs = first.dims(out), then.dims(into)
+    other = next((axis for axis in first.axes("in") if first.dims(axis) == theirs), None)
+    swapped = None if other is None else _moved(first, other, out)
+    reason = f"what a device has computed over {_names(ours)} is not what it needs over {_names(theirs)}"
+    if other is not None:
+        reason += f", and its sums over axis {other} are in parts, one on each device of {_names(theirs)}"
+    fix = "cut both over the same dims"
+    if swapped is not None and not swapped.uneven_axes(first.shape):
+        fix = f"its axes seem to be swapped: {swapped}"
+    return Problem(
+        "swapped",
+        "warning",
+        first.path,
+        f"{first.path}: puts axis {out} out over {_names(ours)}, and {then.name} takes it in over {_names(theirs)}",
+        (("shape", str(first.shape)), ("layout", first.told), (then.name, f"{then.shape}  {then.told}")),
+        f"{reason}: all of it is moved between the two in each step",
+        fix,
+    )
+
+
+def _parts_unlike(linted: Linted) -> Iterator[Problem]:
+    for block in linted.blocks:
+        parts = linted.parts(block)
+        if not parts:
+            continue
+        query, *rest = parts.values()
+        axis = query.axes("out")[0]
+        others = [w for w in rest if w.dims(w.axes("out")[0]) != query.dims(axis)]
+        # One that the queries' cut does not divide had to be cut otherwise.
+        others = [w for w in others if _num_heads(w, w.axes("out")[0]) % query.layout.num_shards(axis) == 0]
+        if not others:
+            continue
+        yield Problem(
+            "query, key, value",
+            "warning",
+            query.path,
+            f"{query.path}: its heads are cut otherwise than those of {' and '.join(w.name for w in others)}",
+            tuple((w.name, f"{w.shape}  {w.told}") for w in parts.values()),
+            "a device needs the keys and the values of the heads for which it has queries",
+            f"cut axis {axis} of all three over {_names(query.dims(axis)) or _names(others[0].dims(axis))}",
+        )
+
+
+def _num_heads(w: Weight, axis: int) -> int:
+    return w.shape[axis] // (w.use.head_size or 1)
+
+
+def _through_heads(linted: Linted) -> Iterator[Problem]:
+    for block in linted.blocks:
+        parts = list(linted.parts(block).values())
+        if not parts:
+            continue
+        takers = [w for w in block if takes_heads(w)]
+        for w, role in [*((w, "out") for w in parts), *((w, "in") for w in takers)]:
+            heads, *inner = w.axes(role)
+            size = w.use.head_size
+            if inner:
+                cut = [axis for axis in inner if w.dims(axis)]
+                if cut:
+                    yield _through_a_head(w, cut[0], w.shape[heads], w.shape[cut[0]])
+            elif size and w.shape[heads] % size == 0 and w.layout.num_shards(heads) > 1:
+                shard = w.shape[heads] // w.layout.num_shards(heads)
+                if shard % size:
+                    yield _through_a_head(w, heads, w.shape[heads] // size, size)
+
+
+def _through_a_head(w: Weight, axis: int, heads: int, size: int) -> Problem:
+    dims, shards = w.dims(axis), w.layout.num_shards(axis)
+    return Problem(
+        "heads",
+        "warning",
+        w.path,
+        f"{w.path}: its cut over {_names(dims)} goes through its heads",
+        (
+            ("shape", str(w.shape)),
+            ("layout", w.told),
+            ("heads", f"{heads} of size {size}, in {shards} shards"),
+        ),
+        "attention is computed head by head, and no device has all of one: its parts are moved in each step",
+        f"cut whole heads, over dims whose sizes divide {heads}, or leave the axis whole",
+    )
+
+
+def _whole_tables(linted: Linted) -> Iterator[Problem]:
+    weights = [a for a in linted.plan.assignments if a.variable.kind is Kind.WEIGHT and a.fits]
+    held = sum(a.shard_bytes for a in weights)
+    rows = {w.shape[axis] for w in linted.weights for axis in w.axes("rows")}
+    tables = [w for w in linted.weights if w.axes("rows") or (w.axes("in") and rows & {*w.sizes("out")})]
+    ids = {id(w.assignment) for w in tables}
+    rest = [a for a in weights if id(a) not in ids and len(a.variable.shape) > 1]
+    cut = [a for a in rest if not a.layout.is_fully_replicated()]
+    if 2 * sum(a.variable.global_bytes for a in cut) <= sum(a.variable.global_bytes for a in rest):
+        return  # no more than half of the model is cut: so the table is no exception
+    for w in tables:
+        a = w.assignment
+        cut_it = _cut_of(w, linted.batch_dim) if a.layout.is_fully_replicated() else None
+        if cut_it is None or a.shard_bytes < _LEAST_SHARE * held:
+            continue
+        saved = a.shard_bytes - a.shard_bytes // cut_it.num_distinct_shards
+        yield Problem(
+            "whole table",
+            "warning",
+            w.path,
+            f"{w.path}: a table of {' x '.join(map(str, w.shape))} is whole on every device",
+            (
+                ("layout", w.told),
+                ("bytes", f"{a.shard_bytes:,} of the {held:,} that a device holds in weights"),
+                ("beside it", f"{len(cut)} of the {len(rest)} other weights are cut"),
+            ),
+            f"{saved:,} of these bytes need not be there, and as many of its gradient and of each slot",
+            f"cut it: {cut_it}",
+        )
+
+
+def _cut_of(w: Weight, batch_dim: str | None) -> Layout | None:
+    """The weight cut over one dim that divides it: the largest, and that of the batch last; `None`: none does."""
+    dims = [dim for dim in w.layout.mesh.mesh_dims if dim.size > 1]
+    for dim in sorted(dims, key=lambda dim: (dim.name == batch_dim, -dim.size)):
+        for axis, n in enumerate(w.shape):
+            if n and n % dim.size == 0:
+                specs: list[str | None] = [None] * len(w.shape)
+                specs[axis] = dim.name
+                return Layout(specs, w.layout.mesh)
+    return None
+
+
+def _contradictions(linted: Linted) -> Iterator[Problem]:
+    kernels = {(w.assignment.variable.model, w.layer): w for w in linted.kernels}
+    for w in linted.weights:
+        kernel = kernels.get((w.assignment.variable.model, w.layer))
+        if kernel is None or w.axes("in") or not w.axes("out"):
+            continue
+        of = {kernel.use.roles[axis]: axis for axis in kernel.axes("out")}
+        for axis in w.axes("out"):
+            # One that is left whole costs little, and no bytes are moved for it.
+            if w.dims(axis) and w.dims(axis) != kernel.dims(of[w.use.roles[axis]]):
+                yield _otherwise(w.assignment, w.path, kernel.assignment, kernel.name)
+                break
+    assignments = {(a.variable.model, a.variable.path): a for a in linted.plan.assignments}
+    for a in linted.plan.assignments:
+        v = a.variable
+        parent = assignments.get((v.model, v.parent or ""))
+        if not v.follows or v.axes is None or a.match is None or parent is None or not a.fits:
+            continue
+        if parent.layout.rank == len(v.rule_shape) and not a.layout.is_fully_replicated():
+            follows = fitted(derived_layout(parent.layout, v.axes), v.shape, "shrink")
+            if a.layout != follows:
+                yield _otherwise(a, v.path, parent, parent.variable.path.rpartition(".")[2])
+
+
+def _otherwise(a: Assignment, path: str, kernel: Assignment, name: str) -> Problem:
+    return Problem(
+        "contradicts its kernel",
+        "warning",
+        path,
+        f"{path}: is cut otherwise than {name}, with which it is used",
+        (
+            ("layout", f"{a.layout}{rule_of(a)}"),
+            (name, f"{kernel.layout}{rule_of(kernel)}"),
+        ),
+        "a device has other parts of it than of what it is added to or multiplied with: it is moved in each step",
+        "cut it as those axes of the kernel are cut, or leave it whole",
+    )
+
+
+def _unused_dims(linted: Linted) -> Iterator[Problem]:
+    layouts = [a.layout for a in linted.plan.assignments if a.variable.kind is Kind.WEIGHT]
+    layouts += [match.layout for match in linted.plan.activations if match.layout is not None]
+    used = {dim for layout in layouts for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
+    mesh = linted.plan.mesh
+    for dim in mesh.mesh_dims:
+        if dim.size == 1 or dim.name in used or dim.name == linted.batch_dim or not layouts:
+            continue
+        fix = f"cut weights over {dim.name}, or plan for a mesh without it"
+        if linted.batch_dim is None:
+            fix += f"; if it is the dim that cuts the batch, say batch_dim={dim.name!r}"
+        yield Problem(
+            "unused dim",
+            "warning",
+            dim.name,
+            f"{dim.name}: nothing is cut over this dim of the mesh",
+            (("mesh", str(mesh)),),
+            f"groups of {dim.size} devices hold the same, and compute the same: "
+            f"{mesh.size // dim.size} of the {math.prod(mesh.shape)} devices would do",
+            fix,
+        )
+
+
+CHECKS = (
+    _batch_over_a_sum,
+    _swapped,
+    _parts_unlike,
+    _through_heads,
+    _whole_tables,
+    _contradictions,
+    _unused_dims,
+)
+
+
+def _names(dims: Sequence[str]) -> str:
+    return " and ".join(dims)

@@ -1,0 +1,132 @@
+"""The weights of a plan as lint sees them: what each axis is for, which kernels stand side by side."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.variables import Assignment, Kind, Use
+from layoutmap.plan.table import Plan
+
+__all__ = ["Linted", "Weight", "rule_of", "takes_heads"]
+
+# What layers are called that make queries, keys and values, and those that take the heads in again.
+_PARTS = {
+    part: re.compile(rf"(.*_)?({part[0]}|{part})(_(dense|proj|projector|projection))?")
+    for part in ("query", "key", "value")
+}
+_TAKES_HEADS = re.compile(r"o|((attention_)?(o|out|output))(_(dense|proj|projector|projection))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight whose axes are known."""
+
+    assignment: Assignment
+    use: Use
+
+    @property
+    def path(self) -> str:
+        """Its path."""
+        return self.assignment.variable.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.assignment.variable.shape
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout."""
+        return self.assignment.layout
+
+    @property
+    def layer(self) -> str:
+        """The path of its layer."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def block(self) -> str:
+        """The path of what its layer is in."""
+        return self.layer.rpartition(".")[0]
+
+    @property
+    def layer_name(self) -> str:
+        """What its layer is called there."""
+        return self.layer.rpartition(".")[2]
+
+    @property
+    def name(self) -> str:
+        """Its path from its block on, which is the same in all repeated blocks."""
+        return self.path.removeprefix(f"{self.block}.")
+
+    def axes(self, role: str) -> tuple[int, ...]:
+        """The axes of a role, `"in"` or `"out"`, in the order of their numbers."""
+        found = [(r, axis) for axis, r in enumerate(self.use.roles) if r.partition(".")[0] == role]
+        return tuple(axis for _, axis in sorted(found))
+
+    def sizes(self, role: str) -> tuple[int, ...]:
+        """The sizes of those axes."""
+        return tuple(self.shape[axis] for axis in self.axes(role))
+
+    def dims(self, axis: int) -> tuple[str, ...]:
+        """The mesh dims that really cut an axis."""
+        mesh = self.layout.mesh
+        return tuple(dim for dim in self.layout.mesh_dims_of(axis) if mesh.dim_size(dim) > 1)
+
+    @property
+    def told(self) -> str:
+        """Its layout and the rule that gave it."""
+        return f"{self.layout}{rule_of(self.assignment)}"
+
+
+class Linted:
+    """One plan, sorted for the checks."""
+
+    def __init__(self, plan: Plan, batch_dim: str | None) -> None:
+        self.plan = plan
+        self.batch_dim = batch_dim
+        self.weights = [
+            Weight(a, a.variable.use)
+            for a in plan.assignments
+            if a.variable.use is not None and a.variable.kind is Kind.WEIGHT and a.fits
+        ]
+
+    @cached_property
+    def kernels(self) -> list[Weight]:
+        """Those that sum over axes and put others out."""
+        return [w for w in self.weights if w.axes("in") and w.axes("out")]
+
+    @cached_property
+    def blocks(self) -> list[list[Weight]]:
+        """Kernels of layers that stand side by side in one layer."""
+        groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
+        for w in self.kernels:
+            groups[w.assignment.variable.model, w.block].append(w)
+        return list(groups.values())
+
+    def parts(self, block: Sequence[Weight]) -> dict[str, Weight]:
+        """The kernels for queries, keys and values in a block; empty unless it has all three, once each."""
+        found = {
+            part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
+        }
+        return {part: each[0] for part, each in found.items()} if _once_each(found) else {}
+
+
+def _once_each(found: dict[str, list[Weight]]) -> bool:
+    return all(len(each) == 1 for each in found.values())
+
+
+def takes_heads(weight: Weight) -> bool:
+    """Whether a kernel is, by its name, the one that takes the heads of attention in again."""
+    return _TAKES_HEADS.fullmatch(weight.layer_name) is not None
+
+
+def rule_of(assignment: Assignment) -> str:
+    """The rule that a layout comes from, to be put behind it."""
+    match = assignment.match
+    return f"     {match.rule}" if match and match.rule else "     no rule" if match else ""

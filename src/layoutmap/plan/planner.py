@@ -1,0 +1,358 @@
+"""Making a plan: match every variable, collect every problem; pure.
+
+`make_plan` takes what is known of the variables and a layout map, and makes a value. The dry run and the real run share
+it: what `layoutmap.plan` prints is what a scope then does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from layoutmap.core.errors import LayoutError, PlanError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.paths import path_pattern, path_shape
+from layoutmap.core.uneven import Uneven, derived_layout, fitted
+from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
+from layoutmap.plan.table import Plan, Problem, Severity, in_order
+from layoutmap.rules.rule_set import Candidates, Match, Rule, Rules
+from layoutmap.scope.layout_map import LayoutMap
+
+__all__ = ["make_plan"]
+
+_MOST_COMPARISONS = 20_000  # for near misses of each sort: a second; nobody reads those of more
+_MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
+_NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
+
+
+def make_plan(
+    variables: Sequence[VariableSpec],
+    layout_map: LayoutMap,
+    *,
+    global_init: Mapping[tuple[str, str], str] | None = None,
+    limits: Sequence[Unsupported] = (),
+    complete: bool = True,
+    layers: Sequence[str] | None = None,
+    free_activations: bool = False,
+) -> Plan:
+    """Match every variable, collect every problem; pure.
+
+    Args:
+        variables: The variables, in the order of the model.
+        layout_map: The rules.
+        global_init: For each variable, by its `key`, whose first value must be drawn whole: why.
+        limits: What the backend cannot do with layers and variables.
+        complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
+        layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
+        free_activations: Whether a compiler chooses how activations lie where no rule says it.
+
+    Raises:
+        PlanError: The layout map has no mesh, so nothing can be laid out.
+    """
+    mesh = layout_map.mesh
+    if mesh is None:
+        raise PlanError(
+            "the layout map has no mesh",
+            why="it was made without one and has no rule",
+            fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
+        )
+    planning = _Planning(variables, layout_map, mesh, global_init or {})
+    assignments = planning.assignments()
+    problems = planning.problems
+    if complete:
+        paths = [path for v in variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
+        problems += _problems_of_rules(layout_map, planning.won, planning.beaten, paths, "variable")
+    matches = [layout_map.activations.match(path) for path in layers or ()]
+    laid_out = tuple(match for match in matches if match.rule)
+    if complete and layers is not None:
+        problems += _problems_of_activations(layout_map.activations, matches)
+    if complete and free_activations and not laid_out:
+        problems += _problems_of_free_activations(assignments)
+    held = [each for each in limits if each.device_type in (None, mesh.device_type) or not mesh.devices]
+    problems += _problems_of_unsupported(held, assignments)
+    return Plan(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
+
+
+class _Planning:
+    """One plan in the making: the variables matched so far, and what was found."""
+
+    def __init__(
+        self,
+        variables: Sequence[VariableSpec],
+        layout_map: LayoutMap,
+        mesh: Mesh,
+        global_init: Mapping[tuple[str, str], str],
+    ) -> None:
+        self.variables = variables
+        self.layout_map = layout_map
+        self.mesh = mesh
+        self.global_init = global_init
+        self.several_models = has_several_models(variables)
+        self.problems: list[Problem] = []
+        self.won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
+        self.beaten: dict[int, tuple[Rule, str]] = {}
+        self._by_path = {v.key: v for v in variables}
+        self._done: dict[tuple[str, str], Assignment] = {}
+        self._replicated: dict[int, Layout] = {}
+        self._patterns = Candidates(layout_map, _MOST_COMPARISONS)
+        self._near: dict[object, tuple[str, ...]] = {}
+
+    def assignments(self) -> list[Assignment]:
+        """A layout for each variable, in order; that of a variable's parent is found first."""
+        return [self._assignment(variable) for variable in self.variables]
+
+    def _assignment(self, variable: VariableSpec) -> Assignment:
+        key = variable.key
+        if key not in self._done:
+            asked, match, uneven = self._asked(variable)
+            layout = fitted(asked, variable.shape, uneven)
+            assignment = Assignment(variable, layout, match, self.global_init.get(key, ""))
+            self._done[key] = assignment
+            if match and match.rule:
+                self._count(match.rule, match.others, variable.path)
+            self._tell(variable, _problems_of(assignment, asked))
+        return self._done[key]
+
+    def _asked(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
+        """The layout that is asked for, what the map said (`None`: it was not asked), and what may be done to it."""
+        if variable.follows:
+            match = self._meant(variable)
+            if match is None:
+                return self._as_parent(variable), None, "error" if variable.axes is None else "shrink"
+        else:
+            match = self._match(variable) if variable.kind in _MATCHED else None
+        rule = match and match.rule
+        if rule is None:
+            return self._whole(len(variable.shape)), match, "error"
+        if variable.is_packed and rule.layout.rank == len(variable.rule_shape):
+            return derived_layout(rule.layout, variable.axes or ()), match, "shrink"
+        return rule.layout, match, rule.uneven
+
+    def _whole(self, rank: int) -> Layout:
+        if rank not in self._replicated:
+            self._replicated[rank] = Layout.replicated(self.mesh, rank)
+        return self._replicated[rank]
+
+    def _match(self, variable: VariableSpec) -> Match:
+        """What the map says of a variable under all its paths; the first rule of the map among them wins."""
+        answers = {path: self.layout_map.matching_rules(path) for path in (variable.path, *variable.aliases)}
+        winners = {path: rules[0] for path, rules in answers.items() if rules}
+        if not winners:
+            block = path_shape(variable.path)
+            if block not in self._near:  # they take a while to find, and are the same in all repeated blocks
+                self._near[block] = tuple(self._patterns.nearest(variable.path))
+            return Match(variable.path, None, near_misses=self._near[block])
+        rule = min(winners.values(), key=lambda r: (r.pattern not in answers, r.number))
+        if len({r.layout for r in winners.values()}) > 1:
+            problem = Problem(
+                "tied",
+                "warning",
+                variable.path,
+                f"{variable.path}: its paths are given different layouts",
+                tuple((path, f"{r.layout}  {r}") for path, r in winners.items()),
+                f"it is one variable with {len(answers)} paths, and {rule} comes first",
+                "make the rules agree, or leave out one of them",
+            )
+            self._tell(variable, [problem])
+        others = {r.number: r for rules in answers.values() for r in rules if r != rule}
+        return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
+
+    def _meant(self, variable: VariableSpec) -> Match | None:
+        """The rule that is meant for a derived variable: it matches that and not its parent.
+
+        A rule for kernels, such as `fc.*kernel`, matches a kernel's scale by accident. There the scale follows.
+        """
+        if variable.kind not in _MATCHED or variable.parent is None:
+            return None
+        of_parent = self.layout_map.matching_rules(variable.parent)
+        paths = (variable.path, *variable.aliases)
+        found = {r for path in paths for r in self.layout_map.matching_rules(path) if r not in of_parent}
+        if not found:
+            return None
+        first, *others = sorted(found, key=lambda r: (r.pattern not in paths, r.number))
+        return Match(variable.path, first, tuple(others))
+
+    def _as_parent(self, variable: VariableSpec) -> Layout:
+        """The layout that a derived variable takes over."""
+        parent = self._by_path.get((variable.model, variable.parent or ""))
+        replicated = self._whole(len(variable.shape))
+        if parent is not None and not parent.is_packed:
+            layout, shape = self._assignment(parent).layout, parent.shape
+        else:  # it has made way for those that are derived from it, a packed form of it among them
+            rule = next(iter(self.layout_map.matching_rules(variable.parent or "")), None)
+            if rule is None:
+                return replicated
+            self._count(rule, (), variable.path)
+            layout, shape = rule.layout, variable.rule_shape
+        if variable.axes is None:
+            return layout if shape == variable.shape else replicated
+        return (
+            derived_layout(layout, variable.axes) if layout.rank == len(variable.rule_shape) else replicated
+        )
+
+    def _tell(self, variable: VariableSpec, problems: Iterable[Problem]) -> None:
+        self.problems += (p.of_model(variable.model if self.several_models else "") for p in problems)
+
+    def _count(self, rule: Rule, others: Sequence[Rule], path: str) -> None:
+        self.won[rule.number] += 1
+        for other in others:
+            self.beaten.setdefault(other.number, (rule, path))
+
+
+def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
+    variable, layout, match = assignment.variable, assignment.layout, assignment.match
+    told_of_parent = variable.follows and match is None and layout == asked
+    if layout.rank != len(variable.shape):
+        if not told_of_parent:
+            shape = variable.rule_shape if variable.is_packed else variable.shape
+            error = layout.rank_error(shape, variable.path)
+            yield _of_layout("rank", "error", error, assignment)
+        return
+    for axis in () if told_of_parent else asked.uneven_axes(variable.shape):
+        error = asked.uneven_error(variable.shape, axis, variable.path)
+        if layout == asked:
+            told = _of_layout("uneven", "error", error, assignment)
+            yield replace(told, fix=f'{told.fix}, or say uneven="shrink"')
+        else:
+            yield _of_taken(error, assignment, axis)
+    if match is not None and match.rule is None and variable.kind in _NEED_A_RULE:
+        near = ", ".join(match.near_misses)
+        yield Problem(
+            "no rule",
+            "warning",
+            variable.path,
+            f"{variable.path}: no rule matches, so it is replicated",
+            (("shape", str(variable.shape)), ("near misses", near)),
+            f"every device holds all {variable.global_bytes:,} bytes of it",
+            f"add a rule: layout_map[{path_pattern([variable.path])}] = {(None,) * len(variable.shape)}",
+        )
+    if assignment.global_init:
+        yield Problem(
+            "drawn whole",
+            "note",
+            variable.path,
+            f"{variable.path}: its first value is drawn whole, then cut",
+            (("bytes", f"{variable.global_bytes:,}"),),
+            assignment.global_init,
+            "use one of the library's own initializers, or load a checkpoint",
+        )
+
+
+def _problems_of_unsupported(
+    limits: Sequence[Unsupported], assignments: Sequence[Assignment]
+) -> Iterator[Problem]:
+    cut = {
+        (a.variable.model, path, axis)
+        for a in assignments
+        for path in (a.variable.path, *a.variable.aliases)
+        for axis, count in enumerate(a.layout.shard_counts)
+        if count > 1
+    }
+    several = has_several_models(a.variable for a in assignments)
+    for limit in limits:
+        if limit.if_sharded is None or any(
+            (limit.model, limit.path, axis) in cut for axis in limit.if_sharded
+        ):
+            what = f"{limit.path}: {limit.what}"
+            problem = Problem("cannot run", limit.severity, limit.path, what, why=limit.why, fix=limit.fix)
+            yield problem.of_model(limit.model if several else "")
+
+
+def _of_layout(kind: str, severity: Severity, error: LayoutError, assignment: Assignment) -> Problem:
+    facts = {name: str(value) for name, value in error.facts.items()}
+    if assignment.match and assignment.match.rule:
+        facts["layout"] += f"     {assignment.match.rule}"
+    path = assignment.variable.path
+    return Problem(kind, severity, path, error.what, tuple(facts.items()), error.why, error.fix)
+
+
+def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
+    """An axis that does not divide, and for which something else was taken."""
+    dims = assignment.layout.mesh_dims_of(axis)
+    taken = f"cut over {', '.join(dims)} only" if dims else "left whole"
+    told = _of_layout("uneven", "note", error, assignment)
+    rule = assignment.match.rule if assignment.match else None
+    if assignment.variable.is_packed:
+        reason = "it is cut as its rule cuts the weight that it stands for, as far as that divides it"
+    elif rule is not None:
+        reason = f'rule {rule.number} has uneven="{rule.uneven}"'
+    else:
+        reason = f"it follows {assignment.variable.parent} as far as that divides it"
+    return replace(
+        told,
+        what=f"{told.subject}: axis {axis} cannot be split evenly, so it is {taken}",
+        why=f"{error.why}, and {reason}",
+        fix="",
+    )
+
+
+def _problems_of_free_activations(assignments: Sequence[Assignment]) -> Iterator[Problem]:
+    """A problem if weights are cut along two axes, and nothing says how what is computed with them lies."""
+    cut = [
+        a
+        for a in assignments
+        if a.variable.kind is Kind.WEIGHT and sum(count > 1 for count in a.layout.shard_counts) > 1
+    ]
+    if cut:
+        first = cut[0]
+        yield Problem(
+            "no activations",
+            "warning",
+            first.variable.path,
+            f"{first.variable.path}: cut along two axes, and no rule says how activations lie",
+            (("layout", str(first.layout)), ("such weights", f"{len(cut)}")),
+            "the compiler chooses for itself then, and may move several times as many bytes in each step",
+            "say it for the layers between which activations pass, as in "
+            'layout_map.activations[r"blocks\\.\\d+"] = ("batch", None, None)',
+        )
+
+
+def _problems_of_activations(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
+    won = dict.fromkeys(range(1, len(rules) + 1), 0)
+    beaten: dict[int, tuple[Rule, str]] = {}
+    for match in matches:
+        if match.rule:
+            won[match.rule.number] += 1
+            for other in match.others:
+                beaten.setdefault(other.number, (match.rule, match.path))
+    yield from _problems_of_rules(rules, won, beaten, [match.path for match in matches], "layer")
+
+
+def _problems_of_rules(
+    rules: Rules,
+    won: Mapping[int, int],
+    beaten: Mapping[int, tuple[Rule, str]],
+    paths: Sequence[str],
+    of: str,
+) -> Iterator[Problem]:
+    """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
+    candidates: Candidates | None = None
+    for rule in rules.rules:
+        if won[rule.number]:
+            continue
+        name = rules.name_of(rule)
+        if rule.number in beaten:
+            winner, path = beaten[rule.number]
+            yield Problem(
+                "shadowed rule",
+                "warning",
+                rule.pattern,
+                f"{name}: never used, since earlier rules match all its {of}s",
+                (("first lost", f"{path} to {winner}"),),
+                "the first rule that matches wins",
+                f"put it before rule {winner.number}, or delete it",
+            )
+            continue
+        candidates = candidates or Candidates(paths, _MOST_COMPARISONS)
+        near = candidates.nearest(rule.pattern)
+        yield Problem(
+            "unused rule",
+            "warning",
+            rule.pattern,
+            f"{name}: matches no {of}",
+            (("near misses", ", ".join(near)),),
+            f"re.match finds it at the start of none of the {len(paths)} paths",
+            f"did you mean {path_pattern(near[:1])}? else delete it" if near else "fix it, or delete it",
+        )

@@ -1,0 +1,65 @@
+// Problems and findings, errors first, as the terminal groups them; each leads to its variables.
+
+/** One problem; where `linked`, with the way to its variables. */
+function problemNode(problem, linked) {
+  const facts = [...problem.facts.filter(([, value]) => value), ...["why", "fix"].filter((name) => problem[name]).map((name) => [name, problem[name]])];
+  const first = problem.variables[0];
+  const ways = linked && first
+    ? [make("button", { type: "button", class: "link", onclick: () => chooseVariable(first, "problem") },
+        problem.variables.length > 1 ? `Show the first of ${counted(problem.variables.length, "variable")}` : "Show the variable")]
+    : [];
+  return make("article", { class: `problem ${problem.severity}` },
+    make("p", { class: "what" }, make("span", { class: "severity" }, problem.severity), ` ${problem.what}`),
+    make("dl", { class: "facts" }, facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, make("code", {}, value))])),
+    ...ways);
+}
+
+/** Variables without a rule, told in one, as there are many and all are told alike. */
+function noRuleNode(found) {
+  const count = found.reduce((sum, { count }) => sum + count, 0);
+  return make("article", { class: "problem warning" },
+    make("p", { class: "what" }, make("span", { class: "severity" }, "warning"),
+      ` no rule matches these ${countText(count)}, so every device holds them whole; a rule for each says that this is meant`),
+    make("dl", { class: "facts listed" }, found.flatMap(({ subject, fix, variables: [first] }) => [
+      make("dt", {}, first ? make("button", { type: "button", class: "link", onclick: () => chooseVariable(first, "problem") }, pathNode(subject)) : pathNode(subject)),
+      make("dd", {}, make("code", {}, fix)),
+    ])));
+}
+
+const SHOWN_PROBLEMS = 5;
+
+function problemsView(holder, panel) {
+  if (!problems.length) return;
+  panel.hidden = false;
+  const noRule = problems.filter(({ kind, severity }) => kind === "no rule" && severity === "warning");
+  const nodes = problems.flatMap((problem) => {
+    if (noRule.length < 2 || !noRule.includes(problem)) return [problemNode(problem, true)];
+    return problem === noRule[0] ? [noRuleNode(noRule)] : [];
+  });
+  holder.append(...nodes.slice(0, SHOWN_PROBLEMS));
+  const rest = nodes.slice(SHOWN_PROBLEMS);
+  if (rest.length) holder.append(make("details", {}, make("summary", {}, `${counted(rest.length, "more problem")}`), rest));
+}
+
+function cutsView(holder, panel) {
+  if (!data.cuts.length) return;
+  panel.hidden = false;
+  const line = ([path, axis, dim, saved, members]) => make("tr", {},
+    make("td", {}, make("button", { type: "button", class: "link", onclick: () => chooseVariable(variables[members[0]], "problem") }, pathNode(path))),
+    make("td", { class: "number" }, countText(members.length)),
+    make("td", { class: "number" }, sizeText(saved)),
+    make("td", {}, `axis ${axis} over ${dim}`));
+  const table = (lines) => make("div", { class: "sideways", tabindex: "0", role: "region", "aria-label": "What could be cut" }, make("table", { class: "plain" },
+    make("thead", {}, make("tr", {}, ["variable", "times", "a device would save", "could be cut"].map((name) => make("th", { scope: "col" }, name)))),
+    make("tbody", {}, lines)));
+  holder.append(make("p", { class: "note" }, "What would save most comes first."), table(data.cuts.slice(0, 10).map(line)));
+  if (data.cuts.length > 10) holder.append(make("details", {}, make("summary", {}, `${countText(data.cuts.length - 10)} more`), table(data.cuts.slice(10).map(line))));
+}
+
+function activationsView(holder, panel) {
+  if (!data.activations.length) return;
+  panel.hidden = false;
+  holder.append(make("div", { class: "sideways", tabindex: "0", role: "region", "aria-label": "Layers' outputs" }, make("table", { class: "plain" },
+    make("thead", {}, make("tr", {}, ["layer's output", "times", "layout", "rule"].map((name) => make("th", { scope: "col" }, name)))),
+    make("tbody", {}, data.activations.map((cells) => make("tr", {}, cells.map((cell, i) => make("td", {}, i === 0 ? pathNode(cell) : cell))))))));
+}

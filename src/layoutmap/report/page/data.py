@@ -1,0 +1,150 @@
+"""What the page of a plan knows, as plain lists: everything that many variables share is there once.
+
+A model has some thousand variables and a few dozen forms (a shape, a type and a layout), so a variable is its path and
+a few numbers. All bytes are counted here; the page's scripts compute only where each slice lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.variables import Assignment, Kind
+from layoutmap.plan.memory import Memory
+from layoutmap.plan.table import Plan, Problem, in_order, merge_problems
+from layoutmap.report.rows import could_shard_rows, plan_rows
+from layoutmap.report.text import activation_cells
+from layoutmap.rules.rule_set import Match, Rule
+
+__all__ = ["page_data"]
+
+NO_RULE, NOT_ASKED = -1, -2
+
+
+def page_data(plan: Plan, findings: Sequence[Problem] = ()) -> dict[str, Any]:
+    """A plan as plain lists and dicts, for JSON; equal plans give equal data."""
+    return _PageData(plan).all(findings)
+
+
+class _Shared(dict[Hashable, int]):
+    """Values by their number, each once."""
+
+    def number(self, value: Hashable) -> int:
+        return self.setdefault(value, len(self))
+
+
+class _PageData:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.layouts, self.forms, self.rules = _Shared(), _Shared(), _Shared()
+        self.lists = _Shared()  # of rules that match too, and of near misses
+        self.texts = _Shared()
+        self._seen: dict[int, int] = {}  # layouts of the plan by identity, to their numbers
+        self.number = {id(a): i for i, a in enumerate(plan.assignments)}
+        self.by_path: dict[str, list[int]] = {}
+        for i, a in enumerate(plan.assignments):
+            for path in (a.variable.path, *a.variable.aliases):
+                self.by_path.setdefault(path, []).append(i)
+
+    def all(self, findings: Sequence[Problem]) -> dict[str, Any]:
+        plan, memory = self.plan, self.plan.memory
+        rows = plan_rows(plan)
+        row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
+        variables = [self._variable(a, row_of[id(a)]) for a in plan.assignments]
+        return {
+            "mesh": {
+                "name": plan.mesh.name,
+                "dims": [[dim.name, dim.size] for dim in plan.mesh.mesh_dims],
+                "devices": plan.mesh.devices,
+            },
+            "bytes": [plan.global_bytes, plan.device_bytes],
+            "memory": _bytes_by_use(plan, memory),
+            "variables": variables,
+            "rows": [[row.path, row.rule, row.follows] for row in rows],
+            "problems": [self._problem(*group) for group in _groups(plan, findings)],
+            "cuts": [
+                [row.path, row.axis, row.dim, row.saved_bytes, [self.number[id(a)] for a in row.assignments]]
+                for row in could_shard_rows(memory)
+            ],
+            "activations": activation_cells(plan),
+            "forms": list(self.forms),
+            "rules": list(self.rules),
+            "lists": list(self.lists),
+            "texts": list(self.texts),
+            "layouts": list(self.layouts),
+        }
+
+    def _variable(self, a: Assignment, row: int) -> list[Any]:
+        v, match = a.variable, a.match
+        shard = a.shard_bytes if a.fits else None
+        form = self.forms.number((v.shape, v.dtype, self._layout(a.layout), v.global_bytes, shard))
+        rule = NOT_ASKED if match is None else self._rule(match.rule) if match.rule else NO_RULE
+        more = {
+            "model": v.model,
+            "aliases": v.aliases,
+            "parent": v.parent and self._parent(a),
+            "drawn": a.global_init and self.texts.number(a.global_init),
+            **(self._match(match, a) if match else {}),
+        }
+        written: list[Any] = [v.path, form, v.kind, row, rule]
+        told = {name: value for name, value in more.items() if value not in (None, "", ())}
+        return [*written, told] if told else written
+
+    def _match(self, match: Match, a: Assignment) -> dict[str, Any]:
+        others = tuple(self._rule(rule) for rule in match.others)
+        asked = match.rule.layout if match.rule and match.rule.layout != a.layout else None
+        return {
+            "others": self.lists.number(others) if others else None,
+            "near": self.lists.number(match.near_misses) if match.near_misses else None,
+            "asked": asked and self._layout(asked),
+        }
+
+    def _parent(self, a: Assignment) -> int | str:
+        """The variable's number, or its path if it is not in the plan; a packed variable is its own parent."""
+        path, model = a.variable.parent or "", a.variable.model
+        for i in self.by_path.get(path, ()):
+            if self.plan.assignments[i].variable.model == model:
+                return i
+        return path
+
+    def _rule(self, rule: Rule) -> int:
+        return self.rules.number((rule.number, rule.pattern, self._layout(rule.layout), rule.uneven))
+
+    def _layout(self, layout: Layout) -> int:
+        """The mesh dims that cut each axis, by number, and the text of it all."""
+        if id(layout) in self._seen:
+            return self._seen[id(layout)]
+        dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}
+        cut = tuple(tuple(dims[name] for name in layout.mesh_dims_of(i)) for i in range(layout.rank))
+        self._seen[id(layout)] = self.layouts.number((cut, str(layout)))
+        return self._seen[id(layout)]
+
+    def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, Any]:
+        of = dict.fromkeys(
+            i
+            for p in members
+            for i in self.by_path.get(p.subject, ())
+            if p.model in ("", self.plan.assignments[i].variable.model)
+        )
+        names = ("severity", "kind", "subject", "what", "facts", "why", "fix")
+        written = {name: getattr(merged, name) for name in names}
+        return {**written, "count": len(members), "variables": list(of)}
+
+
+def _groups(plan: Plan, findings: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
+    """The problems with those of repeated blocks made one, each with what it was made of; what is known twice, once."""
+    return merge_problems(in_order(list(dict.fromkeys([*plan.problems, *findings]))))
+
+
+def _bytes_by_use(plan: Plan, memory: Memory) -> dict[str, Mapping[str, int]]:
+    device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
+    weights = sum(a.variable.global_bytes for a in plan.assignments if a.variable.is_trained)
+    slots = sum(a.variable.global_bytes for a in plan.assignments if a.variable.kind is Kind.SLOT)
+    whole = {
+        "weights": weights,
+        "gradients": weights,
+        "slots": slots,
+        "state": plan.global_bytes - weights - slots,
+    }
+    return {"device": device, "whole": whole}

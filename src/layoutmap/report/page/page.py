@@ -1,0 +1,66 @@
+"""A plan as one page of HTML that loads nothing: for a browser, offline, to be kept and sent on.
+
+The parts lie in `page_parts`: a frame, a style sheet, and scripts, each one idea. They are put into one file with
+the plan's data as JSON. The data are never markup or script: a `<` in them is written as an escape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+from layoutmap.plan.table import Plan, Problem
+from layoutmap.report.page.data import page_data
+from layoutmap.report.text import plan_line
+
+__all__ = ["plan_page"]
+
+# In the order in which they build on each other; they share one scope, which nothing outside can reach.
+_SCRIPTS = (
+    "slices.js",
+    "words.js",
+    "model.js",
+    "squarify.js",
+    "drawing.js",
+    "mesh_tiles.js",
+    "mesh_view.js",
+    "slices_view.js",
+    "details_view.js",
+    "memory_view.js",
+    "treemap_view.js",
+    "table_view.js",
+    "problems_view.js",
+    "page.js",
+)
+
+
+def plan_page(plan: Plan, findings: Sequence[Problem] = ()) -> str:
+    """A plan as a page that holds all it needs; equal plans give equal pages.
+
+    Args:
+        plan: The plan.
+        findings: More problems to show beside those of the plan.
+    """
+    scripts = "\n".join(_part(name) for name in _SCRIPTS)
+    parts = {
+        "title": escape(plan_line(plan)),
+        "style": _part("page.css"),
+        "data": _json(page_data(plan, findings)),
+        "script": f'(() => {{\n"use strict";\n{scripts}\n}})();',
+    }
+    # One pass, so that a path that reads like one of the places is only a path.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
+    # Paths may hold half a surrogate pair, which no encoding can write.
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def _part(name: str) -> str:
+    return files("layoutmap.report").joinpath("page/assets", name).read_text(encoding="utf-8")
+
+
+def _json(data: object) -> str:
+    """JSON that is safe inside a script element: pure ASCII, and without a `<` no tag or comment can begin in it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,1 @@
+"""From names to layouts: sets of rules, their files, presets, published models, tensor parallel plans. Pure."""

@@ -1,0 +1,104 @@
+"""Rules files of families of models, and what is done to one before it is a layout map: `LayoutMap.preset`.
+
+A file here has no mesh, and its specs name two dims that stand for those of any mesh:
+
+    model    tensor parallel: layers that widen are cut over what they put out, layers that narrow over what they
+             take in
+    fsdp     each weight along another axis, too; activations stay cut along the batch, so weights are gathered where
+             they are used
+
+What is not cut over a dim is whole along it. Small weights, such as norms, are whole on every device.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+from layoutmap.core.errors import RuleError
+from layoutmap.core.mesh import Mesh
+from layoutmap.rules.yaml_file import RulesFields, from_yaml
+
+__all__ = ["about", "names", "read"]
+
+_SUFFIX = ".yaml"
+
+
+def names() -> tuple[str, ...]:
+    """The presets there are.
+
+    Example:
+        >>> names()
+        ('bert', 'gemma', 'gpt2', 'llama', 'mixtral', 'qwen', 't5', 'vit', 'whisper')
+    """
+    found = (each.name for each in files(__name__).iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX)))
+
+
+def about(name: str) -> str:
+    """What a preset is for: the first line of its file.
+
+    Raises:
+        RuleError: There is none of that name.
+
+    Example:
+        >>> about("t5")
+        'T5 of keras-hub, first version, 1.1 and Flan: T5Backbone, alone or in T5Seq2SeqLM.'
+    """
+    return _text(name).partition("\n")[0].removeprefix("# ")
+
+
+def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
+    """A preset for a mesh.
+
+    Args:
+        name: One of `names`.
+        mesh: The mesh.
+        model_dim: The mesh's dim for `model`; `None`: nothing is cut over it.
+        fsdp_dim: The mesh's dim for `fsdp`; `None`: nothing is cut over it, and activations have no rules.
+
+    Raises:
+        RuleError: There is none of that name, or the mesh has no such dim.
+
+    Example:
+        >>> from layoutmap import Mesh
+        >>> read("llama", Mesh(None, "tp=4"), "tp", None).rules[r"(.*\\.)?token_embedding\\.embeddings$"]
+        ('tp', None)
+    """
+    fields, dims = from_yaml(_text(name)), {"model": model_dim, "fsdp": fsdp_dim}
+    for role, dim in dims.items():
+        if dim is not None and dim not in mesh:
+            raise RuleError(
+                f"preset {name!r}: the mesh has no dim {dim!r}",
+                facts={"mesh": str(mesh)},
+                why=f"{role}_dim says over which dim weights are cut",
+                fix=f"{role}_dim: one of {', '.join(map(repr, mesh.dim_names))}, or none",
+            )
+    return replace(
+        fields,
+        rules=_renamed(fields.rules, dims),
+        activations=_renamed(fields.activations, dims) if fsdp_dim else {},
+    )
+
+
+def _text(name: str) -> str:
+    there = names()
+    if name not in there:
+        near = difflib.get_close_matches(name, there, 1)
+        raise RuleError(
+            f"there is no preset {name!r}",
+            facts={"presets": ", ".join(there)},
+            fix=f"did you mean {near[0]!r}?"
+            if near
+            else "use one of them, or LayoutMap.from_yaml for a file",
+        )
+    return files(__name__).joinpath(name + _SUFFIX).read_text(encoding="utf-8")
+
+
+def _renamed(
+    rules: Mapping[str, tuple[Any, ...]], dims: Mapping[str, str | None]
+) -> dict[str, tuple[Any, ...]]:
+    return {pattern: tuple(spec and dims[spec] for spec in specs) for pattern, specs in rules.items()}

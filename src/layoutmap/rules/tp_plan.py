@@ -1,0 +1,285 @@
+"""A tensor parallel plan of Hugging Face transformers as rules: `{"layers.*.self_attn.q_proj": "colwise", ...}`.
+
+Such a plan gives a style to modules and parameters. What a style says of weights and of a layer's output becomes a
+layout; what it says of sums and of local tensors in between, a framework with layouts does by itself. This module knows
+the styles and makes unchecked rules of them; `LayoutMap.from_tp_plan` checks what they mean.
+
+Styles: those of `transformers` 5.23, and those of 4.5x that have other names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from layoutmap.core.errors import RuleError, format_message
+
+__all__ = ["STYLES", "Style", "TpRules", "is_maker", "plan_of", "tp_rules"]
+
+CouldShard = Literal["out", "in", "first", "last", "nothing", "none of its own"]
+Output = Literal["as it comes", "whole", "sequence", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What a style says.
+
+    Args:
+        cut: The axis of a parameter that is cut: that of output features (`"out"`: the last but one, or the only one),
+            of input features (`"in"`: the last, and biases are whole), the first, the last, or nothing. `"none of its
+            own"`: the style is of a module that computes, and says nothing of parameters.
+        output: How the layer's output lies: as it comes, whole but for the batch, cut along the sequence, or whole with
+            batch and sequence in one axis of tokens.
+        packed: Whether several weights lie behind each other along the axis, each of which is cut for itself.
+    """
+
+    cut: CouldShard
+    output: Output = "as it comes"
+    packed: bool = False
+
+    def axis(self, leaf: str, rank: int) -> int | None:
+        """The axis that is cut of a parameter with a name and a number of axes."""
+        if self.cut == "out":
+            return max(rank - 2, 0) if rank else None
+        if self.cut == "in":
+            return None if leaf == "bias" or (self.packed and rank == 1) else rank - 1
+        return {"first": 0, "last": rank - 1}.get(self.cut)
+
+
+_ROWWISE = Style("in", "whole")
+_WHOLE = Style("nothing")
+_COMPUTES = Style("none of its own")
+STYLES = {
+    "colwise": Style("out"),
+    "colwise_gather_output": Style("out", "whole"),
+    "colwise_rep": Style("out", "whole"),
+    "local_colwise": Style("out"),
+    "packed_colwise": Style("out", packed=True),
+    "rowwise": _ROWWISE,
+    "rowwise_rep": _ROWWISE,
+    "rowwise_split_input": _ROWWISE,
+    "local_rowwise": Style("in"),
+    "packed_rowwise": Style("in", packed=True),
+    "local_packed_rowwise": Style("in", packed=True),
+    "embedding_rowwise": Style("first", "whole"),
+    "embedding_colwise": Style("last", "whole"),
+    "sequence_parallel": Style("nothing", "sequence"),
+    "replicate": _WHOLE,
+    "replicated_with_grad_allreduce": _WHOLE,
+    "mla_kv_a_proj": _WHOLE,
+    "ep_router": _WHOLE,
+    "grouped_gemm": Style("first"),
+    "moe_tp_experts": Style("none of its own", "tokens"),
+    "ep_dispatch_experts": Style("none of its own", "tokens"),
+    "gather": Style("none of its own", "tokens"),
+    "all_reduce": _COMPUTES,
+    "moe_identity_expert": _COMPUTES,
+    "local_params": _COMPUTES,
+    "local": _COMPUTES,
+}
+"""Every style that is known, by its name in a plan."""
+
+_EXPERTS = {"moe_tp_experts", "ep_dispatch_experts", "gather"}
+
+
+@dataclass(frozen=True, slots=True)
+class TpRules:
+    """A plan as rules, unchecked: sharding specs by pattern, and what the rules cannot say, as texts to warn with."""
+
+    rules: Mapping[str, tuple[str | None, ...]]
+    activations: Mapping[str, tuple[str | None, ...]]
+    warnings: tuple[str, ...]
+
+
+def plan_of(source: Any) -> dict[str, str]:
+    """The plan of a transformers model or config, or the plan itself.
+
+    Raises:
+        RuleError: It has none.
+    """
+    if isinstance(source, Mapping):
+        return dict(cast("Mapping[str, str]", source))
+    for name in ("tp_plan", "_tp_plan", "base_model_tp_plan"):
+        found = None if isinstance(source, type) else getattr(source, name, None)
+        if found:
+            return dict(found)
+    known = source if isinstance(source, type) else type(source)
+    parts = sorted(n for n in ("text_config", "vision_config", "audio_config") if hasattr(source, n))
+    raise RuleError(
+        f"{known.__module__}.{known.__qualname__} has no tp_plan",
+        why=(
+            "it is a class, and the plan is in part that of a model's config"
+            if isinstance(source, type)
+            else "transformers ships plans for part of its models, in the config of each part"
+        ),
+        fix=(
+            f"pass the config of a part, as in config.{parts[0]}, and its prefix"
+            if parts
+            else 'pass a model, a config, or a plan: {"layers.*.self_attn.q_proj": "colwise", ...}'
+        ),
+    )
+
+
+def is_maker(source: Any) -> bool:
+    """Whether this is a function that makes a model: no plan, and nothing that has one."""
+    named = ("tp_plan", "_tp_plan", "base_model_tp_plan", "named_parameters")
+    return callable(source) and not isinstance(source, type) and not any(hasattr(source, n) for n in named)
+
+
+def tp_rules(
+    plan: Mapping[str, str],
+    *,
+    dim: str,
+    batch_dim: str | None,
+    prefix: str,
+    parameters: Mapping[str, Sequence[int]] | None,
+    layers: Iterable[str] | None,
+) -> TpRules:
+    """Make rules of a plan.
+
+    Args:
+        plan: Styles by the path of a module or a parameter; `*` stands for the number of a layer.
+        dim: The mesh dim that weights are cut over.
+        batch_dim: The mesh dim that batches are cut over, if any.
+        prefix: What stands before the plan's paths in the model.
+        parameters: The shapes of all parameters by path. Without them each linear layer is taken to have a weight and
+            a bias, and experts to be parameters of three axes.
+        layers: The paths of all layers; `None` means those above the parameters.
+
+    Raises:
+        RuleError: A style is not known, or one entry is for parameters with different numbers of axes.
+    """
+    for key, name in plan.items():
+        _check(key, name)
+    if parameters is None:
+        found = {key: _usual(key, plan) for key in plan}
+        modules = None
+    else:
+        found = _found(plan, prefix, parameters)
+        modules = set(layers) if layers is not None else {up for path in parameters for up in _above(path)}
+        if plan and not any(found.values()):
+            _refuse_strangers(next(iter(plan)), prefix, parameters)
+    rules: dict[str, tuple[str | None, ...]] = {}
+    activations: dict[str, tuple[str | None, ...]] = {}
+    unmatched: list[str] = []
+    for key, name in plan.items():
+        style, pattern = STYLES[name], re.escape(prefix) + _regex(key)
+        for leaf, rank in found[key].items():
+            axis = style.axis(leaf or key.rpartition(".")[2], rank)
+            if style.cut != "none of its own":
+                specs = tuple(dim if i == axis else None for i in range(rank))
+                rules[pattern + (rf"\.{re.escape(leaf)}" if leaf else "") + "$"] = specs
+        is_layer = "" not in found[key] and (modules is None or _any(pattern, modules))
+        if is_layer and style.output != "as it comes":
+            activations[pattern + "$"] = {
+                "whole": (batch_dim, None, None),
+                "sequence": (batch_dim, dim, None),
+                "tokens": (batch_dim, None),
+            }[style.output]
+        if parameters is not None and not found[key] and not is_layer:
+            unmatched.append(f"{prefix}{key} ({name})")
+    packed = [f"{prefix}{key} ({name})" for key, name in plan.items() if found[key] and STYLES[name].packed]
+    return TpRules(rules, activations, tuple(_warnings(packed, unmatched)))
+
+
+def _check(key: str, name: Any) -> None:
+    if not isinstance(name, str) or name not in STYLES:
+        near = difflib.get_close_matches(str(name), STYLES, 1)
+        raise RuleError(
+            f"tp_plan entry {key!r}: there is no style {name!r}",
+            why=f"the styles are {', '.join(STYLES)}",
+            fix=f"did you mean {near[0]!r}?" if near else "use one of them, or leave the entry out",
+        )
+    if any("*" in part and part != "*" for part in key.split(".")):
+        raise RuleError(
+            f"tp_plan entry {key!r}: its * stands beside other signs",
+            why="* stands for the number of a layer, alone between dots",
+            fix="write it as in 'layers.*.mlp.up_proj'",
+        )
+
+
+def _regex(key: str) -> str:
+    return r"\.".join(r"\d+" if part == "*" else re.escape(part) for part in key.split("."))
+
+
+def _any(pattern: str, paths: Iterable[str]) -> bool:
+    match = re.compile(pattern).fullmatch
+    return any(match(path) for path in paths)
+
+
+def _above(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _found(plan: Mapping[str, str], prefix: str, parameters: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """For each entry the parameters that it is for: their last name ("" for the entry itself), and their rank.
+
+    As in transformers, an entry is for the parameter of its name, and for those of the module of its name that have no
+    entry of their own.
+    """
+    found: dict[str, dict[str, int]] = {key: {} for key in plan}
+    entries = {key: re.compile(re.escape(prefix) + _regex(key)).fullmatch for key in plan}
+    for path, shape in parameters.items():
+        module, _, leaf = path.rpartition(".")
+        own = [(key, "") for key, match in entries.items() if match(path)]
+        above = [(key, leaf) for key, match in entries.items() if match(module)]
+        for key, name in (own or above)[:1]:
+            rank = len(tuple(getattr(shape, "shape", shape)))
+            if found[key].setdefault(name, rank) != rank:
+                raise RuleError(
+                    f"tp_plan entry {key!r}: its parameters have {found[key][name]} and {rank} axes",
+                    facts={"one of them": path},
+                    why="one rule gives one layout, with a spec for each axis",
+                    fix="write an entry for each of them",
+                )
+    return found
+
+
+def _usual(key: str, plan: Mapping[str, str]) -> dict[str, int]:
+    """The parameters that an entry is for where none are known."""
+    style = STYLES[plan[key]]
+    above = plan.get(key.rpartition(".")[0])
+    if style.cut == "none of its own" or plan[key] == "replicate":
+        return {}
+    if style.cut == "nothing":
+        return {"weight": 2 if plan[key] == "mla_kv_a_proj" else 1}
+    if above in _EXPERTS or plan[key] == "grouped_gemm":
+        return {"": 2 if key.endswith("_bias") else 3}
+    if above == "local_params":
+        return {"": 1}
+    return {"weight": 2} if plan[key].startswith("embedding") else {"weight": 2, "bias": 1}
+
+
+def _refuse_strangers(key: str, prefix: str, parameters: Iterable[str]) -> None:
+    """Refuse a plan of which no entry is for a parameter; its prefix is what is mostly wrong."""
+    anywhere = re.compile(rf"(.*?\.)?{_regex(key)}(\.[^.]+)?")
+    matches = (anywhere.fullmatch(path) for path in parameters)
+    meant = next((match[1] or "" for match in matches if match), None)
+    raise RuleError(
+        "tp_plan: none of its entries is for a parameter of the model",
+        facts={"entry": prefix + key, "parameter": next(iter(parameters), "")},
+        why="their paths begin otherwise" if meant is not None else "it is the plan of another model",
+        fix=f"from_tp_plan(..., prefix={meant!r})" if meant is not None else "use the model's own plan",
+    )
+
+
+def _warnings(packed: Sequence[str], unmatched: Sequence[str]) -> Iterable[str]:
+    if packed:
+        yield format_message(
+            "tp_plan: packed weights are cut in consecutive pieces",
+            {"entries": ", ".join(packed)},
+            "a layout cuts an axis as one; transformers cuts each of the weights in it for itself. The numbers are the"
+            " same, and taking the weights apart moves them between devices",
+            "cut the experts instead, with the config's base_model_ep_plan, or let it be",
+        )
+    if unmatched:
+        yield format_message(
+            "tp_plan: these entries are for nothing in the model",
+            {"entries": ", ".join(unmatched)},
+            "no parameter and no layer has such a path",
+            "let it be if the model has no such part, else fix their paths",
+        )

@@ -1,0 +1,238 @@
+"""A layout map as YAML: the rules file that a project keeps beside its model.
+
+    version: 3
+    mesh:
+      dims: {batch: 2, model: 4}
+    rules:
+      blocks\\.\\d+\\.up\\.kernel: [null, model]
+      head\\.kernel: [[batch, model], null]
+    activations:
+      blocks\\.\\d+: [batch, null, null]
+
+    uneven: shrink
+
+A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
+
+Comments are for people, who edit the file as text: a map does not keep them, and `to_yaml` writes none. What of YAML a
+file may use is in `layoutmap.rules.strict_yaml`.
+
+`layoutmap schema > rules.schema.json` writes a JSON Schema of the form. Editors check a file by it that begins with
+
+    # yaml-language-server: $schema=rules.schema.json
+
+The order of the rules is their order in the file. A map is written in the oldest version that can say it, since earlier
+releases read that: 1 has no activations, and 1 and 2 no `uneven`. This module knows the form; `LayoutMap` checks what
+it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from layoutmap.core.errors import RuleError, brief
+from layoutmap.core.layout import UNSHARDED, ShardingSpec
+from layoutmap.core.uneven import Uneven, as_uneven
+from layoutmap.rules.strict_yaml import read_yaml
+
+__all__ = ["VERSION", "RulesFields", "from_yaml", "schema", "to_yaml"]
+
+VERSION = 3
+"""The newest version of the form; all from 1 on are read."""
+
+_KEYS = {
+    1: {"version", "mesh", "rules"},
+    2: {"version", "mesh", "rules", "activations"},
+    3: {"version", "mesh", "rules", "activations", "uneven"},
+}
+_MESH_KEYS = {"dims", "name", "devices"}
+_MEND = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
+
+
+@dataclass(frozen=True, slots=True)
+class RulesFields:
+    """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
+
+    The specs are those of variables in `rules`, and of what layers put out in `activations`.
+    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves.
+    """
+
+    dims: Mapping[str, int] | None
+    mesh_name: str
+    devices: tuple[str, ...] | None
+    rules: Mapping[str, tuple[Any, ...]]
+    activations: Mapping[str, tuple[Any, ...]]
+    uneven: Uneven = "error"
+    uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
+
+
+def to_yaml(fields: RulesFields) -> str:
+    """The text of a rules file."""
+    import yaml
+
+    class Flow(list[Any]):
+        """A list that is written in one line."""
+
+    class FlowMapping(dict[str, Any]):
+        """A mapping that is written in one line."""
+
+    safe_dumper: Any = yaml.SafeDumper
+
+    class Dumper(safe_dumper):
+        """Writes specs in one line, and everything else in lines of their own."""
+
+    def in_one_line(dumper: Any, data: Flow) -> Any:
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+    def text_of_numpy(dumper: Any, data: str) -> Any:
+        return dumper.represent_str(str(data))
+
+    def mapping_in_one_line(dumper: Any, data: FlowMapping) -> Any:
+        return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
+
+    Dumper.add_multi_representer(str, text_of_numpy)
+    Dumper.add_representer(Flow, in_one_line)
+    Dumper.add_representer(FlowMapping, mapping_in_one_line)
+
+    def written(spec: ShardingSpec) -> Any:
+        return None if spec == UNSHARDED else Flow(spec) if isinstance(spec, tuple) else spec
+
+    def rule(pattern: str, specs: tuple[Any, ...]) -> Any:
+        listed = Flow(map(written, specs))
+        own = fields.uneven_rules.get(pattern)
+        return FlowMapping(layout=listed, uneven=own) if own else listed
+
+    says_uneven = fields.uneven != "error" or fields.uneven_rules
+    data: dict[str, Any] = {"version": 3 if says_uneven else 2 if fields.activations else 1}
+    if fields.dims is not None:
+        mesh: dict[str, Any] = {"dims": dict(fields.dims)}
+        if fields.mesh_name:
+            mesh["name"] = fields.mesh_name
+        if fields.devices is not None:
+            mesh["devices"] = Flow(fields.devices)
+        data["mesh"] = mesh
+    data["rules"] = {pattern: rule(pattern, specs) for pattern, specs in fields.rules.items()}
+    if fields.activations:
+        data["activations"] = {p: Flow(map(written, specs)) for p, specs in fields.activations.items()}
+    if fields.uneven != "error":
+        data["uneven"] = fields.uneven
+    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
+
+
+def from_yaml(text: str) -> RulesFields:
+    """Read a rules file.
+
+    Raises:
+        RuleError: It is no YAML of the kind that rules files are (see `strict_yaml`), has a key that is not
+            known, or another version.
+    """
+    data = read_yaml(text)
+    version: Any = _mapping(data, "it", None).get("version")
+    if version not in tuple(_KEYS):
+        raise RuleError(
+            f"rules file of version {brief(version)}",
+            why=f"this layoutmap reads versions 1 to {VERSION}",
+            fix=f"write version: {VERSION} in its first line, or use the layoutmap that wrote it",
+        )
+    top = _mapping(data, "it", _KEYS[version])
+    mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
+    name: Any = (mesh or {}).get("name")
+    devices: Any = (mesh or {}).get("devices")
+    if not isinstance(name, str | None):
+        raise RuleError("rules file: mesh name is no text", facts={"there": brief(name)}, fix=_MEND)
+    if devices is not None and not _are_texts(devices):
+        raise RuleError(
+            "rules file: mesh devices is no list of texts", facts={"there": brief(devices)}, fix=_MEND
+        )
+    dims = None if mesh is None else _mapping(mesh.get("dims"), "mesh dims", None)
+    for dim, size in (dims or {}).items():
+        if not isinstance(size, int):
+            raise RuleError(
+                f"rules file: the size of mesh dim {dim!r} is no whole number",
+                facts={"there": brief(size)},
+                why="it is the number of devices along the dim",
+                fix=f"write a number, as in {{{dim}: 4}}",
+            )
+    rules, uneven_rules = _split(_mapping(_or_none(top, "rules"), "rules", None), version)
+    return RulesFields(
+        dims=dims,
+        mesh_name=name or "",
+        devices=None if devices is None else tuple(cast("list[str]", devices)),
+        rules=_rules(rules, "rules", "rule"),
+        activations=_rules(_or_none(top, "activations"), "activations", "activation rule"),
+        uneven=as_uneven(top.get("uneven", "error"), "rules file"),
+        uneven_rules=uneven_rules,
+    )
+
+
+def schema() -> str:
+    """The JSON Schema of a rules file, all versions: its form, and not whether its patterns and dims are right."""
+    return Path(__file__).with_name("schema.json").read_text(encoding="utf-8")
+
+
+def _or_none(top: dict[str, Any], key: str) -> Any:
+    """A part of the file; one that has nothing in it, as where all its rules are comments, is empty."""
+    return {} if top.get(key) is None else top[key]
+
+
+def _split(rules: dict[str, Any], version: int) -> tuple[dict[str, Any], dict[str, Uneven]]:
+    """The layouts of rules, and what those say that are written as a mapping."""
+    layouts, uneven = dict(rules), dict[str, Uneven]()
+    for pattern, value in rules.items():
+        if version >= 3 and isinstance(value, dict):
+            own = _mapping(value, f"rule {pattern!r}", {"layout", "uneven"})
+            layouts[pattern] = own.get("layout")
+            if "uneven" in own:
+                uneven[pattern] = as_uneven(own["uneven"], f"rules file: rule {pattern!r}")
+    return layouts, uneven
+
+
+def _rules(value: Any, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
+    rules = _mapping(value, what, None)
+    for pattern, specs in rules.items():
+        if not isinstance(specs, list):
+            raise RuleError(
+                f"rules file: {rule} {pattern!r} has no list of sharding specs",
+                facts={"there": brief(specs)},
+                why="a layout has one sharding spec for each axis",
+                fix="write a list, as in [null, model]",
+            )
+        for axis, spec in enumerate(cast("list[Any]", specs)):
+            if not isinstance(spec, str | None) and not _are_texts(spec):
+                raise RuleError(
+                    f"rules file: {rule} {pattern!r}: the sharding spec of axis {axis} cannot be read",
+                    facts={"there": brief(spec)},
+                    why="a spec is null, a mesh dim, or a list of mesh dims",
+                    fix="write null, model or [batch, model]",
+                )
+    return {
+        pattern: tuple(tuple(cast("list[str]", s)) if isinstance(s, list) else s for s in specs)
+        for pattern, specs in rules.items()
+    }
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in cast("list[Any]", value))
+
+
+def _mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RuleError(f"rules file: {what} is no mapping", facts={"there": brief(value)}, fix=_MEND)
+    found = cast("dict[str, Any]", value)
+    for key in found:
+        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleError(
+                f"rules file: {what} has a key {key!r} that is no text",
+                why="YAML reads null and digits without quotes as no text",
+                fix=f"quote it: '{'null' if key is None else key}'",
+            )
+    unknown = sorted(str(key) for key in found if keys is not None and key not in keys)
+    if unknown:
+        raise RuleError(
+            f"rules file: {what} has a key {unknown[0]!r}",
+            why=f"the keys are {', '.join(sorted(keys or ()))}",
+            fix="correct the key, or delete it",
+        )
+    return found

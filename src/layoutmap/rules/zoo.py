@@ -1,0 +1,113 @@
+"""Models that were published, at full size and without their values: to plan before there is anything to load.
+
+What is known of each is in `zoo.yaml`: a class of a model library, what its weights' shapes are made of, and
+which preset of rules is for it. The library is imported when a model is made.
+
+    layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+from layoutmap.core.errors import LayoutMapError
+
+__all__ = ["PublishedModel", "model", "models"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """A model that was published.
+
+    Args:
+        name: What it is called, as in `"llama3_405b"`.
+        kind: Its class, as in `"keras_hub.models:Llama3Backbone"`.
+        preset: The rules for it: `LayoutMap.preset(model.preset, mesh)`.
+        num_parameters: How many numbers its weights have.
+        config: The arguments of its class.
+    """
+
+    name: str
+    kind: str
+    preset: str
+    num_parameters: int
+    config: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def package(self) -> str:
+        """The package that its class is of: `"keras_hub"`."""
+        return self.kind.partition(".")[0]
+
+    def make(self, **options: Any) -> Any:
+        """Make the model, with first values; in a plan or a scope, as there.
+
+        Args:
+            options: Arguments of its class besides those of `config`, as in `dtype="bfloat16"`.
+
+        Raises:
+            LayoutMapError: Its library is not installed.
+        """
+        module, _, name = self.kind.partition(":")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            raise LayoutMapError(
+                f"{self.name}: {error.name} cannot be imported",
+                why=f"the model is {self.kind}",
+                fix=f"pip install {self.package.replace('_', '-')}",
+            ) from error
+        return kind(**{**self.config, **options})
+
+
+@functools.cache
+def models() -> Mapping[str, PublishedModel]:
+    """All of them, by name.
+
+    Example:
+        >>> from layoutmap.rules import zoo
+        >>> zoo.models()["llama3_405b"].num_parameters
+        405853388800
+    """
+    import yaml
+
+    data: Any = yaml.safe_load(files("layoutmap.rules").joinpath("zoo.yaml").read_text(encoding="utf-8"))
+    return MappingProxyType(
+        {
+            name: PublishedModel(
+                name, facts["class"], facts["preset"], facts["parameters"], MappingProxyType(facts["config"])
+            )
+            for name, facts in data.items()
+        }
+    )
+
+
+def model(name: str) -> PublishedModel:
+    """One of them.
+
+    Raises:
+        LayoutMapError: There is none of that name.
+
+    Example:
+        >>> import layoutmap as lm
+        >>> from layoutmap.rules import zoo
+        >>> bert = zoo.model("bert_large")
+        >>> lm.plan(bert.make, lm.LayoutMap.preset(bert.preset, lm.Mesh(None, "batch=64,model=8")), library="keras")
+        <Plan: 464 variables on batch=64, model=8, 1.2 GiB, 162.1 MiB per device; no problems>
+    """
+    known = models()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        raise LayoutMapError(
+            f"{name!r} is no published model that is known here",
+            facts={"known": ", ".join(known)},
+            why="what the shapes of its weights are made of must be known, since nothing is downloaded",
+            fix=f"did you mean {near[0]!r}?" if near else "use one of them, or a function of your own",
+        )
+    return known[name]

@@ -1,0 +1,123 @@
+"""Real devices: what there is, and meshes made of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+
+from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.mesh import Mesh, MeshDimension, device_names
+from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
+from layoutmap.engines import ENGINES, get_engine
+
+__all__ = ["create_mesh", "default_engine_name", "devices"]
+
+
+def create_mesh(
+    mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
+    mesh_name: str = "",
+    devices: Iterable[str] | None = None,
+    device_type: str | None = None,
+    engine: str | None = None,
+) -> Mesh:
+    """A mesh of the first devices there are, of given devices, or of none yet.
+
+    With only sizes the mesh is abstract: it names no devices, and needs none until something is materialized on it.
+    `device_type`, `engine` or a size of -1 ask for real devices.
+
+    Args:
+        mesh_dims: Pairs of name and size, a dict, or text such as `"batch=2,model=4"`. One size may be -1: what the
+            number of devices leaves for it.
+        mesh_name: A name of your choice.
+        devices: The device names, row-major; all are used.
+        device_type: `"CPU"`, `"GPU"` or `"TPU"`: the first devices of that type; `None`: of the default type.
+        engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
+
+    Raises:
+        MeshError: The mesh cannot be, or there are too few devices, or others than `device_type` were given.
+        EngineError: No engine is in use, or several are; or it has no such devices.
+
+    Example:
+        >>> create_mesh("batch=512,model=8")
+        Mesh(None, [('batch', 512), ('model', 8)])
+        >>> create_mesh([("x", 2), ("y", -1)], devices=["TPU:0", "TPU:1", "TPU:2", "TPU:3", "TPU:4", "TPU:5"]).shape
+        (2, 3)
+        >>> create_mesh({"x": 1}, device_type="CPU", engine="jax")
+        Mesh(['CPU:0'], [('x', 1)])
+
+    References:
+        `tf.experimental.dtensor.create_mesh`,
+        https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/create_mesh
+    """
+    dims = parse_mesh_dims(mesh_dims)
+    open_size = any(dim.size == -1 for dim in dims)
+    names = None if devices is None else device_names(devices, dims)
+    if names is None and device_type is None and engine is None and not open_size:
+        return Mesh(None, dims, mesh_name)
+    if names is not None:
+        mesh = Mesh(names, fill_in_size(dims, len(names)), mesh_name)
+        if device_type is not None and mesh.device_type not in (None, device_type.upper()):
+            raise MeshError(
+                f"devices of type {mesh.device_type} were given, and device_type={device_type!r}",
+                facts={"mesh": str(mesh)},
+                why="a mesh has devices of one type",
+                fix="leave device_type out",
+            )
+        return mesh if engine is None else get_engine(engine).bind(mesh)
+    held_by = get_engine(default_engine_name() if engine is None else engine)
+    there = held_by.devices(device_type)
+    mesh = Mesh(None, fill_in_size(dims, len(there)), mesh_name)
+    if mesh.size > len(there):
+        raise MeshError(
+            f"mesh of {mesh.size} devices, and {held_by.name} has {len(there)}",
+            facts={"mesh": str(mesh), "devices": ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")},
+            why="each place of the mesh needs a device",
+            fix=f"use sizes whose product is at most {len(there)}, or leave device_type and engine out to only plan",
+        )
+    return held_by.bind(mesh.with_devices(there[: mesh.size]))
+
+
+def devices(engine: str | None = None, device_type: str | None = None) -> tuple[str, ...]:
+    """The names of the devices there are, of all processes.
+
+    Args:
+        engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
+        device_type: `"CPU"`, `"GPU"` or `"TPU"`; `None` means the framework's default type.
+
+    Raises:
+        EngineError: No engine is in use, or several are; or there are no devices of that type.
+
+    Example:
+        >>> devices("jax", "CPU")[0]
+        'CPU:0'
+    """
+    return get_engine(default_engine_name() if engine is None else engine).devices(device_type)
+
+
+def default_engine_name() -> str:
+    """The engine of the framework that is in use: Keras's backend if Keras is imported, else the one imported.
+
+    Raises:
+        EngineError: No framework is imported, or several are; or Keras runs on one that has no engine.
+    """
+    fix = f"pass engine={next(iter(ENGINES))!r}"
+    keras = sys.modules.get("keras")
+    if keras is not None and hasattr(keras, "config"):
+        backend: str = keras.config.backend()
+        if backend in ENGINES:
+            return backend
+        raise EngineError(
+            f"Keras runs on {backend}, for which there is no engine",
+            why=f"the engines are {', '.join(map(repr, ENGINES))}",
+            fix=f"set KERAS_BACKEND={next(iter(ENGINES))} before Keras is imported",
+        )
+    imported = [name for name in ENGINES if name in sys.modules]
+    if len(imported) == 1:
+        return imported[0]
+    raise EngineError(
+        f"which devices are meant is open: {' and '.join(imported)} are imported"
+        if imported
+        else "which devices are meant is open: no framework is imported",
+        why="without engine= it is the framework that is imported",
+        fix=fix,
+    )

@@ -1,0 +1,290 @@
+"""Does the sharded model compute what one device computes?
+
+`check_parity` builds the same model twice from the same seed, once plainly and once under a layout map, feeds both the
+same batch, and compares everything along the way: first weights (bit for bit), forward pass, gradients, and the
+variables after each optimizer step. It names the first place where the two part.
+
+Two programs that add the same numbers in another order differ by rounding, about 1e-7 of the numbers' size. Where a
+gradient is itself no larger than that (a bias in front of a normalization has none at all), an optimizer that divides
+by the gradient's size turns rounding into whole steps, on one device as on many. Such elements, whose gradient is not a
+thousand times as large as the rounding in it, are left out of the comparison of steps; the report counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from layoutmap.adapters import Adapter, get_adapter, imported_adapter
+from layoutmap.core.errors import ParityError
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.scope import build
+
+__all__ = ["ParityReport", "ParityRow", "check_parity"]
+
+_EPSILON = 1e-7  # of float32
+_ROUNDING = 1e3  # a gradient is told from rounding if it is so many times as large
+
+
+@dataclass(frozen=True, slots=True)
+class ParityRow:
+    """One comparison.
+
+    Args:
+        stage: `"weights"`, `"forward"`, `"loss"`, `"gradient"`, or `"step 1"` and so on.
+        name: A variable's path, or which output.
+        error: The largest absolute difference, divided by the size of the plain model's values, or by 1 if they are
+            smaller (for gradients: by the largest gradient of the model); `nan` where the shapes differ or only one
+            side is not a number.
+        tolerance: What is allowed.
+        left_out: How many elements were not compared, since their gradient is only rounding.
+    """
+
+    stage: str
+    name: str
+    error: float
+    tolerance: float
+    left_out: int = 0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two sides agree; a `nan` never does."""
+        return self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        return f"{self.stage:<9} {self.name}: differs by {self.error:.3g}, allowed {self.tolerance:.3g}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ParityReport:
+    """All comparisons, in the order in which they were made.
+
+    Args:
+        rows: The comparisons.
+        losses: The losses of the plain model and of the sharded one, before each step.
+    """
+
+    rows: tuple[ParityRow, ...]
+    losses: tuple[tuple[float, float], ...]
+
+    @property
+    def first_difference(self) -> ParityRow | None:
+        """Where the two part first, or `None`."""
+        return next((row for row in self.rows if not row.agrees), None)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all comparisons agree."""
+        return self.first_difference is None
+
+    def worst(self, stage: str = "") -> float:
+        """The largest error of the stages whose name starts so."""
+        return max((row.error for row in self.rows if row.stage.startswith(stage)), default=0.0)
+
+    def __str__(self) -> str:
+        stages = dict.fromkeys(row.stage for row in self.rows)
+        lines = [f"  {stage:<9} {self.worst(stage):.3g}" for stage in stages]
+        left_out = max(
+            (sum(r.left_out for r in self.rows if r.stage == stage) for stage in stages), default=0
+        )
+        if left_out:
+            lines.append(f"  {left_out} elements left out of the steps: their gradient is only rounding")
+        first = self.first_difference
+        verdict = "parity holds" if first is None else f"parity fails, first at {first}"
+        return "\n".join([f"{verdict}; largest relative differences:", *lines])
+
+    def __repr__(self) -> str:
+        return f"<ParityReport: {'agrees' if self.agrees else self.first_difference}>"
+
+
+def check_parity(
+    make_model: Callable[[], Any],
+    layout_map: LayoutMap,
+    batch: Any,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+    tolerance: float = 1e-5,
+    batch_dim: str | None = None,
+    library: str | None = None,
+    raises: bool = True,
+) -> ParityReport:
+    """Compare a model under a layout map with the same model on one device.
+
+    Both are built in this process, one after the other, so the plain model must fit on one device: use a small
+    configuration of a large one. Layers whose random state differs from run to run are seeded alike.
+
+    Args:
+        make_model: Makes the model and returns it; compiled, if steps are to be compared. Called twice.
+        layout_map: The rules.
+        batch: What one training step takes: `(x, y)` or `(x, y, sample_weight)`.
+        steps: How many optimizer steps to compare, each on the same batch; 0 for a model that is not compiled.
+        seed: The seed of both builds. Random states are put back afterwards.
+        tolerance: The largest relative difference that counts as equal; first weights must be equal bit for bit.
+        batch_dim: The mesh dim that splits the batch; `None`: none.
+        library: See `scope`.
+        raises: Whether to raise when the two differ, or only to report it.
+
+    Returns:
+        The comparisons. Print it for a summary.
+
+    Raises:
+        ParityError: The two differ; says where first.
+        PlanError: The layout map does not fit the model.
+
+    Example:
+        >>> import keras, layoutmap as lm, numpy as np
+        >>> def make_model():
+        ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")])
+        ...     model.compile(optimizer="sgd", loss="mse")
+        ...     return model
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {"d1.kernel": (None, "model")})
+        >>> batch = np.ones((4, 8), "float32"), np.ones((4, 16), "float32")
+        >>> lm.check_parity(make_model, layout_map, batch, batch_dim="batch")
+        <ParityReport: agrees>
+    """
+    adapter = get_adapter(library) if library else imported_adapter()
+    losses: list[tuple[float, float]] = []
+    with adapter.undisturbed():
+        adapter.set_seed(seed)
+        plain = make_model()
+        adapter.complete(plain, batch)
+        adapter.set_seed(seed)
+        sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
+        adapter.complete(sharded, batch)
+        rows = list(_compare(adapter, plain, sharded, batch, steps, tolerance, losses))
+    report = ParityReport(tuple(rows), tuple(losses))
+    first = report.first_difference
+    if raises and first is not None:
+        raise ParityError(
+            f"{first.name}: the sharded model parts from the plain one in its {first.stage}",
+            facts={
+                "differs by": f"{first.error:.3g} (allowed {first.tolerance:.3g})",
+                "mesh": str(layout_map.mesh),
+                "then": "; ".join(str(r) for r in rows if not r.agrees and r is not first)[:300],
+            },
+            why=_reason(first),
+            fix="call with raises=False and look at the report's rows",
+        )
+    return report
+
+
+def _compare(
+    adapter: Adapter,
+    plain: Any,
+    sharded: Any,
+    batch: Any,
+    steps: int,
+    tolerance: float,
+    losses: list[tuple[float, float]],
+) -> Iterator[ParityRow]:
+    yield from _variables(adapter, "weights", plain, sharded, 0.0)
+    outputs = _flat(adapter.forward(plain, batch)), _flat(adapter.forward(sharded, batch))
+    for number, (a, b) in enumerate(zip(*outputs, strict=True)):
+        yield ParityRow("forward", f"output {number}", _difference(a, b), tolerance)
+    if not steps:
+        return
+    loss, gradients = adapter.gradients(plain, batch)
+    other_loss, other_gradients = adapter.gradients(sharded, batch)
+    yield ParityRow("loss", "loss", _difference(np.asarray(loss), np.asarray(other_loss)), tolerance)
+    largest = max((float(np.max(np.abs(g))) for g in gradients.values() if g.size), default=0.0)
+    rounding: dict[str, npt.NDArray[np.bool_]] = {}
+    for (path, actual), gradient in zip(other_gradients.items(), gradients.values(), strict=True):
+        yield ParityRow("gradient", path, _difference(gradient, actual, least=largest), tolerance)
+        rounding[path] = _only_rounding(gradient, actual, largest)
+    for step in range(1, steps + 1):
+        losses.append((adapter.train_step(plain, batch), adapter.train_step(sharded, batch)))
+        a, b = (np.asarray(loss) for loss in losses[-1])
+        yield ParityRow(f"step {step}", "loss", _difference(a, b), tolerance)
+        yield from _variables(adapter, f"step {step}", plain, sharded, tolerance, rounding)
+
+
+def _variables(
+    adapter: Adapter,
+    stage: str,
+    plain: Any,
+    sharded: Any,
+    tolerance: float,
+    rounding: Mapping[str, npt.NDArray[np.bool_]] | None = None,
+) -> Iterator[ParityRow]:
+    # Pairs go by their order, and by the sharded model's paths: a plain model has no say in how layers without names
+    # are called.
+    ours, theirs = adapter.variables(sharded), adapter.variables(plain)
+    if len(ours) != len(theirs):
+        raise ParityError(
+            "the two builds made different variables",
+            facts={"plain": f"{len(theirs)} variables", "sharded": f"{len(ours)} variables"},
+            why="make_model() did not make the same model twice",
+            fix="make it depend on nothing but the seed",
+        )
+    for (path, variable), plain_variable in zip(ours.items(), theirs.values(), strict=True):
+        expected, actual = adapter.read(plain_variable), adapter.read(variable)
+        left_out = _rounding_of(path, expected.shape, rounding or {})
+        if left_out is not None and expected.shape == actual.shape:
+            actual = cast("npt.NDArray[Any]", np.where(left_out, expected, actual))
+        count = 0 if left_out is None else int(left_out.sum())
+        yield ParityRow(stage, path, _difference(expected, actual), tolerance, count)
+
+
+def _rounding_of(
+    path: str, shape: tuple[int, ...], rounding: Mapping[str, npt.NDArray[np.bool_]]
+) -> npt.NDArray[np.bool_] | None:
+    """The elements of a variable, or of a slot of it, whose gradient is only rounding."""
+    found = rounding.get(path)
+    if found is None:
+        found = next((m for weight, m in rounding.items() if path.startswith(f"optimizer.{weight}.")), None)
+    return found if found is not None and found.shape == shape and found.any() else None
+
+
+def _only_rounding(
+    expected: npt.NDArray[Any], actual: npt.NDArray[Any], largest: float
+) -> npt.NDArray[np.bool_]:
+    """The elements that are no larger than a thousand times what rounding does to this gradient, and not plain zero.
+
+    Where no element is larger than ten times what rounding does to the model's largest gradient, all of it is rounding,
+    the zeros too: it may be in equal bits on both sides now, and in others a step later.
+    """
+    a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    size = max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0))
+    if 0 < size < 10 * _EPSILON * largest:
+        return np.ones(a.shape, np.bool_)
+    rounding = max(np.max(np.abs(a - b), initial=0.0), _EPSILON * np.max(np.abs(a), initial=0.0))
+    return (np.abs(a) < _ROUNDING * rounding) & ((a != 0) | (b != 0))
+
+
+def _difference(expected: npt.NDArray[Any], actual: npt.NDArray[Any], *, least: float = 1.0) -> float:
+    """The largest absolute difference, divided by the largest expected value, or by `least` if that is larger."""
+    if expected.shape != actual.shape:
+        return float("nan")
+    if expected.dtype.kind in "biu":
+        return float(not np.array_equal(expected, actual))
+    a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    if not a.size or np.array_equal(a, b, equal_nan=True):
+        return 0.0
+    return float(np.max(np.abs(a - b)) / max(least, np.max(np.abs(a))))
+
+
+def _flat(outputs: Any) -> list[npt.NDArray[Any]]:
+    """The arrays in nested mappings and sequences, in order."""
+    parts: list[Any]
+    if isinstance(outputs, Mapping):
+        parts = list(cast("Mapping[Any, Any]", outputs).values())
+    elif isinstance(outputs, (list, tuple)):
+        parts = list(cast("list[Any]", outputs))
+    else:
+        return [np.asarray(outputs)]
+    return [array for part in parts for array in _flat(part)]
+
+
+def _reason(row: ParityRow) -> str:
+    if row.stage == "weights":
+        return "first values must be equal bit for bit; one of them was drawn from another seed or in another way"
+    if row.stage == "forward":
+        return "the weights were equal and the outputs are not: some operation is wrong under its layouts"
+    if row.stage in ("gradient", "loss"):
+        return "the outputs were equal and the gradients are not: a reduction over the mesh is missing or doubled"
+    return "gradients were equal and the step is not: the optimizer's state or its order of updates differs"

@@ -1,0 +1,214 @@
+"""What the processes of one program must do alike, and what is said when they do not.
+
+A computation on a mesh of several processes is right only if each of them does its part of the same thing. Where they
+part, a collective waits for ever or gives wrong numbers. So what decides what they do is compared before they do it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from layoutmap.core.checksums import checksum
+from layoutmap.core.errors import PlanError, ScopeError
+from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
+from layoutmap.plan.table import Plan
+
+__all__ = [
+    "Gather",
+    "check_alike",
+    "check_batch",
+    "check_options",
+    "check_plans",
+    "check_recipes",
+    "check_values",
+    "tell",
+]
+
+NumpyArray = npt.NDArray[Any]
+_WIDTH = 200  # of what a process says, where it is shown
+
+Gather = Callable[[NumpyArray], NumpyArray]
+"""Gives the values of each process, one row each; all must call it, with values of one shape."""
+
+
+def tell(text: str, gather: Gather) -> list[str]:
+    """What each process says, in order of the processes."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    lengths = gather(np.array([own.size], np.int64))[:, 0]
+    rows = gather(np.pad(own, (0, max(1, int(lengths.max())) - own.size)))  # JAX gathers no empty arrays
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
+    """Compare what the processes say.
+
+    What each asks first has the same size whatever it is about, so processes that are about different things find out.
+
+    Args:
+        text: What this process says.
+        gather: Gathers from all processes.
+        checksum: A number that is gathered along, and not compared.
+
+    Returns:
+        What the processes say if they do not all say the same, else nothing; and the numbers of all.
+    """
+    told = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
+    return tell(text, gather) if len(np.unique(told[:, 0])) > 1 else [], told[:, 1].tolist()
+
+
+def check_options(options: Mapping[str, object], gather: Gather) -> None:
+    """Raise if the processes open a scope with different options.
+
+    Args:
+        options: The options by name.
+        gather: Gathers from all processes.
+
+    Raises:
+        ScopeError: They do; in all of them.
+    """
+    said, _ = check_alike(", ".join(f"{name}={value!r}" for name, value in options.items()), gather)
+    if said:
+        raise ScopeError(
+            "the processes open this scope with different options",
+            facts=_of_processes(said),
+            why="the options decide what each process computes, and all must do their part of the same computation",
+            fix="pass the same options in all processes",
+        )
+
+
+def check_plans(plan: Plan, gather: Gather, *, strict: bool = False) -> None:
+    """Raise if the processes have other plans, or some would refuse theirs and others would not.
+
+    Args:
+        plan: The plan of this process; it may have problems.
+        gather: Gathers from all processes.
+        strict: Whether what is only worth a warning is an error.
+
+    Raises:
+        PlanError: They have; in all of them.
+    """
+    refusal = ""
+    try:
+        plan.check(strict=strict)
+    except PlanError as error:
+        refusal = str(error)
+    if not check_alike(f"{fingerprint(plan)} {plan.mesh.devices} {refusal}", gather)[0]:
+        return
+    plans = [plan_from_json(text) for text in tell(plan_to_json(plan), gather)]
+    refusals = [text.partition("\n")[0] for text in tell(refusal, gather)]
+    keys = [(fingerprint(each), each.mesh.devices) for each in plans]
+    other = next((i for i, key in enumerate(keys) if key != keys[0]), None)
+    if other is None:
+        raise PlanError(
+            "the processes find different problems in one plan",
+            facts=_of_processes([text or "no problem" for text in refusals]),
+            why="they have different rules or models, though all variables have the same layouts",
+            fix="give all processes the same layout map, and make the same model in each",
+        )
+    difference = plans[0].diff(plans[other])
+    devices = [", ".join(each.mesh.devices or ()) for each in (plans[0], plans[other])]
+    raise PlanError(
+        f"process {other} has another plan than process 0",
+        facts={"from 0 to it": str(difference) if difference else "\n".join(devices)},
+        why="each process holds its part of one model, so all must build the same model by the same rules",
+        fix="give all processes the same layout map, and make the same model in each",
+    )
+
+
+def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
+    """Raise if the processes would initialize variables in different ways, each its own shards of them.
+
+    Args:
+        recipes: A variable's path, and the text that determines its first value, for each variable in order.
+        gather: Gathers from all processes.
+
+    Raises:
+        ScopeError: They would; in all of them.
+    """
+    found = _first_difference(recipes, gather)
+    if found is not None:
+        path, said = found
+        raise ScopeError(
+            f"{path}: the processes initialize it in different ways",
+            facts=_of_processes(said),
+            why="each process initializes the shards that it holds, and they would be of different values",
+            fix="make the same model in all processes, with the same arguments of initializers, and seed them alike "
+            "before it is made",
+        )
+
+
+def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
+    """Raise if values that each process has for itself are not the same in all of them.
+
+    Args:
+        checksums: A path, and the checksum of the value there, for each value in order.
+        gather: Gathers from all processes.
+
+    Raises:
+        ScopeError: They differ; in all of them.
+    """
+    found = _first_difference([(path, f"checksum {each:08x}") for path, each in checksums], gather)
+    if found is not None:
+        path, said = found
+        raise ScopeError(
+            f"{path}: the processes have different values of it",
+            facts=_of_processes(said),
+            why="it was made in each process for itself, and the shards of one variable would be of different values",
+            fix="give all processes the same seed before it is made, or load the same file in all of them",
+        )
+
+
+def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:
+    """Raise if the processes bring different batches, where each of them brings all of it.
+
+    Args:
+        arrays: The arrays of the batch.
+        gather: Gathers from all processes.
+
+    Raises:
+        ScopeError: They do; in all of them.
+    """
+    told = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+    said, _ = check_alike(f"{told}, checksum {checksum(*arrays):08x}", gather)
+    if said:
+        raise ScopeError(
+            "the processes bring different batches",
+            facts=_of_processes(said),
+            why="every process brings the whole batch here, and computes its part of it",
+            fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
+            "sampler that gives each process its own rows",
+        )
+
+
+def _first_difference(told: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
+    """The first name of which the processes do not say the same, and the first line of each that differs.
+
+    Where they speak of different names it is one that some do not know.
+    """
+    said, _ = check_alike(json.dumps(list(told)), gather)
+    lists: list[list[tuple[str, str]]] = [[(name, of) for name, of in json.loads(text)] for text in said]
+    known = [{name for name, _ in each} for each in lists]
+    nothing = ("", "nothing")
+    for each in zip_longest(*lists, fillvalue=nothing):
+        if len(set(each)) > 1:
+            names = [name for name, _ in each if name]
+            name = next((n for n in names if not all(n in each for each in known)), names[0])
+            texts = [text if of == name else nothing[1] for of, text in each]
+            lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
+            return name, [_short(line) for line in next(line for line in lines if len(set(line)) > 1)]
+    return None
+
+
+def _of_processes(said: Sequence[str]) -> dict[str, object]:
+    return {f"process {number}": each for number, each in enumerate(said)}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}... checksum {zlib.crc32(text.encode()):08x}"

@@ -1,0 +1,59 @@
+"""A line on stderr that says how far a long piece of work is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from layoutmap.core.escaping import escaped
+from layoutmap.core.variables import Assignment
+
+__all__ = ["Progress"]
+
+_PATIENCE_SECONDS = 2.0
+_BETWEEN_SECONDS = 0.1
+
+
+class Progress:
+    """Shows how many variables are made, and how many bytes; rewrites one line, and wipes it in the end.
+
+    Args:
+        assignments: What is to be made.
+        enabled: Whether to show it; `None`: on a terminal, if the work takes more than two seconds.
+    """
+
+    def __init__(self, assignments: Mapping[str, Assignment], *, enabled: bool | None = None):
+        self._nbytes = {key: a.variable.global_bytes for key, a in assignments.items()}
+        self._total = sum(self._nbytes.values()) or 1
+        self._made = self._made_bytes = 0
+        self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._next = time.monotonic() + (0 if enabled else _PATIENCE_SECONDS)
+        self._shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, key: str) -> None:
+        """One more variable is made."""
+        self._made += 1
+        self._made_bytes += self._nbytes.get(key, 0)
+        now = time.monotonic()
+        if self._enabled and now >= self._next:
+            self._next = now + _BETWEEN_SECONDS
+            self._shown = True
+            share = 100 * self._made_bytes // self._total
+            path = escaped(key.partition(":")[2] or key)
+            sys.stderr.write(
+                f"\r\x1b[Klayoutmap: {self._made}/{len(self._nbytes)} variables, {share}%  {path}"
+            )
+            sys.stderr.flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,461 @@
+"""The command line says what the library says, and its exit codes are ones that a CI can use."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import layoutmap as lm
+from layoutmap.cli.completion import OPTIMIZERS
+from layoutmap.cli.main import main
+from layoutmap.rules import presets, zoo
+from layoutmap.rules.yaml_file import schema
+
+PROCESSES = ("jax",)
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+
+MODELS = """
+import keras
+
+def make():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="up"), keras.layers.Dense(8, name="down")])
+
+def make_lazily():
+    return keras.Sequential([keras.layers.Dense(16, name="up"), keras.layers.Dense(8, name="down")])
+
+def make_wider():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, name="up"), keras.layers.Dense(8, name="down")])
+
+not_a_function = 3
+"""
+RULES = r"""
+version: 1
+mesh:
+  dims: {batch: 2, model: 4}
+rules:
+  up\.kernel: [null, model]
+  up\.bias: [model]
+  down\.kernel: [model, null]
+  down\.bias: [null]
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "cli_models.py").write_text(MODELS)
+    (tmp_path / "rules.yaml").write_text(RULES)
+    (tmp_path / "half.yaml").write_text(RULES.replace(r"down\.kernel", r"dwon\.kernel"))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("cli_models", None)
+
+
+def run(capsys, *arguments):
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_plan_is_printed_and_written(folder, capsys):
+    """What is printed is the plan's own text, and what is written is read back equal."""
+    code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
+    kept = lm.Plan.from_json((folder / "plan.json").read_text())
+
+    assert (0, f"{kept}\n\n{kept.memory}\n") == (code, out)
+    assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept.assignments]
+
+
+def test_a_plan_is_written_as_a_page(folder, capsys):
+    """The page of a model's plan and that of the plan's file are one."""
+    run(
+        capsys,
+        *("plan", "cli_models:make", "--rules", "rules.yaml"),
+        *("--json", "plan.json", "--html", "model.html"),
+    )
+    code, out, err = run(capsys, "plan", "plan.json", "--html", "file.html")
+    kept = lm.Plan.from_json((folder / "plan.json").read_text())
+
+    assert (0, f"{kept}\n\n{kept.memory}\n", "written: file.html\n") == (code, out, err)
+    assert kept.to_html() == (folder / "file.html").read_text() == (folder / "model.html").read_text()
+
+
+def test_problems_are_in_the_exit_code(capsys):
+    """Warnings with `--strict`, errors always."""
+    model = ("plan", "cli_models:make", "--rules")
+
+    assert 0 == run(capsys, *model, "half.yaml")[0]
+    assert 1 == run(capsys, *model, "half.yaml", "--strict")[0]
+    assert 1 == run(capsys, *model, "rules.yaml", "--mesh", "batch=2,model=3")[0]
+
+
+def test_what_a_model_makes_at_its_first_call(capsys):
+    """With `--inputs` its weights are planned, and with `--optimizer` the slots of an optimizer."""
+    _, out, _ = run(capsys, "plan", "cli_models:make_lazily", "--rules", "rules.yaml")
+    assert "layers have no weights yet" in out
+
+    code, out, _ = run(
+        capsys,
+        *("plan", "cli_models:make_lazily", "--rules", "rules.yaml", "--strict"),
+        *("--inputs", "float32[4,8]", "--optimizer", "adamw"),
+    )
+    assert 0 == code
+    assert "optimizer.*.velocity" in out
+
+
+def test_explain(capsys):
+    """One variable, or those that come near."""
+    code, out, _ = run(capsys, "explain", "cli_models:make", "up.kernel", "--rules", "rules.yaml")
+    assert 0 == code
+    assert (
+        r"""
+up.kernel
+  what        weight, float32[8, 16], 512 B
+  layout      (unsharded, model)
+  per device  8 x 4, 128 B
+  because     rule 1  up\.kernel
+  change it   the first rule that matches wins: put one before rule 1, or change that
+""".lstrip()
+        == out
+    )
+
+    code, _, err = run(capsys, "explain", "cli_models:make", "up.kernal", "--rules", "rules.yaml")
+    assert 2 == code
+    assert "near misses: up.kernel" in err
+
+
+def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
+    """Of weights and gradients, a device of this mesh holds 76 floats each: 608 bytes."""
+    arguments = ("plan", "cli_models:make", "--rules", "rules.yaml", "--device-memory")
+    code, out, _ = run(capsys, *arguments, "0.608KB")
+    assert (0, "fits: 608 B of 608 B on each device, and 0 B are left for activations") == (
+        code,
+        out.splitlines()[-1],
+    )
+    code, out, _ = run(capsys, *arguments, "0.5 KiB")
+    assert (1, "does not fit: 608 B of 512 B on each device, before activations") == (
+        code,
+        out.splitlines()[-1],
+    )
+
+
+def test_lint_fails_when_it_finds_something(folder, capsys):
+    """In a model or in a plan's file; what it tells is what the library tells, and `plan` says that there is some."""
+    (folder / "odd.yaml").write_text(RULES.replace("model: 4}", "model: 4, spare: 3}"))
+    code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "odd.yaml", "--json", "odd.json")
+    told = str(lm.Plan.from_json((folder / "odd.json").read_text()).lint())
+
+    assert 0 == code
+    assert (
+        "<Findings: 1 finding; the batch is cut over batch>: see layoutmap lint cli_models:make ...\n" in out
+    )
+    assert (1, f"{told}\n", "") == run(capsys, "lint", "odd.json")
+    assert (1, f"{told}\n") == run(capsys, "lint", "cli_models:make", "--rules", "odd.yaml")[:2]
+    assert (0, "Lint: nothing found; the batch is cut over batch\n") == run(
+        capsys, "lint", "cli_models:make", "--rules", "rules.yaml"
+    )[:2]
+    code, out, err = run(capsys, "lint", "odd.json", "--batch-dim", "data")
+    assert (2, "") == (code, out)
+    assert "lint: the mesh has no dim 'data'" in err
+
+
+def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):
+    """It has its own mesh and rules: others would not be looked at. It is printed, explained and linted as it is."""
+    run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
+    plan = lm.Plan.from_json((folder / "plan.json").read_text())
+
+    assert (0, f"{plan}\n\n{plan.memory}\n", "") == run(capsys, "plan", "plan.json")
+    assert (0, plan.explain("up.kernel") + "\n", "") == run(capsys, "explain", "plan.json", "up.kernel")
+    for command in (["plan", "plan.json"], ["lint", "plan.json"], ["diff", "plan.json", "plan.json"]):
+        code, out, err = run(capsys, *command, "--rules", "rules.yaml", "--mesh", "model=8")
+        assert (2, "") == (code, out)
+        assert "--rules is for a model, and plan.json is the file of a plan" in err
+        assert "leave out --rules, --mesh" in err
+
+
+def test_diff_fails_when_something_moves(capsys):
+    """A committed plan against today's model: nothing, or what moved and exit code 1."""
+    rules = ("--rules", "rules.yaml")
+    run(capsys, "plan", "cli_models:make", *rules, "--json", "plan.json")
+
+    assert 0 == run(capsys, "diff", "plan.json", "cli_models:make", *rules)[0]
+    code, out, _ = run(capsys, "diff", "plan.json", "cli_models:make_wider", *rules)
+    assert 1 == code
+    assert (
+        """\
+up.kernel    shape  (8, 16) -> (8, 32)
+up.bias      shape  (16,) -> (32,)
+down.kernel  shape  (16, 8) -> (32, 8)
+
+3 changes; per device 304 B -> 576 B
+"""
+        == out
+    )
+
+
+HELP = {
+    ("--help",): """\
+usage: layoutmap [-h] plan | explain | lint | diff | devices | presets | schema | completion ...
+
+See where every weight of a model is placed, before a byte is allocated.
+
+positional arguments:
+  plan | explain | lint | diff | devices | presets | schema | completion
+    plan                Print the plan of a model: every variable with its layout and bytes, and
+                        all problems.
+    explain             Explain why a variable has its layout, and what to type to change it.
+    lint                Report layouts that are valid but probably not intended, with the
+                        evidence.
+    diff                Show what changes from one plan to another; the exit code is 1 if anything
+                        does.
+    devices             List the devices of this machine.
+    presets             List the presets of rules, and the published models that can be planned by
+                        name.
+    schema              Print the JSON Schema of rules files, for editors.
+    completion          Print the script with which a shell completes this command.
+
+options:
+  -h, --help            show this help message and exit
+""",
+    ("devices", "--help"): """\
+usage: layoutmap devices [-h] [--engine {jax,tensorflow,torch}]
+
+List the devices of this machine.
+
+options:
+  -h, --help            show this help message and exit
+  --engine {jax,tensorflow,torch}
+                        whose devices; default: those of all engines that are installed
+""",
+    ("diff", "--help"): """\
+usage: layoutmap diff [-h] [--rules FILE]
+                      [--preset {bert,gemma,gpt2,llama,mixtral,qwen,t5,vit,whisper}]
+                      [--model-dim DIM] [--fsdp-dim DIM] [--dtype POLICY] [--mesh DIMS]
+                      [--inputs SPEC [SPEC ...]] [--optimizer NAME]
+                      [--backend {jax,tensorflow,torch}] [--library {keras,torch}]
+                      FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
+
+Show what changes from one plan to another; the exit code is 1 if anything does.
+
+positional arguments:
+  FILE|MODULE:FUNCTION  the JSON file of a plan, or a model
+  FILE|MODULE:FUNCTION  the JSON file of a plan, or a model
+
+options:
+  -h, --help            show this help message and exit
+  --rules FILE          the rules file, as LayoutMap.to_yaml writes it
+  --preset {bert,gemma,gpt2,llama,mixtral,qwen,t5,vit,whisper}
+                        the rules for a family of models, instead of a file
+  --model-dim DIM       the mesh dim over which a preset shards layers, if it is not "model";
+                        "none": over none
+  --fsdp-dim DIM        the mesh dim of the batch, if a preset is to shard weights over it as well
+                        (FSDP)
+  --dtype POLICY        the Keras dtype policy of a published model, as in bfloat16
+  --mesh DIMS           the mesh, as in "batch=2,model=4"; default: that of the rules file
+  --inputs SPEC [SPEC ...]
+                        what the model is called with, if it makes its weights then:
+                        "float32[8,128]", or "name=int32[8,16]"
+  --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw
+  --backend {jax,tensorflow,torch}
+                        the backend that Keras runs on
+  --library {keras,torch}
+                        the library of the model, if none or several are imported
+""",
+}
+
+
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help(arguments, capsys, monkeypatch):
+    """What a command does, each option, and examples."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(arguments)
+    said, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+
+    assert HELP[arguments] == said
+    assert (
+        "  layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI" in examples
+    )
+
+
+def test_the_schema_is_printed(capsys):
+    """As it is, to be put into a file."""
+    assert (0, json.loads(schema())) == (main(["schema"]), json.loads(capsys.readouterr().out))
+
+
+def test_a_published_model_needs_no_function_and_no_file(capsys):
+    """Its preset lays it out, on any mesh, in any type; rules of one's own come first."""
+    bert = ("plan", "keras_hub:bert_large", "--strict", "--mesh", "data=64,tp=8")
+    code, out, err = run(capsys, *bert, "--model-dim", "tp", "--fsdp-dim", "data", "--dtype", "bfloat16")
+    model = zoo.model("bert_large")
+    layout_map = lm.LayoutMap.preset("bert", lm.Mesh(None, "data=64,tp=8"), model_dim="tp", fsdp_dim="data")
+    plan = lm.plan(lambda: model.make(dtype="bfloat16"), layout_map)
+
+    assert (0, f"{plan}\n\n{plan.memory}\n") == (code, out)
+    assert "layoutmap: planning keras_hub:bert_large by preset 'bert'\n" == err
+    assert 1 == run(capsys, *bert, "--rules", "rules.yaml", "--mesh", "batch=2,model=4")[0]
+
+
+def test_a_preset_is_for_models_of_ones_own_too(capsys):
+    """Here it has no rule for anything, which `--strict` tells."""
+    model = ("plan", "cli_models:make", "--mesh", "batch=2,model=4", "--preset")
+
+    assert (0, 1) == (run(capsys, *model, "llama")[0], run(capsys, *model, "llama", "--strict")[0])
+
+
+def test_presets_are_listed(capsys):
+    """Each with what it is for, and the published models that have it."""
+    code, out, _ = run(capsys, "presets")
+    lines = [line.split() for line in out.splitlines()]
+
+    assert 0 == code
+    assert set(presets.names()) == {words[0] for words in lines if not words[0].startswith("keras_hub:")}
+    assert ["keras_hub:llama3_405b", "405,853,388,800"] in lines
+
+
+CANNOT = {
+    ("plan", "cli_models"): "'cli_models' names no function that makes a model",
+    ("plan", "no_such_module:make"): "no_such_module cannot be imported",
+    ("plan", "cli_models:mkae"): "cli_models has no function 'mkae'",
+    ("plan", "cli_models:not_a_function"): "cli_models has no function 'not_a_function'",
+    ("plan", "cli_models:make", "--rules", "none.yaml"): "none.yaml cannot be read",
+    ("plan", "cli_models:make"): "the layout map has no mesh",
+    ("plan", "cli_models:make", "--mesh", "batch"): "'batch'",
+    (
+        "plan",
+        "cli_models:make",
+        "--mesh",
+        "x=2",
+        "--inputs",
+        "4,8",
+    ): "--inputs '4,8' is not a dtype with a shape",
+    ("plan", "cli_models:make", "--mesh", "x=2", "--optimizer", "adamm"): "--optimizer adamm",
+    ("plan", "cli_models:make", "--mesh", "x=2", "--json", "no/folder/p.json"): "cannot be written",
+    ("diff", "cli_models.json", "cli_models:make"): "cli_models.json cannot be read",
+    ("plan", "keras_hub:llama3_405", "--mesh", "x=2"): "did you mean 'llama3_405b'?",
+    ("plan", "keras_hub:llama3_8b"): "preset 'llama': there is no mesh",
+    ("plan", "keras_hub:llama3_8b", "--mesh", "x=2"): "model_dim: one of 'x', or none",
+    ("plan", "keras_hub:llama3_8b", "--mesh", "model=2", "--dtype", "bfloat15"): "--dtype bfloat15",
+    ("plan", "cli_models:make", "--mesh", "x=2", "--dtype", "bfloat16"): "is for published models",
+    ("plan", "cli_models:make", "--mesh", "x=2", "--fsdp-dim", "x"): "--fsdp-dim x is for presets",
+    (
+        "plan",
+        "keras_hub:t5_xxl",
+        "--rules",
+        "rules.yaml",
+        "--preset",
+        "t5",
+    ): "--preset t5 is instead of --rules",
+}
+
+
+@pytest.mark.parametrize("arguments", CANNOT, ids=" ".join)
+def test_what_cannot_be_done_is_told(arguments, capsys):
+    """In this library's form, on stderr, with exit code 2."""
+    code, _, err = run(capsys, *arguments)
+
+    assert 2 == code
+    assert CANNOT[arguments] in err.removeprefix("layoutmap: planning cli_models:make\n")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.split())
+def test_optimizers_that_a_shell_completes(name):
+    """Each is one that `--optimizer` takes."""
+    import keras
+
+    assert name == type(keras.optimizers.get(name)).__name__.lower()
+
+
+def test_the_command_itself(folder):
+    """Installed, in a process of its own: help with examples, devices, and a refusal of what is no command."""
+
+    def command(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "layoutmap", *arguments], capture_output=True, text=True, timeout=120
+        )
+
+    told = command("plan", "--help")
+    assert 0 == told.returncode
+    assert (
+        textwrap.dedent("""\
+        examples:
+          layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4""")
+        in told.stdout
+    )
+    there = command("devices", "--engine", "jax")
+    assert (0, True) == (there.returncode, there.stdout.startswith("jax: 8 devices\n   CPU:0\n"))
+    assert 2 == command("pan").returncode
+    made = command(
+        "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json", "--backend", "jax"
+    )
+    assert 0 == made.returncode, made.stderr
+    assert "layoutmap plan" == json.loads((folder / "plan.json").read_text())["format"]
+
+
+ENDS = """
+import os, signal, sys
+import keras
+
+def make(inner=None):
+    if inner is None:
+        import cli_models as inner
+    print("said on the way")
+    return inner.make()
+
+def exits():
+    sys.exit(0)
+
+def raises():
+    keras.layers.Dense(4)(keras.Input((3,)))
+    return {}["gone"]
+
+def is_interrupted():
+    signal.raise_signal(signal.SIGINT)
+
+def gives_nothing():
+    pass
+
+def moves():
+    os.chdir("/")
+    sys.stdout = None
+    return make()
+"""
+SHAPED = ("--mesh", "batch=2,model=4")
+
+
+def test_no_plan_and_no_success(folder, capsys):
+    """A function that exits, raises, is interrupted or returns nothing: in each command an exit code of its own."""
+    (folder / "ends.py").write_text(ENDS)
+    told = {}
+    for name in ("exits", "raises", "is_interrupted", "gives_nothing"):
+        for command in ("plan", "lint"):
+            told[name, command] = run(capsys, command, f"ends:{name}", *SHAPED)
+    sys.modules.pop("ends", None)
+
+    assert {name: (130 if name == "is_interrupted" else 2, "") for name, _ in told} == {
+        name: (code, out) for (name, _), (code, out, _) in told.items()
+    }
+    for command in ("plan", "lint"):
+        assert "layoutmap: ends:exits called sys.exit(0)\n" in told["exits", command][2]
+        assert "planning ends:is_interrupted\nlayoutmap: interrupted\n" in told["is_interrupted", command][2]
+        assert "the function returned no model" in told["gives_nothing", command][2]
+        traced = told["raises", command][2].partition("Traceback (most recent call last):\n")[2]
+        assert traced.startswith(f'  File "{folder}/ends.py", line 16, in raises\n')
+        assert "KeyError: 'gone'\n\nlayoutmap: ends:raises raised KeyError\n" in traced
+
+
+def test_what_a_function_does_on_the_way(folder, capsys):
+    """It can import from the current folder; what it prints is not in the plan; where it moves to changes no path."""
+    (folder / "ends.py").write_text(ENDS)
+    _, plain, _ = run(capsys, "plan", "cli_models:make", *SHAPED)
+    made = run(capsys, "plan", "ends:make", *SHAPED)
+    moved = run(capsys, "plan", "ends:moves", "--rules", "rules.yaml", "--json", "moved.json")
+    compared = run(capsys, "diff", "ends:moves", "moved.json", "--rules", "rules.yaml")
+    sys.modules.pop("ends", None)
+
+    assert (0, plain.replace("cli_models:make", "ends:make")) == made[:2]
+    assert "said on the way\n" in made[2]
+    assert 0 == moved[0]
+    assert (0, True) == (compared[0], compared[1].startswith("no change"))
+    assert lm.Plan.from_json((folder / "moved.json").read_text()).errors == ()

@@ -1,0 +1,162 @@
+"""Blocks of an array: cut it anyhow, put it together again."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layoutmap.core.blocks import Index, assemble, block_shape, intersect, whole_index, with_ends
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.testing import strategies
+
+array_shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+@st.composite
+def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Index:
+    """A block anywhere in an array, perhaps without elements."""
+    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return tuple(slice(*pair) for pair in ends)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Index]:
+    """All blocks of an array that is cut in two, again and again, not always along the same axis: no grid."""
+    blocks = [whole_index(shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        block = blocks.pop(draw(st.integers(0, len(blocks) - 1)))
+        axes = [axis for axis, part in enumerate(block) if part.stop - part.start > 1]
+        if not axes:
+            blocks.append(block)
+            continue
+        axis = draw(st.sampled_from(axes))
+        at = draw(st.integers(block[axis].start + 1, block[axis].stop - 1))
+        blocks.append((*block[:axis], slice(block[axis].start, at), *block[axis + 1 :]))
+        blocks.append((*block[:axis], slice(at, block[axis].stop), *block[axis + 1 :]))
+    return draw(st.permutations(blocks))
+
+
+def numbered(shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(np.prod(shape, dtype=int)).reshape(shape)
+
+
+@given(st.data(), array_shapes)
+def test_blocks_put_together_are_the_array(data: st.DataObject, shape: tuple[int, ...]):
+    """However an array is cut, any part of it is put together from its blocks, in any order."""
+    array = numbered(shape)
+    blocks = data.draw(cuts(shape))
+    wanted = data.draw(st.none() | indices(shape))
+
+    made = assemble(((block, array[block]) for block in blocks), shape, array.dtype, wanted)
+
+    np.testing.assert_array_equal(array if wanted is None else array[wanted], made, strict=True)
+
+
+@given(st.data(), array_shapes.filter(all))
+def test_a_missing_or_a_doubled_block_is_an_error(data: st.DataObject, shape: tuple[int, ...]):
+    """Blocks that do not cover each element exactly once are refused, even where their sizes add up."""
+    array = numbered(shape)
+    blocks = data.draw(cuts(shape))
+    lost, doubled = (data.draw(st.sampled_from(range(len(blocks)))) for _ in range(2))
+    wrong = [block for i, block in enumerate(blocks) if i != lost]
+    if doubled != lost:
+        wrong.append(blocks[doubled])
+
+    with pytest.raises(LayoutMapError, match=r"gap|overlap"):
+        assemble([(block, array[block]) for block in wrong], shape, array.dtype)
+
+
+def test_a_gap_and_an_overlap_of_one_size_do_not_make_up_for_each_other():
+    """The message names the place that is covered by no block, or by two."""
+    half = (slice(0, 2), slice(0, 3)), np.zeros((2, 3), int)
+
+    with pytest.raises(LayoutMapError) as raised:
+        assemble([half, half], (4, 3), int)
+
+    assert """\
+2 blocks overlap at [0:2, 0:3]
+  shape  (4, 3)
+  why    each element of an array lies in exactly one block
+  fix    pass each block of the array exactly once""" == str(raised.value)
+
+
+def test_a_gap_is_named_by_its_place():
+    """The message says which elements are missing."""
+    with pytest.raises(LayoutMapError, match=re.escape("blocks leave a gap at [2:4, 0:3]")):
+        assemble([((slice(0, 2), slice(0, 3)), np.zeros((2, 3), int))], (4, 3), int)
+
+
+def test_a_block_of_another_shape_than_its_place_is_an_error():
+    """Values are never broadcast into a place that they do not fill."""
+    with pytest.raises(LayoutMapError) as raised:
+        assemble([((slice(0, 4),), np.zeros(1))], (4,), float)
+
+    assert """\
+a block of shape (1,) does not fit its place [0:4]
+  shape  (4,)
+  why    the place has the shape (4,)
+  fix    pass each block with the index of where it lies in the whole array""" == str(raised.value)
+
+
+@given(strategies.layouts(), st.data())
+def test_the_distinct_shards_of_a_layout_are_the_array(layout, data: st.DataObject):
+    """The shards of all devices, each index once, put together are the tensor."""
+    shape = data.draw(strategies.shapes(layout, max_side=2).filter(lambda shape: np.prod(shape) <= 4096))
+    array = numbered(shape)
+    shards = {
+        tuple((p.start, p.stop) for p in index): index
+        for index in (layout.shard_slices(shape, i) for i in range(layout.mesh.size))
+    }
+
+    made = assemble([(index, array[index]) for index in shards.values()], shape, array.dtype)
+
+    np.testing.assert_array_equal(array, made, strict=True)
+    assert layout.num_distinct_shards == len(shards)
+
+
+@given(st.data(), array_shapes)
+def test_the_intersection_holds_what_lies_in_both(data: st.DataObject, shape: tuple[int, ...]):
+    """An element lies in the intersection just if it lies in both blocks; no shared element gives `None`."""
+    a, b = data.draw(indices(shape)), data.draw(indices(shape))
+    in_a, in_b = np.zeros(shape, bool), np.zeros(shape, bool)
+    in_a[a], in_b[b] = True, True
+    in_both = np.zeros(shape, bool)
+
+    both = intersect(a, b)
+    if both is not None:
+        in_both[both] = True
+
+    np.testing.assert_array_equal(in_a & in_b, in_both)
+    assert (both is None) == (not in_both.any())
+
+
+@given(st.data(), array_shapes)
+def test_with_ends_picks_the_same_elements(data: st.DataObject, shape: tuple[int, ...]):
+    """Any slices without a step, written with both ends, mean what numpy means by them."""
+    ends = st.none() | st.integers(-8, 8)
+    index = tuple(slice(data.draw(ends), data.draw(ends)) for _ in shape)
+    array = numbered(shape)
+
+    complete = with_ends(index, shape)
+
+    np.testing.assert_array_equal(array[index], array[complete], strict=True)
+    assert array[index].shape == block_shape(complete)
+
+
+@pytest.mark.parametrize(
+    ("index", "why"),
+    [
+        ((slice(0, 4, 2), slice(0, 3)), "a block is an unbroken run along each axis, without a step"),
+        ((slice(0, 4),), "an array of 2 axes needs 2 slices, not 1"),
+    ],
+)
+def test_an_index_of_no_block_is_an_error(index: Index, why: str):
+    """A step would be lost, and a missing axis guessed: both are refused."""
+    with pytest.raises(LayoutMapError) as raised:
+        with_ends(index, (4, 3))
+
+    assert why == raised.value.why

@@ -1,0 +1,310 @@
+"""The text and protobuf forms: what they look like, and what is refused. TensorFlow need not be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.proto import layout_pb2
+from layoutmap.testing import strategies
+
+MESH = Mesh(["CPU:0", "CPU:1"], "x=2", "m")
+MESH_TEXT = "m|x=2|0,1|0,1|CPU:0,CPU:1"
+
+
+def test_the_protobuf_module_loads_without_a_warning():
+    """The generated code fits the protobuf that is installed: no warning, which would be an error here."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "from layoutmap.core.proto import layout_pb2"],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"},
+    )
+
+    assert (0, "") == (run.returncode, run.stderr)
+
+
+def test_the_forms_of_a_mesh():
+    """A mesh's text has the fields that TensorFlow's has; an abstract one has the first two, and no device ids."""
+    local = Mesh(["CPU:0", "CPU:1"], "x=2", local_device_ids=[1])
+
+    assert MESH_TEXT == MESH.to_string()
+    assert "|x=2|0,1|1|CPU:1|CPU:0,CPU:1" == local.to_string()
+    assert "|x=2,y=3" == Mesh(None, "x=2,y=3").to_string()
+    assert "|" == Mesh(None, "").to_string()
+    assert b'\n\x05\n\x01x\x10\x02\x12\x02\x00\x01\x1a\x01m"\x02\x00\x01*\x05CPU:0*\x05CPU:1' == (
+        MESH.as_proto().SerializeToString()
+    )
+    assert b"\n\x05\n\x01x\x10\x02" == Mesh(None, "x=2").as_proto().SerializeToString()
+
+
+def test_the_forms_of_a_layout():
+    """A layout's text has a comma after every spec; an axis over several dims is `x:y`, major to minor."""
+    mesh = Mesh(None, "x=2,y=3")
+
+    assert f"sharding_specs:x,unsharded, mesh:{MESH_TEXT}" == Layout(["x", None], MESH).to_string()
+    assert "sharding_specs: mesh:|x=2,y=3" == Layout([], mesh).to_string()
+    assert "sharding_specs:y:x,unsharded, mesh:|x=2,y=3" == Layout([("y", "x"), None], mesh).to_string()
+    assert b"\n\x05\x12\x03y:x\x12\x0e\n\x05\n\x01x\x10\x02\n\x05\n\x01y\x10\x03\x18\x01" == (
+        Layout([("y", "x")], mesh).serialized_string()
+    )
+
+
+@given(strategies.layouts())
+def test_the_bytes_of_a_layout_are_those_of_its_message(layout: Layout):
+    """`serialized_string` is `as_proto` in bytes, the same each time, and `mesh_proto` is the mesh's message."""
+    assert layout.as_proto().SerializeToString(deterministic=True) == layout.serialized_string()
+    assert layout.serialized_string() == layout.serialized_string()
+    assert layout.mesh.as_proto() == layout.mesh_proto()
+
+
+@given(st.binary(max_size=40) | strategies.layouts().map(lambda layout: layout.serialized_string()[:-3]))
+def test_any_bytes_are_a_layout_or_an_error_of_ours(data: bytes):
+    """Damaged bytes give a valid layout or an error of this library, never another error or a crash."""
+    try:
+        layout = Layout.from_str(data)
+    except LayoutMapError:
+        return
+
+    assert layout == Layout.from_str(layout.serialized_string())
+
+
+fragments = st.sampled_from(
+    [
+        *"|,=:x 01-",
+        "sharding_specs:",
+        " mesh:",
+        "unsharded",
+        "match",
+        "x=2",
+        "CPU:0",
+        "CPU:1",
+        MESH_TEXT,
+        "parted:",
+    ]
+)
+
+
+@given(st.lists(fragments, max_size=12).map("".join) | st.text(max_size=20))
+def test_any_text_is_a_layout_and_a_mesh_or_an_error_of_ours(text: str):
+    """A text that TensorFlow might mis-read or crash on gives a valid value here, or an error of this library."""
+    for kind in (Layout, Mesh):
+        try:
+            value = kind.from_string(text)
+        except LayoutMapError:
+            continue
+
+        assert value == kind.from_string(value.to_string())
+
+
+MESH_FORM = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"
+LAYOUT_FORM = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_string() does"
+
+BAD_MESH_TEXTS = {
+    "": "bars cut it into 1 fields, and a mesh has 2, 5 or 6",
+    "x=2": "bars cut it into 1 fields, and a mesh has 2, 5 or 6",
+    "m|x=2|0,1": "bars cut it into 3 fields, and a mesh has 2, 5 or 6",
+    "m|x|0,1|0,1|CPU:0,CPU:1": "'x' is not name=size",
+    "m|x=two": "'two' is not a whole number",
+    "m|x= 2": "' 2' is not a whole number",
+    "m|x=2|0,one|0,1|CPU:0,CPU:1": "'one' is not a whole number",
+}
+
+
+@pytest.mark.parametrize("text", BAD_MESH_TEXTS)
+def test_a_text_that_is_no_mesh_is_refused(text: str):
+    """The message shows the text, what is wrong with it, and the form it should have."""
+    with pytest.raises(MeshError) as raised:
+        Mesh.from_string(text)
+
+    assert f"mesh text {text!r} cannot be read\n  why   {BAD_MESH_TEXTS[text]}\n  fix   {MESH_FORM}" == str(
+        raised.value
+    )
+
+
+BAD_LAYOUT_TEXTS = {
+    "": "it does not start with 'sharding_specs:'",
+    "x,unsharded": "it does not start with 'sharding_specs:'",
+    f"parted:x, mesh:{MESH_TEXT}": "it does not start with 'sharding_specs:'",
+    f"maximal:true, mesh:{MESH_TEXT}": "it does not start with 'sharding_specs:'",
+    "sharding_specs:x,": "it has no ' mesh:'",
+    f"sharding_specs:x,mesh:{MESH_TEXT}": "it has no ' mesh:'",
+    f"sharding_specs:unsharded,x mesh:{MESH_TEXT}": "each spec is followed by a comma, the last one too",
+}
+
+
+@pytest.mark.parametrize("text", BAD_LAYOUT_TEXTS)
+def test_a_text_that_is_no_layout_is_refused(text: str):
+    """The message shows the text, what is wrong with it, and the form it should have."""
+    with pytest.raises(LayoutError) as raised:
+        Layout.from_string(text)
+
+    assert (
+        f"layout text {text!r} cannot be read\n  why   {BAD_LAYOUT_TEXTS[text]}\n  fix   {LAYOUT_FORM}"
+        == str(raised.value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "|x=2|1,2|0,1|CPU:0,CPU:1",
+            """\
+global device ids [1, 2] do not number the 2 places of the mesh
+  why   device i of a mesh has the id i
+  fix   number the devices from 0 in mesh order""",
+        ),
+        (
+            "|x=2|0,1|0,1|CPU:0",
+            f"""\
+local device ids and local devices differ in number: 2 and 1
+  why   each local id has one device
+  fix   {MESH_FORM}""",
+        ),
+        (
+            "|x=2|0,1|0,2|CPU:0,CPU:1",
+            """\
+local device ids [0, 2] lie outside the mesh
+  why   they are places in the mesh, and it has 2
+  fix   use ids from 0 to 1""",
+        ),
+        (
+            "|x=2|0,1|1|CPU:7|CPU:0,CPU:1",
+            f"""\
+local device 1 is 'CPU:7' and also 'CPU:1'
+  why   a device has one name, among this process's devices and among all
+  fix   {MESH_FORM}""",
+        ),
+    ],
+)
+def test_a_mesh_text_that_contradicts_itself_is_refused(text: str, message: str):
+    """Ids and devices that do not fit each other are an error, not a guess."""
+    with pytest.raises(MeshError) as raised:
+        Mesh.from_string(text)
+
+    assert message == str(raised.value)
+
+
+BAD_LAYOUT_MESSAGES = {
+    "a number": (
+        lambda: 7,
+        """\
+7 is not a LayoutProto
+  why   it is of type int
+  fix   pass the message of as_proto(), or its bytes""",
+    ),
+    "text": (
+        lambda: "sharding_specs:",
+        """\
+'sharding_specs:' is not a LayoutProto
+  why   it is of type str
+  fix   pass the message of as_proto(), or its bytes""",
+    ),
+    "the message of a mesh": (
+        lambda: Mesh(None, "x=2").as_proto(),
+        """\
+mesh_dimensions { name: "x" size: 2 } is not a LayoutProto
+  why   it is a MeshProto message
+  fix   pass the message of as_proto(), or its bytes""",
+    ),
+    "nothing": (
+        lambda: b"",
+        """\
+layout message has no mesh
+  why   it is empty
+  fix   pass the message of as_proto(), or its bytes""",
+    ),
+    "a layout without a mesh": (
+        lambda: layout_pb2.LayoutProto(sharding_specs=[layout_pb2.ShardingSpec(sharding_spec="x")]),
+        """\
+layout message has no mesh
+  why   its mesh_config is not set
+  fix   pass the message of as_proto(), or its bytes""",
+    ),
+    "a parted layout": (
+        lambda: layout_pb2.LayoutProto(type="PARTED", mesh_config=MESH.as_proto()),
+        """\
+layout message is of type PARTED
+  why   only static layouts are supported: each axis cut over named mesh dims or whole
+  fix   use Layout(sharding_specs, mesh)""",
+    ),
+    "a type of the future": (
+        lambda: b"\x12\x00\x18\x07",
+        """\
+layout message is of type 7
+  why   only static layouts are supported: each axis cut over named mesh dims or whole
+  fix   use Layout(sharding_specs, mesh)""",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_LAYOUT_MESSAGES)
+def test_a_message_that_is_no_layout_is_refused(mistake: str):
+    """What is no layout is refused by what it is, where protobuf would read nonsense out of it."""
+    make, message = BAD_LAYOUT_MESSAGES[mistake]
+
+    with pytest.raises(LayoutError) as raised:
+        Layout.from_proto(make())
+
+    assert message == str(raised.value)
+
+
+@pytest.mark.parametrize("field", [{"use_xla_spmd": True}, {"single_device": "CPU:0"}])
+def test_a_mesh_message_of_another_kind_is_refused(field):
+    """A mesh that is no grid of named dims is refused by the field that says so."""
+    with pytest.raises(MeshError) as raised:
+        Mesh.from_proto(layout_pb2.MeshProto(**field))
+
+    (name,) = field
+    assert f"""\
+mesh message has {name} set
+  why   only meshes of named dims are supported
+  fix   make the mesh from dims and devices""" == str(raised.value)
+
+
+HOSTILE_MESHES = {
+    "digits": f"|x={'9' * 5000}",
+    "a product of digits": "|" + ",".join(f"x{i}=999999999999999999" for i in range(400)) + "|0|0|CPU:0",
+    "digits of another script": "|x=٢",
+    "an id of digits": f"|x=1|{'0' * 5000}|0|CPU:0",
+    "half a surrogate pair in a dim": "|\ud800=2",
+    "half a surrogate pair in the name": "\udc00|x=2",
+    "half a surrogate pair in a device": "|x=1|0|0|CPU\ud800:0",
+    "no types": "|x=1|0|0|" + "a" * 5000,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE_MESHES.values(), ids=HOSTILE_MESHES)
+def test_a_hostile_text_is_refused_in_a_short_message(text: str):
+    """Numbers of any length and what no encoding can write: the error can be written, and does not repeat the input."""
+    for read, whole in ((Mesh.from_string, text), (Layout.from_string, f"sharding_specs: mesh:{text}")):
+        with pytest.raises(LayoutMapError) as caught:
+            read(whole)
+        assert str(caught.value).encode()
+        assert caught.value.why
+
+
+def test_a_hostile_message_is_refused():
+    """Sizes whose product has more digits than Python writes are told, as is a size that is none."""
+    for size in (2**63 - 1, -(2**63), 0):
+        dims = [layout_pb2.MeshDimensionProto(name=f"x{i}", size=size) for i in range(400)]
+        for ids in ([], [0]):
+            with pytest.raises(MeshError):
+                Mesh.from_proto(layout_pb2.MeshProto(mesh_dimensions=dims, global_device_ids=ids))
+
+
+@pytest.mark.parametrize("size", [10**5000, -(10**5000), 2**64], ids=["long", "negative", "64 bits"])
+def test_a_size_of_any_length_is_refused(size: int):
+    """Python refuses to write a number of more than 4,300 digits, so no message may try."""
+    for dims in ({"x": size}, [("x", size)], [("x", 2), ("y", size)]):
+        with pytest.raises(MeshError):
+            Mesh(None, dims)

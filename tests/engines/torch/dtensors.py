@@ -1,0 +1,51 @@
+"""DTensors for tests, on four simulated devices: `batch=2,model=2`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor.experimental import implicit_replication
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.engine import engine
+
+__all__ = ["MESH", "alone", "place", "run_on", "summands", "whole"]
+
+MESH = Mesh(None, "batch=2,model=2")
+
+
+def place(tensor: torch.Tensor, *specs: Any) -> Any:
+    """A plain tensor in a layout on the mesh."""
+    return engine().relayout(tensor.detach(), Layout(specs, MESH))
+
+
+def summands(tensor: torch.Tensor, dim: str = "batch") -> Any:
+    """A tensor that waits to be summed up over a mesh dim."""
+    parts = torch.stack([tensor * 0.25, tensor * 0.75])
+    return place(parts, dim, *[None] * tensor.ndim).sum(0)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All values of a tensor."""
+    return torch.from_numpy(engine().whole(tensor))
+
+
+def run_on() -> Any:
+    """The scope of the engine in which DTensors compute."""
+    return engine().run_on(MESH)
+
+
+@contextmanager
+def alone() -> Generator[None]:
+    """DTensor without us, but for the simulation, and with plain tensors as replicated."""
+    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    with warnings.catch_warnings(), simulation.on_ranks(native.mesh.flatten().tolist()):
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
+        with implicit_replication():
+            yield

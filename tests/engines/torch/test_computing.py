@@ -1,0 +1,340 @@
+"""Functions of DTensors give what they give on plain tensors, in value and gradient."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from engines.torch.dtensors import MESH, place, run_on, summands, whole
+from engines.torch.function_cases import CASES
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.layout import Layout
+from layoutmap.engines.torch.dtensor_ops import gathered
+from layoutmap.engines.torch.dtensor_ops.mode import computing
+from layoutmap.engines.torch.engine import engine
+
+PROCESSES = ("torch",)
+
+
+def specs_of(layout, name, tensor):
+    """The sharding specs of an argument, by what its name says that it is; see `function_cases`."""
+    specs = [None] * tensor.ndim
+    role, floating = name[0], tensor.is_floating_point()
+    if layout == "batch and channels":
+        if role in "xt":
+            specs[0] = "batch"
+        if role == "x" and tensor.ndim > 1 and tensor.shape[1] % 2 == 0:
+            specs[1] = "model"
+        if role == "w":
+            specs[0] = "model"
+    elif layout == "last axes":
+        if role in "xw" and floating and tensor.shape[-1] % 2 == 0:
+            specs[-1] = "model"
+    elif layout == "batch over both" and role in "xt":
+        specs[0] = ("batch", "model")
+    return specs
+
+
+LAYOUTS = ("batch and channels", "last axes", "summands")
+
+
+def argument(layout, name, tensor):
+    if layout == "summands" and name == "x":
+        return summands(tensor)
+    return place(tensor, *specs_of(layout, name, tensor))
+
+
+def tensors_in(results):
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [tensor for each in results if each is not None for tensor in tensors_in(each)]
+
+
+def results_and_gradients(function, given, trained):
+    torch.manual_seed(3)
+    for name in trained:
+        given[name].requires_grad_()
+    with run_on() if any(hasattr(each, "placements") for each in given.values()) else torch.enable_grad():
+        results = tensors_in(function(*given.values()))
+        found = [each for each in results if each.requires_grad]
+        if found:
+            sum(
+                (each * torch.linspace(-1, 2, each.numel(), dtype=each.dtype).view(each.shape)).sum()
+                for each in found
+            ).backward()
+    return (
+        [whole(each) for each in results],
+        {name: whole(given[name].grad) for name in trained if given[name].grad is not None},
+        torch.get_rng_state(),
+    )
+
+
+def assert_as_plain(function, tensors, layout):
+    trained = [name for name, each in tensors.items() if name[0] in "xw" and each.is_floating_point()]
+    expected = results_and_gradients(
+        function, {name: each.clone() for name, each in tensors.items()}, trained
+    )
+    actual = results_and_gradients(
+        function, {name: argument(layout, name, each) for name, each in tensors.items()}, trained
+    )
+    compared = [*zip(expected[0], actual[0], strict=True)]
+    compared += [tuple(each[1].get(name, torch.zeros(())) for each in (expected, actual)) for name in trained]
+    for number, (plain, ours) in enumerate(compared):
+        message = f"{layout}: " + ", ".join([*["value"] * len(expected[0]), *trained][number : number + 1])
+        torch.testing.assert_close(
+            ours, plain, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda text, of=message: f"{of}: {text}"
+        )
+    assert torch.equal(expected[2], actual[2]), "the generator"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_functions_give_plain_numbers(name):
+    """A function of DTensors gives the value and the gradients of plain tensors, in whatever layout they are."""
+    function, tensors = CASES[name]
+    counts_pieces = "loss" in name or "norm" in name or "entropy" in name
+    for layout in (*LAYOUTS, "batch over both") if counts_pieces else LAYOUTS:
+        assert_as_plain(function, tensors, layout)
+
+
+# -- the scope
+
+
+def test_plain_tensors_are_left_alone():
+    """Plain tensors among themselves give plain tensors, in the scope as outside of it."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    expected = F.mse_loss(F.dropout(x, 0.0), x * 2)
+
+    with computing(native):
+        inside = F.mse_loss(F.dropout(x, 0.0), x * 2)
+
+    assert type(inside) is torch.Tensor
+    assert torch.equal(expected, inside)
+
+
+def test_the_scope_opens_inside_itself():
+    """The scope can be opened in itself, and an exception closes it."""
+    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    x, y = place(torch.ones(8, 6), "batch", None), torch.ones(6)
+    with run_on(), computing(native):
+        with contextlib.suppress(ZeroDivisionError), computing(native):
+            raise ZeroDivisionError
+        inside = x + y
+
+    assert torch.equal(torch.full((8, 6), 2.0), whole(inside))
+    with pytest.raises(RuntimeError, match="got mixed"):
+        x + y
+
+
+def test_the_scope_is_of_its_thread():
+    """Another thread is not in the scope."""
+    x, y, said = place(torch.ones(8, 6), "batch", None), torch.ones(6), []
+
+    def other():
+        try:
+            x + y
+        except RuntimeError as error:
+            said.append(str(error))
+
+    with run_on():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    assert "got mixed" in said[0]
+
+
+def test_values_are_read_whole():
+    """Whatever reads values reads those of the whole tensor, of a sum that waits or of a tensor that is cut."""
+    values = torch.arange(8.0)
+    with run_on():
+        total, cut = place(values, "batch").sum(), place(values, ("batch", "model"))
+
+        assert [28.0] * 4 == [float(total), total.item(), total.tolist(), float(total.detach().numpy())]
+        assert (28, "28.00", True) == (int(total), f"{total:.2f}", bool(total > 27))
+        assert values.tolist() == cut.tolist() == cut.numpy().tolist() == np.asarray(cut).tolist()
+        assert values.tolist() == [float(each) for each in cut]
+        assert 3.0 in cut
+        assert torch.equal(cut, values)
+        assert torch.allclose(cut, values)
+
+
+def test_backward_inside_and_outside():
+    """A backward pass may run in the scope or after it, also where plain tensors took part."""
+    x, y = (torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    gradients = []
+    for inside in (True, False):
+        laid_out, plain = place(x, "batch", None).requires_grad_(), y.clone().requires_grad_()
+        with run_on():
+            loss = F.mse_loss(torch.relu(laid_out * plain) + plain, plain.detach())
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        gradients.append((whole(laid_out.grad), plain.grad))
+        assert type(plain.grad) is torch.Tensor
+    x, y = x.requires_grad_(), y.requires_grad_()
+    F.mse_loss(torch.relu(x * y) + y, y.detach()).backward()
+
+    torch.testing.assert_close(gradients[0], (x.grad, y.grad))
+    torch.testing.assert_close(gradients[1], (x.grad, y.grad))
+
+
+@pytest.mark.parametrize("name", ["attention", "conv1d", "group_norm", "prod", "batch_norm"])
+def test_gradients_of_gradients(name):
+    """Gradients have gradients."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (8, 4) if name == "batch_norm" else (8, 4, 6)
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    weight = torch.randn(6, 4, 3, generator=generator, dtype=torch.float64)
+    function = {
+        "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+        "conv1d": lambda x: F.conv1d(x, weight),
+        "group_norm": lambda x: F.group_norm(x, 2),
+        "prod": lambda x: torch.prod(x, 1),
+        "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    }[name]
+
+    def penalty(x):
+        x = x.requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):
+            (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+            gradient.square().sum().backward()
+        return x.grad
+
+    expected = penalty(x.clone())
+    with run_on():
+        actual = penalty(place(x, "batch", *[None] * (x.ndim - 1)))
+
+    torch.testing.assert_close(whole(actual), expected)
+
+
+# -- what it costs
+
+
+def collectives(function):
+    with run_on(), CommDebugMode() as counted:
+        function()
+    return {name.__name__: number for name, number in counted.get_comm_counts().items() if number}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_attention_moves_nothing(dropout_p):
+    """Attention that is cut along the batch and the heads moves nothing, forwards or backwards."""
+    heads = [place(torch.randn(8, 4, 6, 2), "batch", "model", None, None).requires_grad_() for _ in range(3)]
+    mask = torch.zeros(8, 1, 6, 6)
+
+    def attend():
+        output = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout_p)
+        output.backward(torch.ones_like(output))
+
+    assert {} == collectives(attend)
+
+
+@pytest.mark.parametrize("name", ["max_pool2d", "group_norm", "conv2d", "dropout", "lstm"])
+def test_what_is_apart_moves_nothing(name):
+    """What treats the examples of a batch apart moves nothing forwards."""
+    x, sequence = (
+        place(torch.randn(8, 4, 6, 6), "batch", None, None, None),
+        place(torch.randn(8, 6, 4), "batch", None, None),
+    )
+    weight, layer = place(torch.randn(6, 4, 3, 3), "model", None, None, None), nn.LSTM(4, 4, batch_first=True)
+    function = {
+        "max_pool2d": lambda: F.max_pool2d(x, 2),
+        "group_norm": lambda: F.group_norm(x, 2),
+        "conv2d": lambda: F.conv2d(x, weight),
+        "dropout": lambda: F.dropout(x, 0.3),
+        "lstm": lambda: layer(sequence),
+    }[name]
+
+    assert {} == collectives(function)
+
+
+def test_what_has_no_rule_is_computed_whole(monkeypatch):
+    """A function that nobody has a rule for is computed on whole tensors, and a warning says so once."""
+    monkeypatch.setattr(gathered, "_warned", set())
+    x = torch.randint(5, (8,), generator=torch.Generator().manual_seed(0))
+    laid_out = place(x, "batch")
+    with run_on():
+        with pytest.warns(LayoutMapWarning, match=r"torch.bincount: computed on whole tensors") as caught:
+            counts = torch.bincount(laid_out)
+        again = torch.bincount(laid_out)
+
+    assert torch.equal(torch.bincount(x), whole(counts))
+    assert torch.equal(torch.bincount(x), whole(again))
+    assert __file__ == caught[0].filename
+
+
+def test_mistakes_are_told_as_torch_tells_them():
+    """What plain tensors cannot compute fails with the error of plain tensors."""
+    x = place(torch.ones(8, 6), "batch", None)
+    with (
+        run_on(),
+        pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(8x6 and 5x4\)"),
+    ):
+        x @ torch.ones(5, 4)
+
+
+# -- layers
+
+
+def make_layers():
+    return {
+        "transformer": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), (8, 6, 8)),
+        "convolutions": (
+            nn.Sequential(
+                nn.Conv2d(4, 6, 3),
+                nn.BatchNorm2d(6),
+                nn.Hardswish(),
+                nn.Dropout2d(0.3),
+                nn.AvgPool2d(2),
+                nn.Flatten(),
+            ),
+            (8, 4, 6, 6),
+        ),
+        "recurrent": (nn.GRU(8, 4, 2, dropout=0.3, batch_first=True, bidirectional=True), (8, 6, 8)),
+    }
+
+
+@pytest.mark.parametrize("name", ["transformer", "convolutions", "recurrent"])
+def test_layers_train_as_on_one_device(name):
+    """Layers of torch.nn with dropout give the outputs, gradients and buffers of one device."""
+    outcomes = []
+    for on_mesh in (False, True):
+        torch.manual_seed(0)
+        layer, shape = make_layers()[name]
+        layer.double()
+        x = torch.randn(*shape, dtype=torch.float64)
+        if on_mesh:
+            x = place(x, "batch", *[None] * (x.ndim - 1))
+            for module in layer.modules():
+                for key, each in [
+                    *module.named_parameters(recurse=False),
+                    *module.named_buffers(recurse=False),
+                ]:
+                    cut = place(
+                        each,
+                        *["model" if each.ndim and each.shape[0] % 2 == 0 else None, None, None, None][
+                            : each.ndim
+                        ],
+                    )
+                    setattr(module, key, nn.Parameter(cut) if isinstance(each, nn.Parameter) else cut)
+        with run_on() if on_mesh else contextlib.nullcontext():
+            output = layer(x)
+            output = output[0] if isinstance(output, tuple) else output
+            output.square().mean().backward()
+        outcomes.append(
+            [
+                whole(output),
+                *(whole(each.grad) for each in layer.parameters()),
+                *(whole(each) for each in layer.buffers()),
+            ]
+        )
+
+    torch.testing.assert_close(outcomes[1], outcomes[0])

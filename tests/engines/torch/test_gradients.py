@@ -1,0 +1,202 @@
+"""Gradients end in the layouts of their parameters, whatever they wait for on the way."""
+
+import copy
+
+import pytest
+import torch
+from engines.torch.dtensors import MESH, place, run_on, whole
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from layoutmap.core.layout import Layout
+from layoutmap.engines.torch.engine import engine
+from layoutmap.engines.torch.gradients import finalize_gradients
+
+PROCESSES = ("torch",)
+
+LAYOUTS = {
+    "0.weight": ("model", None),
+    "0.bias": ("model",),
+    "2.weight": (None, "model"),
+    "4.weight": ("batch", None),
+}
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+    ).double()
+
+
+def laid_out(model):
+    model = copy.deepcopy(model)
+    for name, parameter in list(model.named_parameters()):
+        path, _, last = name.rpartition(".")
+        specs = LAYOUTS.get(name, (None,) * parameter.ndim)
+        setattr(model.get_submodule(path), last, nn.Parameter(place(parameter, *specs)))
+    return model
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 4)]
+
+
+def loss_of(model, seed=0, *, on_mesh=False):
+    x, y = batch(seed)
+    if not on_mesh:
+        return nn.functional.mse_loss(model(x), y)
+    with run_on():
+        return nn.functional.mse_loss(model(place(x, "batch", None)), place(y, "batch", None))
+
+
+class Pair:
+    """A plain model, and the same one laid out, whose gradients are finalized."""
+
+    def __init__(self):
+        self.plain = make_model()
+        self.laid_out = laid_out(self.plain)
+        self.gradients = finalize_gradients(self.laid_out.parameters())
+
+    def backward(self, seed=0, **options):
+        plain, ours = loss_of(self.plain, seed), loss_of(self.laid_out, seed, on_mesh=True)
+        plain.backward(**options)
+        ours.backward(**options)
+        return plain, ours
+
+    def check(self):
+        """Fail unless all gradients agree and lie as their parameters do."""
+        for expected, actual in zip(self.plain.parameters(), self.laid_out.parameters(), strict=True):
+            assert (expected.grad is None) == (actual.grad is None)
+            if expected.grad is not None:
+                assert actual.placements == actual.grad.placements
+                torch.testing.assert_close(whole(actual.grad), expected.grad)
+
+
+def test_gradients_have_the_layout_of_their_parameter():
+    """After a backward pass, each gradient is that of one device, in the layout of its parameter."""
+    pair = Pair()
+    pair.backward()
+
+    pair.check()
+
+
+def test_gradients_are_added_up():
+    """Several passes add up, also through one graph, and after gradients were set to none or zero."""
+    pair = Pair()
+    for seed in range(3):
+        losses = pair.backward(seed, retain_graph=True)
+        pair.check()
+    for loss in losses:
+        loss.backward()
+    pair.check()
+    for set_to_none in (True, False):
+        for model in (pair.plain, pair.laid_out):
+            model.zero_grad(set_to_none=set_to_none)
+        pair.backward(5)
+        pair.check()
+
+
+def test_parameters_without_a_gradient():
+    """A parameter that is frozen, or takes no part, has no gradient, and the others have theirs."""
+    pair = Pair()
+    for model in (pair.plain, pair.laid_out):
+        model[0].requires_grad_(False)
+        model.unused = nn.Parameter(torch.zeros(3))
+    pair.backward()
+
+    pair.check()
+
+
+def test_sums_are_made_together():
+    """The gradients that wait to be summed up are summed up in one collective for each mesh dim, each pass."""
+    pair = Pair()
+    without = laid_out(pair.plain)
+    for _ in range(2):
+        loss, plain = loss_of(pair.laid_out, on_mesh=True), loss_of(without, on_mesh=True)
+        with run_on(), CommDebugMode() as counted:
+            loss.backward()
+        with run_on(), CommDebugMode() as usual:
+            plain.backward()
+        added = {
+            name.__name__: number - usual.get_comm_counts().get(name, 0)
+            for name, number in counted.get_comm_counts().items()
+            if number != usual.get_comm_counts().get(name, 0)
+        }
+        # The one that is scattered is of the weight that the batch's dim cuts.
+        assert {"all_reduce": len(MESH.shape), "reduce_scatter_tensor": 1} == added
+        for parameter in without.parameters():
+            parameter.grad = None
+
+
+def test_clipping_and_steps():
+    """Clipping and an optimizer find the gradients of one device."""
+    pair = Pair()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (pair.plain, pair.laid_out)]
+    for seed in range(3):
+        pair.backward(seed)
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (pair.plain, pair.laid_out)]
+        torch.testing.assert_close(whole(norms[1]), norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for expected, actual in zip(pair.plain.parameters(), pair.laid_out.parameters(), strict=True):
+        torch.testing.assert_close(whole(actual), expected.detach())
+
+
+def test_a_pass_that_fails():
+    """A pass that fails leaves the next one right."""
+    pair = Pair()
+
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    hook = pair.laid_out[0].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(pair.laid_out, on_mesh=True).backward()
+    hook.remove()
+    pair.laid_out.zero_grad()
+    pair.backward()
+
+    pair.check()
+
+
+def test_removed():
+    """Once removed, gradients are as they come."""
+    pair = Pair()
+    pair.gradients.remove()
+    pair.backward()
+
+    assert any(
+        any(placement.is_partial() for placement in parameter.grad.placements)
+        for parameter in pair.laid_out.parameters()
+    )
+
+
+def test_plain_parameters():
+    """Plain parameters are passed over."""
+    model = make_model()
+    gradients = finalize_gradients(model.parameters())
+    loss_of(model).backward()
+
+    assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+    gradients.remove()
+
+
+def test_shared_parameters():
+    """A parameter that is used twice has the sum of both gradients."""
+    weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = batch()[0]
+    plain, ours = nn.Parameter(weight), nn.Parameter(place(weight, None, None))
+    finalize_gradients([ours])
+
+    def loss(weight, x):
+        return (torch.relu(x @ weight) @ weight.T).square().mean()
+
+    loss(plain, x).backward()
+    with run_on():
+        loss(ours, place(x, "batch", None)).backward()
+
+    assert engine().layout_of(ours.grad) == Layout([None, None], MESH)
+    torch.testing.assert_close(whole(ours.grad), plain.grad)

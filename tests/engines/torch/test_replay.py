@@ -1,0 +1,294 @@
+"""Blocks of a tensor are the values that plain code would have there, bit for bit, and are made in bounded pieces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layoutmap.engines.torch.deferred_init import jump
+from layoutmap.engines.torch.deferred_init.recipes import Recipe
+from layoutmap.engines.torch.deferred_init.runs import Run
+from layoutmap.engines.torch.deferred_init.streams import RandomFill, Stream
+from layoutmap.engines.torch.deferred_init.tape import Tape
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+STARTS: dict[str, Callable[[Sequence[int], torch.dtype], torch.Tensor]] = {
+    "uniform": lambda shape, dtype: torch.empty(shape, dtype=dtype).uniform_(-2, 3),
+    "normal": lambda shape, dtype: torch.empty(shape, dtype=dtype).normal_(1, 2),
+    "rand": lambda shape, dtype: torch.rand(shape, dtype=dtype),
+    "randn": lambda shape, dtype: torch.randn(shape, dtype=dtype),
+    "randint": lambda shape, dtype: torch.randint(3, 40, shape).to(dtype),
+    "large_integers": lambda shape, dtype: torch.randint(1 << 40, shape).to(dtype),
+    "bernoulli": lambda shape, dtype: torch.empty(shape, dtype=dtype).bernoulli_(0.4),
+    "exponential": lambda shape, dtype: torch.empty(shape, dtype=dtype).exponential_(),
+    "log_normal": lambda shape, dtype: torch.empty(shape, dtype=dtype).log_normal_(),
+    "cauchy": lambda shape, dtype: torch.empty(shape, dtype=dtype).cauchy_(),
+    "given_mean": lambda shape, dtype: torch.normal(1.0, 2.0, tuple(shape), dtype=dtype),
+    "turned": lambda shape, dtype: (
+        torch.empty(shape[::-1], dtype=dtype).permute(*reversed(range(len(shape)))).normal_()
+    ),
+    "turned_after": lambda shape, dtype: torch.rand(shape[::-1], dtype=dtype).permute(
+        *reversed(range(len(shape)))
+    ),
+    "every_other": lambda shape, dtype: torch.zeros(*shape[:-1], shape[-1] * 2, dtype=dtype)[
+        ..., ::2
+    ].normal_(),
+    "zeros": lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+}
+
+
+def first_row(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[0].fill_(0)
+    return tensor
+
+
+def last_column(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[..., -1].normal_()
+    return tensor
+
+
+def some_columns(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[..., : tensor.shape[-1] // 2].mul_(3).uniform_()
+    return tensor
+
+
+def some_rows(tensor: torch.Tensor) -> torch.Tensor:
+    new = torch.arange(tensor.shape[-1]).to(tensor.dtype) if tensor.dim() > 1 else 5.0
+    tensor[[0, -1] if len(tensor) > 1 else [0]] = new
+    return tensor
+
+
+def joined(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, torch.ones_like(tensor), tensor * 2])
+
+
+def largest_of_four(tensor: torch.Tensor) -> torch.Tensor:
+    """As Keras draws truncated normal numbers."""
+    drawn = torch.normal(0.0, 1.0, (*tensor.shape, 4), dtype=tensor.dtype)
+    places = ((drawn > -0.5) & (drawn < 0.5)).max(-1, keepdim=True)[1]
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    made.data.copy_(drawn.gather(-1, places).squeeze(-1))
+    return made.data.mul_(2).add_(tensor)
+
+
+THEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mul_": lambda t: t.mul_(0.02),
+    "add": lambda t: t + 1,
+    "sub_": lambda t: t.sub_(3),
+    "div": lambda t: t / 7,
+    "clamp_": lambda t: t.clamp_(-1, 1),
+    "square": lambda t: t**2,
+    "erfinv_": lambda t: t.clamp_(-0.9, 0.9).erfinv_(),
+    "double": lambda t: t.double(),
+    "half": lambda t: t.half(),
+    "clone": lambda t: t.clone(),
+    "twice": lambda t: t + t * 2,
+    "row": lambda t: t * torch.arange(1, t.shape[-1] + 1).to(t.dtype),
+    "column": lambda t: t - torch.ones((t.shape[0],) + (1,) * (t.dim() - 1), dtype=t.dtype),
+    "scalar": lambda t: t * torch.tensor(0.3),
+    "where": lambda t: torch.where(t > 0, t, torch.empty_like(t).normal_()),
+    "again": lambda t: t.uniform_(),
+    "more": lambda t: t.add_(torch.randn_like(t)),
+    "first_row": first_row,
+    "last_column": last_column,
+    "some_columns": some_columns,
+    "some_rows": some_rows,
+    "joined": joined,
+    "rows_of_four": largest_of_four,
+    "view": lambda t: t.reshape(-1),
+    "turned": lambda t: t.transpose(0, -1),
+    "part": lambda t: t[len(t) // 2 :],
+    "exp": lambda t: t.clamp(-3, 3).exp_(),
+    "whole": lambda t: t.cumsum(0),
+}
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Callable[[], torch.Tensor], str]:
+    shape = draw(st.lists(st.integers(1, 13), min_size=1, max_size=3))
+    shape[0] *= draw(st.sampled_from([1, 16, 30]))
+    dtype = draw(st.sampled_from(FLOATS))
+    start = draw(st.sampled_from(sorted(STARTS)))
+    then = draw(st.lists(st.sampled_from(sorted(THEN)), max_size=4))
+
+    def make() -> torch.Tensor:
+        tensor = STARTS[start](shape, dtype)
+        for name in then:
+            tensor = THEN[name](tensor)
+        return tensor
+
+    return make, f"{start} {shape} {dtype} {then}"
+
+
+def index_of(shape: Sequence[int], draw: st.DrawFn) -> tuple[slice, ...]:
+    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return tuple(slice(start, stop) for start, stop in ends)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return torch.cat([tensor.detach().reshape(-1), tensor.new_empty(0)]).view(torch.uint8).numpy().tobytes()
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data(), programs(), st.sampled_from([16, 48, 1 << 18]))
+def test_blocks_are_parts_of_the_plain_tensor(
+    data: Any, program: tuple[Callable[[], torch.Tensor], str], piece: int
+):
+    """Blocks, the whole and the generator's state are those of plain code, for any history, index and piece."""
+    make, text = program
+    torch.manual_seed(3)
+    torch.randn(3)
+    plain = make()
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    torch.randn(3)
+    tape = Tape(1, piece)
+    with tape.recording():
+        tensor = make()
+    assert torch.equal(state, torch.get_rng_state()), text
+    recipe = tape.recipe(tensor)
+    indices = [index_of(plain.shape, data.draw) for _ in range(2)]
+    whole, blocks = recipe.whole(), recipe.blocks(indices)
+    assert (plain.shape, plain.dtype) == (whole.shape, whole.dtype), text
+    assert bits(plain) == bits(whole), text
+    for index, block in zip(indices, blocks, strict=True):
+        assert bits(plain[index]) == bits(block), text
+
+
+def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 10) -> Recipe:
+    tape = Tape(1, piece)
+    with tape.recording():
+        tensor = make()
+    return tape.recipe(tensor)
+
+
+class Largest(TorchDispatchMode):
+    """Sees how large the tensors are that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+def padded() -> torch.Tensor:
+    return nn.Embedding(1000, 64, padding_idx=5).weight
+
+
+def truncated() -> torch.Tensor:
+    return nn.init.trunc_normal_(torch.empty(1000, 64))
+
+
+def in_bfloat16() -> torch.Tensor:
+    return nn.Linear(64, 1000).to(torch.bfloat16).weight
+
+
+def columns() -> torch.Tensor:
+    weight = torch.empty(1000, 64)
+    for part in weight.chunk(2, 1):
+        nn.init.xavier_uniform_(part)
+    return weight
+
+
+IN_PIECES: dict[str, Callable[[], torch.Tensor]] = {
+    "padding_idx": padded,
+    "trunc_normal": truncated,
+    "bfloat16": in_bfloat16,
+    "keras": lambda: largest_of_four(torch.zeros(1000, 64)),
+    "turned": lambda: torch.empty(1000, 64).t().normal_(),
+    "columns": columns,
+    "scaled": lambda: nn.Parameter(torch.randn(1000, 64) * 0.02),
+}
+
+
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_blocks_never_make_the_whole(name: str):
+    """What is made on the way to a block is no larger than the block or a few pieces."""
+    recipe = recipe_of(IN_PIECES[name])
+    index = tuple(slice(0, n // 8) for n in recipe.shape)
+    assert "" == recipe.why_global
+    with Largest() as largest:
+        recipe.blocks([index])
+    assert largest.numel <= 8 << 10 < 64_000
+
+
+WHOLE: dict[str, Callable[[], torch.Tensor]] = {
+    "nn.init.orthogonal_ needs all of it: linalg_qr": lambda: nn.init.orthogonal_(torch.empty(20, 30)),
+    "nn.init.eye_ needs all of it: eye": lambda: nn.init.eye_(torch.empty(20, 30)),
+    "nn.utils.parametrizations.weight_norm needs all of it: norm": lambda: (
+        nn.utils.parametrizations.weight_norm(nn.Linear(20, 30)).parametrizations.weight.original0
+    ),
+    "linalg_vector_norm needs all of it": lambda: (t := torch.randn(20, 30)) / t.norm(),
+    "randperm needs all of it": lambda: torch.randperm(50),
+    "sigmoid needs all of it": lambda: torch.randn(20, 30).sigmoid(),
+}
+
+
+@pytest.mark.parametrize("why", WHOLE)
+def test_what_needs_the_whole_says_why(why: str):
+    """A recipe that must draw the whole tensor names the operation that needs it."""
+    assert why == recipe_of(WHOLE[why]).why_global
+
+
+DRAWS = [
+    RandomFill(op, args, dtype, strided)
+    for op, args in ((aten.uniform_, (-1.0, 2.0)), (aten.normal_, (0.0, 1.0)), (aten.random_, (7,)))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    for strided in (False, True)
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS, ids=str)
+def test_skipping_leaves_the_generator_as_drawing_does(draw: RandomFill):
+    """Far enough for a jump, or not, to the last bit of the state."""
+    for numel in (3, 16, 5_003, (1 << 22) + 37):
+        drawn, skipped = (torch.Generator().manual_seed(6) for _ in range(2))
+        draw.next(numel, drawn)
+        draw.skip(numel, skipped)
+        assert torch.equal(drawn.get_state(), skipped.get_state())
+        assert bits(draw.next(20, drawn)) == bits(draw.next(20, skipped))
+
+
+def test_this_torch_lets_its_generator_jump():
+    """The state is written as we know it, so that skipping costs no drawing."""
+    assert jump.works()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2000), st.integers(1, 100_000))
+def test_a_jump_is_as_many_words_ahead(before: int, words: int):
+    """From any place of the stream, a jump over some words leaves the state that drawing them leaves."""
+    drawn, jumped = (torch.Generator().manual_seed(before) for _ in range(2))
+    for generator in (drawn, jumped):
+        torch.empty(before).uniform_(generator=generator)
+    torch.empty(words).uniform_(generator=drawn)
+    jump.jump(jumped, words)
+    assert torch.equal(drawn.get_state(), jumped.get_state())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(DRAWS), st.integers(1, 400), st.sampled_from([16, 64, 1 << 18]))
+def test_a_stream_gives_the_numbers_of_the_whole(data: Any, draw: RandomFill, numel: int, piece: int):
+    """Any runs, further on each time, are those of one draw of all."""
+    generator = torch.Generator().manual_seed(8)
+    stream = Stream(draw, numel, generator.get_state(), piece)
+    whole = draw.next(numel, generator)
+    ends = sorted(data.draw(st.lists(st.integers(0, numel), min_size=2, max_size=6)))
+    for start, stop in itertools.pairwise(ends):
+        if start < stop:
+            assert bits(whole[start:stop]) == bits(stream.read(Run(start, stop - start)))

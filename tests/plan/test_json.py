@@ -1,0 +1,267 @@
+"""A plan as JSON is the plan: it comes back equal, its text is stable, and what is no plan is refused by place."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import layoutmap as lm
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.plan.planner import make_plan
+from layoutmap.plan.table import Problem
+from layoutmap.testing import strategies
+
+MESH = lm.Mesh(None, "batch=2,model=4")
+VARIABLES = [
+    VariableSpec("tokens.embeddings", (64, 8), "bfloat16", aliases=("head.kernel",)),
+    VariableSpec("d1.kernel", (8, 32), "float32"),
+    VariableSpec("d1.bias", (32,), "float32"),
+    VariableSpec("seed", (2,), "uint32", Kind.RNG),
+    VariableSpec("optimizer.d1.kernel.momentum", (8, 32), "float32", Kind.SLOT, parent="d1.kernel"),
+]
+RULES = {r".*embeddings": ("model", None), r".*\.kernel": (None, ("model", "batch")), "d2": ("model",)}
+
+
+def make(rules=RULES, mesh=MESH):
+    layout_map = lm.LayoutMap(mesh, rules, {"d1": ("batch", None)})
+    whole = {("", "d1.kernel"): "its initializer is orthogonal"}
+    return make_plan(VARIABLES, layout_map, global_init=whole, layers=["d1", "d2"])
+
+
+GOLDEN = r"""{"format": "layoutmap plan", "version": 1,
+ "mesh": {"dims": {"batch": 2, "model": 4}},
+ "variables": [
+  {"path": "tokens.embeddings", "shape": [64, 8], "dtype": "bfloat16", "aliases": ["head.kernel"], "layout": ["model", null], "rule": [1, ".*embeddings"], "others": [[2, ".*\\.kernel", [null, ["model", "batch"]]]]},
+  {"path": "d1.kernel", "shape": [8, 32], "dtype": "float32", "layout": [null, ["model", "batch"]], "rule": [2, ".*\\.kernel"], "global_init": "its initializer is orthogonal"},
+  {"path": "d1.bias", "shape": [32], "dtype": "float32", "layout": [null], "rule": null},
+  {"path": "seed", "shape": [2], "dtype": "uint32", "kind": "rng", "layout": [null], "rule": null},
+  {"path": "optimizer.d1.kernel.momentum", "shape": [8, 32], "dtype": "float32", "kind": "slot", "parent": "d1.kernel", "layout": [null, ["model", "batch"]]}
+ ],
+ "activations": [
+  {"path": "d1", "rule": [1, "d1"], "layout": ["batch", null], "otherwise": "what it puts out stays as it comes"}
+ ],
+"""  # noqa: E501
+
+
+def test_the_text():
+    """A variable in each line; what is as usual is left out."""
+    assert GOLDEN == make().to_json().partition(' "problems"')[0]
+
+
+@st.composite
+def any_plans(draw):
+    """Plans with all that a variable can be told of, also where no plan of ours would say it."""
+    plan = draw(strategies.plans(layers=True))[2]
+    texts = st.text(max_size=5)
+    return replace(
+        plan,
+        assignments=tuple(
+            replace(
+                a,
+                variable=replace(
+                    a.variable,
+                    aliases=tuple(draw(st.lists(texts, max_size=2))),
+                    model=draw(st.sampled_from(["", "teacher"])),
+                ),
+                global_init=draw(texts),
+            )
+            for a in plan.assignments
+        ),
+        problems=(*plan.problems, Problem("k", "note", *(draw(texts) for _ in range(2)), why=draw(texts))),
+    )
+
+
+@given(any_plans())
+def test_a_plan_comes_back(plan):
+    """Reading what was written gives the equal plan, which is written as it was."""
+    text = plan.to_json()
+
+    assert plan == lm.Plan.from_json(text)
+    assert text == lm.Plan.from_json(text).to_json()
+    assert plan.fingerprint == lm.Plan.from_json(text).fingerprint
+
+
+def test_a_plan_with_everything_comes_back():
+    """Aliases, slots, notes and activations, too."""
+    assert make() == lm.Plan.from_json(make().to_json())
+
+
+def test_the_fingerprint_is_that_of_the_places():
+    """It stays where rules are written otherwise, and on other devices; it changes with any layout, or the mesh."""
+    same = {"tokens": ("model", None), **RULES}
+    named = lm.Mesh([f"CPU:{i}" for i in range(8)], "batch=2,model=4")
+
+    assert "fee5266e63bf04e1" == make().fingerprint
+    assert make().fingerprint == make(same).fingerprint == make(mesh=named).fingerprint
+    assert make().fingerprint != make({**RULES, r".*\.bias": ("model",)}).fingerprint
+    assert make().fingerprint != make(mesh=lm.Mesh(None, "batch=4,model=2")).fingerprint
+
+
+def changed(**changes):
+    return json.dumps({**json.loads(make().to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan file: it is no JSON"),
+        ("[]", "plan file: it is no plan"),
+        (changed(format="other"), "plan file: it is no plan"),
+        (changed(version=2), "plan file: version 2\n  why   this layoutmap reads version 1"),
+        (changed(mesh=None), "plan file: mesh is no object"),
+        (changed(mesh={}), "plan file: mesh has no 'dims'"),
+        (changed(mesh={"dims": {"x": 0}}), "plan file: mesh: "),
+        (changed(variables={}), "plan file: variables is no list"),
+        (changed(variables=[{"path": "d"}]), r"plan file: variables\[0\] has no 'shape'"),
+        (
+            changed(variables=[{"path": "d", "shape": [1], "dtype": "int8", "layout": ["y"]}]),
+            r"plan file: variables\[0\].layout: layout \(y,\)",
+        ),
+        (
+            changed(variables=[{"path": "d", "shape": [1], "dtype": "int8", "layout": [None], "rule": 1}]),
+            r"plan file: variables\[0\].rule is no list of 2",
+        ),
+        (
+            changed(variables=[{"path": "d", "shape": ["a"], "dtype": "int8", "layout": [None]}]),
+            r"plan file: variables\[0\].shape\[0\] is no whole number of 0 or more",
+        ),
+        (changed(problems=["it burns"]), r"plan file: problems\[0\] is no object"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text, message):
+    """With the place in the file, why, and a fix."""
+    with pytest.raises(lm.PlanError, match=f"^{message}") as caught:
+        lm.Plan.from_json(text)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("end", range(0, 900, 45))
+def test_half_a_file_is_refused(end):
+    """A plan that was cut off is no plan."""
+    with pytest.raises(lm.PlanError, match="it is no JSON"):
+        lm.Plan.from_json(make().to_json()[:end])
+
+
+def variable(**changes):
+    """A plan file of one variable, changed."""
+    item = {
+        "path": "d",
+        "shape": [8, 4],
+        "dtype": "int8",
+        "layout": [None, None],
+        "rule": [1, "d"],
+        **changes,
+    }
+    return changed(variables=[{name: value for name, value in item.items() if value is not ...}])
+
+
+def without(key):
+    data = json.loads(make().to_json())
+    del data[key]
+    return json.dumps(data)
+
+
+ONE = {"path": "d", "shape": [8], "dtype": "int8", "layout": [None]}
+NOTE = {"severity": "note", "subject": "d", "what": "it is"}
+STRICT = {
+    "no variables": (without("variables"), "plan has no 'variables'"),
+    "no problems": (without("problems"), "plan has no 'problems'"),
+    "unknown key": (changed(variabels=[]), "plan: 'variabels' is not known"),
+    "unknown key of a variable": (variable(dytpe="int8"), "variables[0]: 'dytpe' is not known"),
+    "unknown key of the mesh": (changed(mesh={"dims": {}, "size": 1}), "mesh: 'size' is not known"),
+    "unknown key of an activation": (
+        changed(activations=[{"path": "d", "rule": None, "x": 1}]),
+        "activations[0]: 'x'",
+    ),
+    "unknown key of a problem": (changed(problems=[{**NOTE, "x": 1}]), "problems[0]: 'x' is not known"),
+    "version": (changed(version=True), "version True"),
+    "version of a fraction": (changed(version=1.0), "version 1.0"),
+    "fraction": (variable(shape=[512.9, 8]), "variables[0].shape[0] is no whole number of 0 or more"),
+    "size as text": (variable(shape=[8, "8"]), "variables[0].shape[1] is no whole number of 0 or more"),
+    "negative": (variable(shape=[8, -4]), "variables[0].shape[1] is no whole number of 0 or more"),
+    "bool": (variable(shape=[True, 4]), "variables[0].shape[0] is no whole number of 0 or more"),
+    "not a number": (
+        variable(shape=[float("nan"), 4]),
+        "variables[0].shape[0] is no whole number of 0 or more",
+    ),
+    "1e400": (
+        variable().replace("[8, 4]", "[8, 1e400]"),
+        "variables[0].shape[1] is no whole number of 0 or more",
+    ),
+    "too many elements": (
+        variable(shape=[2**40, 2**40]),
+        "variables[0].shape is no shape: it has too many elements",
+    ),
+    "path": (variable(path=1), "variables[0].path is no text"),
+    "dtype": (variable(dtype="float33"), "variables[0].dtype is no dtype"),
+    "dtype of numpy's own": (variable(dtype="a4"), "variables[0].dtype is no dtype"),
+    "kind": (variable(kind="wait"), "variables[0].kind is not known"),
+    "aliases": (variable(aliases="ab"), "variables[0].aliases is no list"),
+    "parent": (variable(parent=1), "variables[0].parent is no text"),
+    "axes": (variable(axes=[[0]]), "variables[0].axes does not fit the shape"),
+    "use": (variable(use=["in.0"]), "variables[0].use does not fit the shape"),
+    "head size": (
+        variable(use=["", ""], head_size="8"),
+        "variables[0].head_size is no whole number of 0 or more",
+    ),
+    "head size of nothing": (variable(head_size=8), "variables[0]: 'head_size' is not known"),
+    "rule": (variable(rule=["1", "d"]), "variables[0].rule[0] is no whole number of 0 or more"),
+    "other": (variable(others=[[1, "d"]]), "variables[0].others[0] is no list of 3 to 4"),
+    "uneven": (variable(uneven="grow"), "variables[0].uneven is not known"),
+    "spec": (variable(layout=[None, 1]), "variables[0].layout[1] is no list"),
+    "mesh dim twice": (
+        variable(layout=["model", "model"]),
+        "variables[0].layout: layout (model, model): spec 'model'",
+    ),
+    "mesh size": (changed(mesh={"dims": {"x": 2.0}}), "mesh.dims.x is no whole number of 0 or more"),
+    "mesh name": (changed(mesh={"dims": {"x": 2}, "name": 1}), "mesh.name is no text"),
+    "free activations": (changed(free_activations="no"), "free_activations is no true or false"),
+    "severity": (changed(problems=[{**NOTE, "severity": "bad"}]), "problems[0].severity is not known"),
+    "facts": (changed(problems=[{**NOTE, "facts": [["a", 1]]}]), "problems[0].facts[0][1] is no text"),
+    "variable twice": (
+        changed(variables=[ONE, {**ONE, "model": "a"}, ONE]),
+        "variables[2]: 'd' is there twice",
+    ),
+    "key twice": (
+        variable().replace('"dtype"', '"path": "e", "dtype"'),
+        "variables[0]: key 'path' is there twice",
+    ),
+    "mesh dim's key twice": (
+        variable().replace('"dims": {', '"dims": {"batch": 2, '),
+        "mesh.dims: key 'batch'",
+    ),
+    "digits": (variable().replace("[8, 4]", f"[8, {'4' * 5000}]"), "it is no JSON"),
+    "deep": (variable().replace("[8, 4]", "[" * 100_000), "it is no JSON of a plan"),
+    "deep and whole": ("[" * 900 + "]" * 900, "it is no plan"),
+    "no text": (None, "it is no JSON"),
+}
+
+
+@pytest.mark.parametrize(("text", "what"), STRICT.values(), ids=STRICT)
+def test_a_plan_is_read_strictly(text, what):
+    """Nothing is guessed, counted twice or left for later: the first wrong part is told with its place."""
+    with pytest.raises(lm.PlanError) as caught:
+        lm.Plan.from_json(text)
+
+    assert caught.value.what.startswith(f"plan file: {what}")
+    assert caught.value.why
+    assert caught.value.fix
+
+
+def test_half_a_surrogate_pair_in_a_path_comes_back():
+    """Python's texts may hold what no encoding can write; the plan's JSON, page and fingerprint can all be made."""
+    plan = make_plan([VariableSpec("a\ud800", (8,), "int8")], lm.LayoutMap(MESH, {"a": ("model",)}))
+
+    assert plan == lm.Plan.from_json(plan.to_json().encode().decode())
+    assert 16 == len(plan.fingerprint)
+    assert plan.to_html().encode()
+
+
+def test_one_path_in_two_layouts_has_a_fingerprint():
+    """A plan made in code may hold a path twice; its fingerprint does not depend on the order."""
+    spec = VariableSpec("d", (8,), "int8")
+    twice = [Assignment(spec, lm.Layout([of], MESH)) for of in (None, "model", ("model", "batch"))]
+
+    assert lm.Plan(MESH, tuple(twice)).fingerprint == lm.Plan(MESH, tuple(twice[::-1])).fingerprint

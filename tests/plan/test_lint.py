@@ -1,0 +1,287 @@
+"""Lint: what is probably not meant is told with its evidence and a fix, and what is meant is not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layoutmap import LayoutMap, Mesh, Plan, PlanError
+from layoutmap.core.variables import Use, VariableSpec
+from layoutmap.plan.planner import make_plan
+from layoutmap.testing import strategies
+
+HIDDEN, HEADS, SIZE, WIDE, ROWS = 64, 8, 16, 256, 512
+DATA, MODEL = 2, 4
+
+
+def weight(path, shape, *roles, head_size=None):
+    return VariableSpec(path, shape, "float32", use=Use(roles, head_size) if roles else None)
+
+
+def decoder(prefix="", *, flat=False):
+    """The weights of a small decoder of two blocks; with `flat`, heads lie side by side in one axis."""
+    heads, head_size = ((HEADS * SIZE,), SIZE) if flat else ((HEADS, SIZE), None)
+    out, into = (tuple(f"{role}.{i}" for i in range(len(heads))) for role in ("out", "in"))
+    found = [weight("tokens.embeddings", (ROWS, HIDDEN), "rows", "out.0")]
+    for i in range(2):
+        attention = f"{prefix}blocks.{i}.attention"
+        for part in ("query", "key", "value"):
+            found.append(
+                weight(f"{attention}.{part}.kernel", (HIDDEN, *heads), "in.0", *out, head_size=head_size)
+            )
+            found.append(weight(f"{attention}.{part}.bias", heads, *out, head_size=head_size))
+        found.append(
+            weight(f"{attention}.output.kernel", (*heads, HIDDEN), *into, "out.0", head_size=head_size)
+        )
+        found.append(weight(f"{prefix}blocks.{i}.up.kernel", (HIDDEN, WIDE), "in.0", "out.0"))
+        found.append(weight(f"{prefix}blocks.{i}.up.bias", (WIDE,), "out.0"))
+        found.append(weight(f"{prefix}blocks.{i}.down.kernel", (WIDE, HIDDEN), "in.0", "out.0"))
+        found.append(weight(f"{prefix}blocks.{i}.norm.scale", (HIDDEN,)))
+    return found
+
+
+GOOD = {
+    r".*embeddings": ("model", None),
+    r".*(query|key|value)\.kernel": (None, "model", None),
+    r".*(query|key|value)\.bias": ("model", None),
+    r".*output\.kernel": ("model", None, None),
+    r".*up\.kernel": (None, "model"),
+    r".*up\.bias": ("model",),
+    r".*down\.kernel": ("model", None),
+    r".*norm": (None,),
+}
+FLAT = GOOD | {
+    r".*(query|key|value)\.kernel": (None, "model"),
+    r".*(query|key|value)\.bias": ("model",),
+    r".*output\.kernel": ("model", None),
+}
+# The other axis of each weight is cut over the dim that cuts the batch.
+BOTH = GOOD | {
+    r".*embeddings": ("model", "data"),
+    r".*(query|key|value)\.kernel": ("data", "model", None),
+    r".*output\.kernel": ("model", None, "data"),
+    r".*up\.kernel": ("data", "model"),
+    r".*down\.kernel": ("model", "data"),
+}
+
+
+def plan_of(rules, variables=None, mesh=f"data={DATA},model={MODEL}", **options) -> Plan:
+    return make_plan(variables or decoder(), LayoutMap(Mesh(None, mesh), rules), **options)
+
+
+def but(slips: dict) -> dict:
+    """The good rules but for some, which come first."""
+    return slips | {pattern: specs for pattern, specs in GOOD.items() if pattern not in slips}
+
+
+def found(plan, **options):
+    """The kinds of what lint finds and the subjects, without the numbers of blocks."""
+    return sorted({(p.kind, p.subject.replace(".1.", ".0.")) for p in plan.lint(**options)})
+
+
+@pytest.mark.parametrize("rules", [GOOD, FLAT, BOTH], ids=["heads", "flat", "both"])
+def test_a_map_as_it_is_meant_is_passed(rules):
+    """CouldShard over what layers put out, then over what they take in."""
+    plan = plan_of(rules, decoder(flat=rules is FLAT), free_activations=True)
+
+    assert () == plan.errors
+    assert [] == found(plan)
+
+
+SLIPS = {
+    "swapped heads": (
+        {r".*(query|key|value)\.kernel": ("model", "data", None)},
+        "swapped",
+        "blocks.0.attention.query.kernel",
+    ),
+    "swapped features": ({r".*up\.kernel": ("model", "data")}, "swapped", "blocks.0.up.kernel"),
+    "batch over a sum": (
+        {r".*(up|down)\.kernel": ("data", None)},
+        "batch over a sum",
+        "blocks.0.down.kernel",
+    ),
+    "keys otherwise": (
+        {r".*(key)\.kernel": (None, None, None)},
+        "query, key, value",
+        "blocks.0.attention.query.kernel",
+    ),
+    "through heads": (
+        {r".*(value)\.kernel": (None, "model", "data")},
+        "heads",
+        "blocks.0.attention.value.kernel",
+    ),
+    "whole table": ({r".*embeddings": (None, None)}, "whole table", "tokens.embeddings"),
+    "bias over another": ({r".*up\.bias": ("data",)}, "contradicts its kernel", "blocks.0.up.bias"),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_each_slip_is_found_where_it_is(name):
+    """By its kind, at the weight concerned, with the rule that did it, a reason and a fix."""
+    rules, kind, subject = SLIPS[name]
+    plan = plan_of(but(rules), free_activations=True)
+
+    assert (kind, subject) in found(plan)
+    told = next(p for p in plan.lint() if (p.kind, p.subject) == (kind, subject))
+    assert "rule 1" in str(told)
+    assert told.why
+    assert told.fix
+
+
+QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}
+
+
+@pytest.mark.parametrize(
+    ("slip", "found_at"),
+    [
+        ({r".*(query|key|value)\.kernel": ("model", None, None)}, QUERY | KEY | VALUE),
+        ({r".*query\.kernel": ("model", None, None)}, QUERY),
+        (
+            {r".*value\.kernel": ("model", None, None)},
+            QUERY | VALUE,
+        ),  # of the query: that the three are not alike
+        ({r".*output\.kernel": (None, None, "model")}, {"attention.output"}),
+        ({r".*up\.kernel": ("model", None)}, {"up"}),
+        ({r".*down\.kernel": (None, "model")}, {"down"}),
+        ({r".*up\.kernel": ("model", None), r".*down\.kernel": (None, "model")}, {"up", "down"}),
+    ],
+)
+def test_an_axis_for_the_other_is_found(slip, found_at):
+    """A cut that divides, in a layout that can be made: the plan alone has nothing to say of it."""
+    plan = plan_of(but(slip) | {r".*bias": (None,)}, [v for v in decoder() if "bias" not in v.path])
+    kernels = {p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint()}
+
+    assert () == plan.errors
+    assert found_at == kernels
+
+
+def test_a_slip_that_is_mended_as_told_is_gone():
+    """Queries, keys and values whose axes are swapped: in the layouts that the fix names lint finds nothing."""
+    plan = plan_of(but({r".*(query|key|value)\.kernel": ("model", "data", None)}))
+    (fix,) = {p.fix for p in plan.lint() if p.kind == "swapped"}
+
+    assert "its axes seem to be swapped: (data, model, unsharded)" == fix
+    assert [] == found(plan_of(but({r".*(query|key|value)\.kernel": ("data", "model", None)})))
+
+
+def test_layers_that_only_have_the_same_sizes_are_not_taken_for_neighbours():
+    """In a model that is flat, two layers may take in what one puts out: which of them is next is not known."""
+    variables = [
+        weight(f"{name}.kernel", shape, "in.0", "out.0")
+        for name, shape in (("a", (8, 16)), ("b", (16, 32)), ("c", (16, 64)))
+    ]
+    rules = {r"a\.": (None, "model"), r"b\.": (None, "model"), r"c\.": ("model", None)}
+
+    assert [] == found(plan_of(rules, variables))
+
+
+def test_heads_that_lie_side_by_side_are_not_cut_through():
+    """Eight heads of 16 in one axis of 128: sixteen devices divide the axis and not the heads."""
+    variables = decoder(flat=True)
+    for mesh, kinds in ((f"data=2,model={HEADS}", set()), ("data=2,model=16", {"heads"})):
+        plan = plan_of(FLAT, variables, mesh)
+        assert () == plan.errors
+        assert kinds == {kind for kind, _ in found(plan)}
+    heads = [p for p in plan.lint() if p.kind == "heads"]
+    assert ("heads", "8 of size 16, in 16 shards") in heads[0].facts
+    assert {"query", "key", "value", "output"} == {p.subject.split(".")[3] for p in heads}
+
+
+def test_one_head_of_keys_that_no_mesh_divides_is_no_slip():
+    """It has to be whole where the queries' heads are cut."""
+    variables = [
+        weight("attention.query.kernel", (HIDDEN, HEADS, SIZE), "in.0", "out.0", "out.1"),
+        *(
+            weight(f"attention.{p}.kernel", (HIDDEN, 1, SIZE), "in.0", "out.0", "out.1")
+            for p in ("key", "value")
+        ),
+    ]
+    layout_map = LayoutMap(Mesh(None, "model=4"), {".*": (None, "model", None)}, uneven="shrink")
+
+    assert [] == found(make_plan(variables, layout_map))
+
+
+def test_a_sum_over_the_batchs_dim_is_clear_where_rules_or_no_compiler_say_what_moves():
+    """With rules for activations it is the weight, and on engines that put such weights together, too."""
+    rules = but({r".*(up|down)\.kernel": ("data", None), r".*up\.bias": (None,)})
+    kinds = {kind for kind, _ in found(plan_of(rules, free_activations=True))}
+    layout_map = LayoutMap(Mesh(None, "data=2,model=4"), rules, {r"blocks\.\d+": ("data", None, None)})
+    with_activations = make_plan(
+        decoder(), layout_map, layers=["blocks.0", "blocks.1"], free_activations=True
+    )
+
+    assert {"batch over a sum"} == kinds
+    assert [] == found(with_activations)
+    assert [] == found(plan_of(rules, free_activations=False))
+
+
+def test_the_batchs_dim_is_that_of_the_activations_or_one_of_its_names_or_the_one_given():
+    """Else it is not known, and the text says so."""
+    variables, rules = decoder(), GOOD
+    layout_map = LayoutMap(Mesh(None, "rows=2,model=4"), rules, {r"blocks\.\d+": ("rows", None, None)})
+    told = make_plan(variables, layout_map, layers=["blocks.0"]).lint()
+    unknown = plan_of(rules, mesh="rows=2,model=4")
+
+    assert ("rows", []) == (told.batch_dim, list(told))
+    assert "data" == plan_of(rules).lint().batch_dim
+    assert [("unused dim", "rows")] == found(unknown)
+    assert "say batch_dim='rows'" in str(unknown.lint())
+    assert "which dim cuts the batch is not known" in str(unknown.lint())
+    assert [] == found(unknown, batch_dim="rows")
+    with pytest.raises(PlanError, match="lint: the mesh has no dim 'row'"):
+        unknown.lint(batch_dim="row")
+
+
+def test_a_dim_of_the_mesh_that_nothing_is_cut_over_is_told():
+    """With how many devices do the same as others."""
+    (problem,) = plan_of(GOOD, mesh="data=2,model=4,spare=3").lint()
+
+    assert ("unused dim", "spare") == (problem.kind, problem.subject)
+    assert (
+        "groups of 3 devices hold the same, and compute the same: 8 of the 24 devices would do" == problem.why
+    )
+
+
+def test_a_scale_with_a_rule_that_contradicts_its_kernel_is_told():
+    """A scale that follows its kernel is right by itself, and one that is whole costs little."""
+
+    def derived(layout):
+        kernel = weight("up.kernel", (HIDDEN, WIDE), "in.0", "out.0")
+        scale = VariableSpec(
+            "up.scale", (WIDE,), "float32", parent="up.kernel", axes=((1,),), parent_shape=(HIDDEN, WIDE)
+        )
+        rules = {r"up\.kernel": (None, "model")} | ({} if layout is None else {r"up\.scale": layout})
+        return found(plan_of(rules, [kernel, scale]))
+
+    assert [] == derived(None) == derived(("model",)) == derived((None,))
+    assert [("contradicts its kernel", "up.scale")] == derived(("data",))
+
+
+def test_repeated_blocks_are_told_once():
+    """In the text, with the numbers of all of them, and the line below counts what is told."""
+    text = str(plan_of(but({r".*up\.bias": ("data",)})).lint())
+
+    assert text.startswith(
+        "contradicts its kernel: blocks.{0..1}.up.bias: is cut otherwise than up.kernel, with which it is used\n"
+    )
+    assert text.endswith("\nLint: 1 finding; the batch is cut over data")
+
+
+@given(strategies.plans(layers=True))
+def test_any_plan_is_linted_and_says_the_same_when_it_was_written_and_read(drawn):
+    """No plan is too odd, and what lint goes by is in the plan's JSON."""
+    _, _, plan = drawn
+    text = plan.to_json()
+    again = Plan.from_json(text)
+
+    assert str(plan.lint()) == str(again.lint())
+    assert text == again.to_json()
+
+
+@given(st.sampled_from(list(SLIPS)), st.booleans())
+def test_slips_are_found_in_a_plan_that_was_written_and_read(name, free):
+    """Uses and who lays out activations are kept."""
+    plan = plan_of(but(SLIPS[name][0]), free_activations=free)
+
+    assert str(plan.lint()) == str(Plan.from_json(plan.to_json()).lint())

@@ -1,0 +1,446 @@
+"""A plan assigns every variable, counts every byte and collects every problem; it touches nothing."""
+
+import textwrap
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+import layoutmap as lm
+from layoutmap.core.uneven import fitted
+from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.plan.planner import make_plan
+from layoutmap.plan.table import Problem, group_problems
+from layoutmap.testing import strategies
+
+MESH = lm.Mesh(None, "batch=2,model=4")
+
+
+def text(message):
+    return textwrap.dedent(message).strip()
+
+
+def weight(path, shape=(16, 64), **rest):
+    return VariableSpec(path, shape, "float32", **rest)
+
+
+def slot(parent, name="momentum", shape=(16, 64)):
+    return VariableSpec(f"optimizer.{parent}.{name}", shape, "float32", Kind.SLOT, parent=parent)
+
+
+def plan_of(variables, rules, **options):
+    return make_plan(variables, lm.LayoutMap(MESH, rules), **options)
+
+
+def only_problem(plan):
+    (problem,) = plan.problems
+    return problem
+
+
+KINDS = {
+    "rank": (
+        [weight("d1.bias", (64,))],
+        {r"d1\.": (None, "model")},
+        "error",
+        r"""
+        d1.bias: a layout of rank 2 for a tensor of rank 1
+          shape   (64,)
+          layout  (unsharded, model)     rule 1  d1\.
+          mesh    batch=2, model=4
+          why     a layout has one sharding spec for each axis
+          fix     use (unsharded,), or a rule that does not match this one
+        """,
+    ),
+    "uneven": (
+        [weight("d1.kernel", (16, 6))],
+        {r"d1\.": (None, "model")},
+        "error",
+        r"""
+        d1.kernel: axis 1 cannot be split evenly
+          shape   (16, 6)
+          layout  (unsharded, model)     rule 1  d1\.
+          mesh    batch=2, model=4
+          why     6 is not a multiple of 4
+          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
+        """,
+    ),
+    "no rule": (
+        [weight("d1.kernel"), weight("d2.kernel")],
+        {r"d1\.kernel": (None, "model")},
+        "warning",
+        r"""
+        d2.kernel: no rule matches, so it is replicated
+          shape        (16, 64)
+          near misses  d1\.kernel
+          why          every device holds all 4,096 bytes of it
+          fix          add a rule: layout_map[r"d2\.kernel$"] = (None, None)
+        """,
+    ),
+    "unused rule": (
+        [weight("d1.kernel")],
+        {r"d1\.kernel": (None, "model"), r"d1\.kernl": (None, "model")},
+        "warning",
+        r"""
+        rule 2  d1\.kernl: matches no variable
+          near misses  d1.kernel
+          why          re.match finds it at the start of none of the 1 paths
+          fix          did you mean r"d1\.kernel$"? else delete it
+        """,
+    ),
+    "shadowed rule": (
+        [weight("d1.kernel")],
+        {r"d1\..*": (None, "model"), r"d1\.kern": (None, None)},
+        "warning",
+        r"""
+        rule 2  d1\.kern: never used, since earlier rules match all its variables
+          first lost  d1.kernel to rule 1  d1\..*
+          why         the first rule that matches wins
+          fix         put it before rule 1, or delete it
+        """,
+    ),
+    "drawn whole": (
+        [weight("d1.kernel")],
+        {r"d1\..*": (None, "model")},
+        "note",
+        """
+        d1.kernel: its first value is drawn whole, then cut
+          bytes  4,096
+          why    it is not to be split
+          fix    use one of the library's own initializers, or load a checkpoint
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_problem_is_told_in_full(kind):
+    """A problem says what, where, why, and what to type instead."""
+    variables, rules, severity, message = KINDS[kind]
+    global_init = {("", "d1.kernel"): "it is not to be split"} if kind == "drawn whole" else None
+    problem = only_problem(plan_of(variables, rules, global_init=global_init))
+
+    assert (kind, severity, text(message)) == (problem.kind, problem.severity, str(problem))
+
+
+def test_rules_that_disagree_on_one_variable():
+    """A tied weight whose paths are given different layouts gets that of the first rule, and a warning."""
+    variables = [weight("embed.table", aliases=("out.table",))]
+    plan = plan_of(variables, {r"out\.": ("model", None), r"embed\.": (None, "model")})
+
+    assert ("model", "unsharded") == plan["out.table"].layout.sharding_specs
+    assert ["tied", "shadowed rule"] == [p.kind for p in plan.problems]
+    assert str(plan.problems[0]) == text(r"""
+        embed.table: its paths are given different layouts
+          embed.table  (unsharded, model)  rule 2  embed\.
+          out.table    (model, unsharded)  rule 1  out\.
+          why          it is one variable with 2 paths, and rule 1  out\. comes first
+          fix          make the rules agree, or leave out one of them
+        """)
+
+
+def test_an_exact_key_beats_a_rule_that_comes_before():
+    """As in the map itself, a rule whose text is the path wins over one whose regex matches it."""
+    plan = plan_of([weight("d1.kernel")], {r"d1\..*": (None, "model"), "d1.kernel": ("model", None)})
+
+    assert ("model", "unsharded") == plan["d1.kernel"].layout.sharding_specs
+    assert ["shadowed rule"] == [p.kind for p in plan.problems]
+
+
+def test_problems_of_rules_wait_until_all_variables_are_known():
+    """A rule that matches nothing yet may match what a first call makes."""
+    plan = plan_of([weight("d1.kernel")], {r"d1\..*": (None, None), "later": (None,)}, complete=False)
+
+    assert () == plan.problems
+
+
+def test_what_needs_no_rule():
+    """Seeds, slots and metrics need no rule; a seed may have one; a slot lies where its weight lies."""
+    variables = [
+        weight("d1.kernel"),
+        VariableSpec("drop.seed", (2,), "uint32", Kind.RNG),
+        slot("d1.kernel"),
+        slot("d1.kernel", "row", (16,)),
+        VariableSpec("optimizer.iterations", (), "int32", Kind.SLOT),
+        VariableSpec("loss.total", (), "float32", Kind.METRIC),
+    ]
+    plan = plan_of(variables, {r"d1\.kernel": ("batch", "model")})
+
+    assert () == plan.problems
+    assert plan["d1.kernel"].layout == plan["optimizer.d1.kernel.momentum"].layout
+    others = [
+        a for a in plan.assignments if a.variable.path not in ("d1.kernel", "optimizer.d1.kernel.momentum")
+    ]
+    assert all(a.layout.is_fully_replicated() for a in others)
+
+
+def test_a_slot_follows_the_weight_of_its_own_model():
+    """Two models of one scope may have equal paths and different layouts of their slots' weights."""
+    variables = [
+        weight("d1.kernel", model="a"),
+        weight("d1.kernel", (16, 16), model="b"),
+        VariableSpec("optimizer.d1.kernel.m", (16, 16), "float32", Kind.SLOT, parent="d1.kernel", model="b"),
+    ]
+    plan = plan_of(variables, {"d1.kernel": (None, "model")})
+
+    assert (16, 4) == plan.assignments[2].shard_shape
+
+
+def test_a_problem_of_a_slot_is_told_at_its_weight():
+    """A layout that does not fit a weight is one problem, however many slots follow it."""
+    plan = plan_of([weight("d1.kernel", (16, 6)), slot("d1.kernel", shape=(16, 6))], {"d1": (None, "model")})
+
+    assert ["d1.kernel"] == [p.subject for p in plan.errors]
+    assert 0 == plan.device_bytes
+    assert 2 * 16 * 6 * 4 == plan.global_bytes
+
+
+def test_repeated_blocks_are_one_problem():
+    """Thirty-two equal blocks have one message, with the numbers in one, and a pattern that matches them all."""
+    plan = plan_of(
+        [weight(f"blocks.{i}.up.kernel", (16, 6)) for i in range(32)], {r".*kernel": (None, "model")}
+    )
+    (problem,) = group_problems(plan.problems)
+
+    assert 32 == len(plan.problems)
+    assert "blocks.{0..31}.up.kernel" == problem.subject
+    assert "blocks.{0..31}.up.kernel: axis 1 cannot be split evenly" == problem.what
+    no_rule = plan_of([weight(f"blocks.{i}.b", (6,)) for i in range(3)], {})
+    assert r'add a rule: layout_map[r"blocks\.\d+\.b$"] = (None,)' == group_problems(no_rule.problems)[0].fix
+
+
+def test_check_raises_once_with_everything():
+    """Ten problems are shown in full and the rest counted; all are in `problems`."""
+    plan = plan_of([weight(f"{c}.kernel", (16, 6)) for c in "abcdefghijkl"], {r".*kernel": (None, "model")})
+    with pytest.raises(lm.PlanError) as caught:
+        plan.check()
+
+    assert plan.problems == caught.value.problems
+    assert str(caught.value).startswith(
+        "12 problems\na.kernel: axis 1 cannot be split evenly\n  shape   (16, 6)\n"
+    )
+    assert str(caught.value).endswith("\n\n... and 2 more")
+    assert 10 == str(caught.value).count("cannot be split evenly")
+
+
+def test_strict_makes_warnings_errors_and_leaves_notes():
+    """Without `strict` a plan with warnings passes; with it, it raises; notes never do."""
+    warned = plan_of([weight("d1.kernel")], {})
+    noted = plan_of([weight("d1.kernel")], {"d1": (None, "model")}, global_init={("", "d1.kernel"): "why"})
+
+    assert warned is warned.check()
+    with pytest.raises(lm.PlanError, match=r"^d1\.kernel: no rule matches, so it is replicated\n"):
+        warned.check(strict=True)
+    assert noted is noted.check(strict=True)
+
+
+def test_errors_come_first():
+    """Problems are sorted by how bad they are; among equals in the order of the model."""
+    plan = plan_of(
+        [weight("a.kernel"), weight("b.kernel", (16, 6)), weight("c.kernel", (16, 7))],
+        {r"[bc]\.": (None, "model"), "typo": (None,)},
+    )
+
+    assert ["b.kernel", "c.kernel", "a.kernel", "typo"] == [p.subject for p in plan.problems]
+
+
+def test_a_plan_is_looked_up_by_path_or_alias_and_says_what_is_near():
+    """A path that the plan does not have raises `KeyError` with near misses."""
+    plan = plan_of([weight("d1.kernel", aliases=("d2.kernel",))], {".*": (None, "model")})
+
+    assert plan["d1.kernel"] is plan["d2.kernel"]
+    with pytest.raises(KeyError, match=r"the plan has no variable 'd1.kernal'; near misses: d1\.kernel"):
+        plan["d1.kernal"]
+
+
+def test_a_pattern_with_the_sign_of_a_comment():
+    """Patterns are grouped by what they have beside numbers, whatever that is."""
+    plan = plan_of([], {"0.#": (None,), "0.0": (None,)})
+
+    assert ["0.#", "0.0"] == [problem.subject for problem in group_problems(plan.problems)]
+
+
+def test_a_map_without_a_mesh():
+    """Nothing can be laid out without a mesh, not even replicated."""
+    with pytest.raises(lm.PlanError, match=r"^the layout map has no mesh\n"):
+        make_plan([weight("d1.kernel")], lm.LayoutMap())
+
+
+def test_one_more_problem():
+    """A plan with one more problem is another plan, equal but for it."""
+    plan = plan_of([weight("d1.kernel")], {".*": (None, "model")})
+    problem = Problem("not built", "warning", "m", "m: 1 layers have no weights yet: d2")
+
+    assert (problem,) == plan.with_problem(problem).problems
+    assert () == plan.problems
+
+
+@given(strategies.plans())
+def test_every_variable_is_assigned_exactly_once_in_order(drawn):
+    """A plan has one assignment for each variable, in the order given: what the map says, made to fit as it says."""
+    variables, layout_map, plan = drawn
+
+    assert variables == [a.variable for a in plan.assignments]
+    assert len(variables) == len(plan)
+    for a in plan.assignments:
+        if a.variable.follows:
+            continue
+        rule = layout_map.match(a.variable.path).rule if a.variable.kind is not Kind.METRIC else None
+        if rule is None:
+            assert a.layout.is_fully_replicated()
+        else:
+            assert fitted(rule.layout, a.variable.shape, rule.uneven) == a.layout
+
+
+@given(strategies.plans())
+def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
+    """A rule is, if it matches the variable and not its parent; else each axis is cut as the parent's axes it is of."""
+    _, layout_map, plan = drawn
+    for a in plan.assignments:
+        v = a.variable
+        if not v.follows:
+            continue
+        parent = plan[v.parent]
+        of_parent = layout_map.matching_rules(v.parent)
+        meant = [r for r in layout_map.matching_rules(v.path) if r not in of_parent]
+        if meant and v.kind is not Kind.SLOT:
+            assert fitted(meant[0].layout, v.shape, meant[0].uneven) == a.layout
+            continue
+        assert a.match is None
+        if v.axes is None:
+            assert parent.layout == a.layout
+        elif parent.layout.rank == len(v.parent_shape):
+            for axis, (of,) in enumerate(v.axes):
+                asked = parent.layout.mesh_dims_of(of)
+                assert set(a.layout.mesh_dims_of(axis)) <= set(asked)
+                assert v.shape[axis] % parent.layout.num_shards(of) or asked == a.layout.mesh_dims_of(axis)
+
+
+@given(strategies.plans())
+def test_bytes_are_those_of_all_shards(drawn):
+    """What the devices hold together is what their shards hold; what does not fit is left out."""
+    _, _, plan = drawn
+    fitting = [a for a in plan.assignments if a.fits]
+
+    assert sum(a.variable.global_bytes for a in plan.assignments) == plan.global_bytes
+    assert sum(a.shard_bytes for a in fitting) == plan.device_bytes
+    for a in fitting:
+        size = a.layout.mesh.size
+        slices = [a.layout.shard_slices(a.variable.shape, i) for i in range(size)]
+        assert {a.shard_shape} == {tuple(s.stop - s.start for s in index) for index in slices}
+        assert a.shard_bytes * size >= a.variable.global_bytes
+
+
+@given(strategies.plans())
+def test_a_plan_has_an_error_exactly_where_something_does_not_fit(drawn):
+    """Each variable that does not fit its layout has an error of its own, or follows one that has; no other has one."""
+    _, _, plan = drawn
+    own = {a.variable.path for a in plan.assignments if not a.fits and (a.match or not a.variable.follows)}
+
+    assert own == {p.subject for p in plan.errors}
+    assert all(p.severity in ("error", "warning", "note") for p in plan.problems)
+
+
+@given(strategies.plans())
+def test_every_rule_is_used_or_told_of(drawn):
+    """A rule wins at least one variable, or a warning says that it is unused or shadowed."""
+    _, layout_map, plan = drawn
+    winners = {a.match.rule.pattern for a in plan.assignments if a.match and a.match.rule}
+    told = {p.subject for p in plan.warnings if p.kind in ("unused rule", "shadowed rule")}
+
+    assert set(layout_map) == winners | told
+    assert not winners & told
+
+
+@given(strategies.plans())
+def test_planning_again_gives_the_same(drawn):
+    """A plan depends on the variables and the map only."""
+    variables, layout_map, plan = drawn
+
+    assert make_plan(variables, layout_map) == plan
+    assert isinstance(str(plan), str)
+    assert isinstance(plan._repr_html_(), str)
+
+
+# -- activations
+
+
+def test_activation_rules_without_a_layer_are_found():
+    """Where the library tells its layers, a rule for none of them, or one that others shadow, is a warning."""
+    activations = {r"blocks\.\d+$": ("batch", None), "blocks.*": (None, None), "blokcs.1": (None,)}
+    layout_map = lm.LayoutMap(MESH, {"d1": (None, "model")}, activations)
+    layers = ["blocks", "blocks.0", "blocks.1"]
+    plan = make_plan([weight("d1")], layout_map, layers=layers)
+
+    assert [("blocks", 2), ("blocks.0", 1), ("blocks.1", 1)] == [
+        (match.path, match.rule.number) for match in plan.activations
+    ]
+    assert text(r"""
+        activation rule 3  blokcs.1: matches no layer
+          near misses  blocks.1
+          why          re.match finds it at the start of none of the 3 paths
+          fix          did you mean r"blocks\.1$"? else delete it
+        """) == str(only_problem(plan))
+
+    layout_map.activations.pop("blokcs.1")
+    shadowed = make_plan([weight("d1")], layout_map, layers=layers[1:])
+    assert text(r"""
+        activation rule 2  blocks.*: never used, since earlier rules match all its layers
+          first lost  blocks.0 to rule 1  blocks\.\d+$
+          why         the first rule that matches wins
+          fix         put it before rule 1, or delete it
+        """) == str(only_problem(shadowed))
+
+
+def test_what_is_not_known_of_layers_is_no_problem():
+    """Where layers are not told, or not all of them yet, nothing is said of activation rules."""
+    layout_map = lm.LayoutMap(MESH, {"d1": (None, "model")}, {"nope": (None,)})
+
+    assert () == make_plan([weight("d1")], layout_map).problems
+    assert () == make_plan([weight("d1")], layout_map, layers=["a"], complete=False).problems
+
+
+# -- rules for derived variables
+
+
+def lora(path="up.lora_kernel_a", shape=(16, 8)):
+    """The first factor of a kernel of (16, 64): its first axis is the kernel's, its second the rank."""
+    return weight(path, shape, parent="up.kernel", axes=((0,), ()), parent_shape=(16, 64))
+
+
+def test_a_rule_for_a_derived_variable_is_about_its_own_axes():
+    """Also where the parent has as many: what the rule cuts is cut, and an axis that does not divide is an error."""
+    rules = {r"up\.kernel": ("model", None), r"up\.lora_kernel_a": (None, "model")}
+    plan = plan_of([weight("up.kernel"), lora()], rules)
+    uneven = plan_of([weight("up.kernel"), lora(shape=(16, 6))], rules)
+
+    assert ("unsharded", "model") == plan["up.lora_kernel_a"].layout.sharding_specs
+    assert () == plan.problems
+    assert [("uneven", "error")] == [(p.kind, p.severity) for p in uneven.problems]
+
+
+def test_a_rule_of_another_rank_is_told_with_the_shape_that_it_is_for():
+    """The variable's own, or that of the weight in whose place it is."""
+    own = plan_of(
+        [weight("up.kernel"), lora()], {r"up\.kernel": ("model", None), r"up\.lora_kernel_a": ("model",)}
+    )
+    packed = weight("up.kernel", (16, 32), parent="up.kernel", axes=((0,), (1, 2)), parent_shape=(16, 8, 8))
+    other = plan_of([packed], {r"up\.kernel": ("model",)})
+
+    assert [("rank", ("shape", "(16, 8)"))] == [(p.kind, p.facts[0]) for p in own.problems]
+    assert [("rank", ("shape", "(16, 8, 8)"))] == [(p.kind, p.facts[0]) for p in other.problems]
+    (note,) = plan_of([replace(packed, shape=(16, 2))], {"up": (None, "model", None)}).problems
+    assert note.why.endswith(
+        "it is cut as its rule cuts the weight that it stands for, as far as that divides it"
+    )
+
+
+def test_an_exact_key_beats_a_rule_that_comes_before_for_a_derived_variable_too():
+    """As for any other variable, and the other is told as one that also matches."""
+    rules = {
+        r"up\.kernel": ("model", None),
+        r".*lora_kernel_a": (None, None),
+        "up.lora_kernel_a": (None, "model"),
+    }
+    match = plan_of([weight("up.kernel"), lora()], rules)["up.lora_kernel_a"].match
+
+    assert (3, [2]) == (match.rule.number, [rule.number for rule in match.others])

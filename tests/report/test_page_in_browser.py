@@ -1,0 +1,629 @@
+"""The page of a plan in a real browser: search, sort, filter, choose, and slices that are those of `Layout`."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from urllib.parse import urlencode
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+import layoutmap as lm
+from layoutmap.core.paths import merge_paths
+from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.plan.planner import make_plan
+from layoutmap.testing import strategies
+
+MESH = lm.Mesh(None, "stage=2,batch=2,model=4")
+NEEDED = "a browser: install Debian's packages chromium and chromium-driver"
+# Nothing of the browser's own goes out, and it runs as root in a container, too.
+OPTIONS = """
+    --headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1440,1000
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """One browser for all tests of this file."""
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    if not all(programs.values()):
+        if os.environ.get("LAYOUTMAP_NEEDS_BROWSER"):
+            pytest.fail(f"LAYOUTMAP_NEEDS_BROWSER is set, and there is no {NEEDED[2:]}")
+        pytest.skip(f"this needs {NEEDED}")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs["chromium"]
+    for option in (*OPTIONS.split(), f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(programs["chromedriver"], log_output=subprocess.DEVNULL)
+    driver = webdriver.Chrome(options, service)
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.fixture(autouse=True)
+def no_complaints(browser):
+    """A test leaves nothing in the browser's console: no error of a script, nothing that the policy stopped."""
+    yield
+    assert [] == browser.get_log("browser")
+
+
+@pytest.fixture(scope="module")
+def show(browser, tmp_path_factory):
+    """Open the page of a plan, with the answers of a reader in its address."""
+    path = tmp_path_factory.mktemp("pages") / "plan.html"
+    written = {}
+
+    def show(plan, **fragment):
+        if written.get("plan") != plan:
+            path.write_text(plan.to_html(), encoding="utf-8")
+            written["plan"] = plan
+        browser.get("about:blank")
+        browser.get(f"{path.as_uri()}#{urlencode(fragment)}")
+        browser.execute_async_script(
+            """const [done] = arguments;
+            const ask = () => performance.getEntriesByName("drawn").length ? done() : setTimeout(ask, 5);
+            ask();"""
+        )
+
+    return show
+
+
+@pytest.fixture(scope="module")
+def compute(browser, show):
+    """Run a script among those of a page, whichever page is open."""
+    show(PLAN)
+    return browser.execute_script
+
+
+def transformer():
+    """Three blocks, an odd head, what no rule matches, a tied weight, and slots."""
+    variables = [VariableSpec("embed.table", (96, 32), "float32", aliases=("head.tied",))]
+    for i in range(3):
+        variables += [
+            VariableSpec(f"blocks.{i}.attn.query.kernel", (32, 8, 4), "bfloat16"),
+            VariableSpec(f"blocks.{i}.up.kernel", (32, 64), "float32"),
+            VariableSpec(f"blocks.{i}.up.bias", (64,), "float32"),
+        ]
+    variables += [
+        VariableSpec("head.kernel", (30, 7), "float32"),
+        VariableSpec("norm.moving_mean", (16,), "float32", Kind.STATE),
+        VariableSpec("temperature", (), "float32"),
+    ]
+    variables += [
+        VariableSpec(f"optimizer.{v.path}.momentum", v.shape, "float32", Kind.SLOT, parent=v.path)
+        for v in variables[:10]
+    ]
+    rules = {
+        r".*query\.kernel": ("batch", "model", None),
+        r".*up\.kernel": (None, ("model", "batch")),
+        r"head\.kernel": (None, "model"),
+        r"embed\.": ("model", None),
+    }
+    global_init = {("", "embed.table"): "it is drawn by a function of one's own"}
+    return make_plan(variables, lm.LayoutMap(MESH, rules), global_init=global_init)
+
+
+PLAN = transformer()
+
+
+@functools.cache
+def large():
+    """1,500 variables and as many slots on 4,096 devices."""
+    variables = [
+        VariableSpec(f"layer_{i}.{name}.kernel", (4096, 32, 128), "bfloat16")
+        for i in range(250)
+        for name in ("query", "key", "value", "output", "gate", "up")
+    ]
+    variables += [
+        VariableSpec(f"optimizer.{v.path}.m", v.shape, "float32", Kind.SLOT, parent=v.path) for v in variables
+    ]
+    mesh = lm.Mesh(None, "batch=256,model=16")
+    return make_plan(variables, lm.LayoutMap(mesh, {".*(query|key)": ("batch", "model", None)}))
+
+
+def find(browser, selector):
+    return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def text(browser, selector):
+    return find(browser, selector).text
+
+
+def rows(browser):
+    """The paths in the table, from top to bottom, as far as they are in the document."""
+    return browser.execute_script(
+        "return [...document.querySelectorAll('#grid td:first-child .clamped')].map((cell) => cell.title)"
+    )
+
+
+def chosen(browser):
+    return browser.execute_script("return document.getElementById('chosen-path').textContent")
+
+
+def search(browser, words):
+    box = find(browser, "#search")
+    box.clear()
+    box.send_keys(words)
+
+
+def press(browser, words):
+    """Press the button with these words."""
+    buttons = browser.find_elements(By.CSS_SELECTOR, "button")
+    (button,) = [b for b in buttons if b.is_displayed() and b.text.split("\n")[0].startswith(words)]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+
+
+def click_at(browser, selector, across, down):
+    """Click a canvas somewhere, told as parts of its width and height from the left and the top."""
+    canvas = find(browser, selector)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    x, y = (across - 0.5) * canvas.size["width"], (down - 0.5) * canvas.size["height"]
+    ActionChains(browser).move_to_element_with_offset(canvas, int(x), int(y)).click().perform()
+
+
+def drawn_slices(browser):
+    """What the page says that the chosen device or slice is: `[0:16, 4:8]`."""
+    return re.search(r"(?:holds|is) (\[.*?\]|all of it)", text(browser, "#slices-readout"))[1]
+
+
+def slices_text(slices):
+    return f"[{', '.join(f'{part.start}:{part.stop}' for part in slices)}]" if slices else "all of it"
+
+
+def test_the_page_loads_nothing_and_tells_the_plan(browser, show):
+    """Not one request; the head has the totals and the number of problems."""
+    show(PLAN)
+
+    assert [] == browser.execute_script("return performance.getEntriesByType('resource')")
+    assert f"{len(PLAN)} variables on stage=2, batch=2, model=4" == text(browser, "h1")
+    warnings = len(PLAN.warnings) + len(PLAN.lint())
+    assert f"{len(PLAN.errors)} error, {warnings} warnings" in text(browser, "#totals")
+    assert "each of the 16 devices holds the same" in text(browser, "#memory")
+
+
+def test_the_policy_holds(browser, show):
+    """Even a script of the page itself can load nothing: the browser refuses, and says that the policy does."""
+    show(PLAN)
+    told = browser.execute_async_script(
+        "const [done] = arguments; fetch('data:,text').then(() => done('loaded'), () => done('refused'));"
+    )
+    complaints = " ".join(entry["message"] for entry in browser.get_log("browser"))
+
+    assert "refused" == told
+    assert "Content Security Policy" in complaints
+
+
+def test_search(browser, show):
+    """Text anywhere in a path, an alias or a rule's pattern; a regex between slashes; a wrong regex is told."""
+    show(PLAN)
+    for words, found in {
+        "UP.bias": ["blocks.{0..2}.up.bias", "optimizer.*.momentum"],
+        "tied": ["embed.table"],
+        r"query\.kernel": ["blocks.{0..2}.attn.query.kernel"],
+        "/^blocks.[02].up.k/": ["blocks.{0..2}.up.kernel"],
+        "/^HEAD.KERNEL$/i": ["head.kernel"],
+        "blocks.1.up.kernel": ["blocks.1.up.kernel", "optimizer.blocks.1.up.kernel.momentum"],
+        "nothing like it": [],
+    }.items():
+        search(browser, words)
+        assert found == rows(browser), words
+
+    search(browser, "/(/")
+    assert "This is no regex" in text(browser, "#hits")
+    assert "true" == find(browser, "#search").get_attribute("aria-invalid")
+
+
+SORTED_BY = {
+    "variable": lambda a: a.variable.path,
+    "whole": lambda a: a.variable.global_bytes,
+    "per device": lambda a: a.shard_bytes if a.fits else 0,
+    "dtype": lambda a: a.variable.dtype,
+}
+
+
+@pytest.mark.parametrize("column", SORTED_BY)
+def test_sort(browser, show, column):
+    """A column's head sorts up, then down, then as the model has it; equal ones keep the model's order."""
+    show(PLAN, all=1)
+    in_order = PLAN.assignments
+    for wanted in (
+        sorted(in_order, key=SORTED_BY[column]),
+        sorted(in_order, key=SORTED_BY[column], reverse=True),
+        in_order,
+    ):
+        head = find(browser, f"#grid th:nth-child({1 + headings(browser).index(column)}) button")
+        head.click()
+        assert [a.variable.path for a in wanted][:20] == rows(browser)[:20]
+
+
+def headings(browser):
+    return [head.text.split(" ↑")[0] for head in browser.find_elements(By.CSS_SELECTOR, "#grid th button")]
+
+
+FILTERS = {
+    "no rule": lambda a: a.match is not None and a.match.rule is None and a.variable.kind != Kind.SLOT,
+    "replicated": lambda a: a.fits and a.layout.is_fully_replicated(),
+    "uneven": lambda a: not a.fits,
+    "drawn whole": lambda a: bool(a.global_init),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_filters(browser, show, name):
+    """Each button leaves the variables that Python says are so, and its tally counts them."""
+    show(PLAN, all=1)
+    wanted = [a.variable.path for a in PLAN.assignments if FILTERS[name](a)]
+    press(browser, name)
+
+    assert wanted == rows(browser)
+    assert f"{len(wanted)} of {len(PLAN)} variables" == text(browser, "#hits")
+    press(browser, "Clear")
+    assert f"{len(PLAN)} of {len(PLAN)} variables" == text(browser, "#hits")
+
+
+def test_repeated_blocks_are_one_row_or_many(browser, show):
+    """As in the terminal, and with the box unchecked each for itself."""
+    show(PLAN)
+    assert "blocks.{0..2}.up.kernel" in rows(browser)
+    find(browser, "#collapsed").click()
+
+    assert {f"blocks.{i}.up.kernel" for i in range(3)} < set(rows(browser))
+
+
+def test_a_click_on_a_row_draws_the_variable(browser, show):
+    """Its name, its rule and its slices stand beside the table, and the address says it."""
+    show(PLAN, all=1)
+    search(browser, "blocks.1.up.kernel")
+    find(browser, "#row-0").click()
+
+    assert "blocks.1.up.kernel" == chosen(browser)
+    assert "8 slices of 1.0 KiB, each held by 2 devices." in text(browser, "#slices-readout")
+    assert "axis 1: 64 over model, then batch, 8 pieces of 8" in text(browser, "#slices-legend")
+    assert r"rule 2 .*up\.kernel" in text(browser, "#details")
+    in_address = "search=blocks.1.up.kernel", "variable=blocks.1.up.kernel"
+    WebDriverWait(browser, 10).until(lambda _: all(each in browser.current_url for each in in_address))
+
+
+def test_the_address_brings_all_of_it_back(browser, show):
+    """The variable, the device, the search, the filter and the order."""
+    fragment = {
+        "variable": "blocks.2.up.bias",
+        "device": 5,
+        "search": "up",
+        "kind": "weight",
+        "sort": "whole",
+        "down": 1,
+    }
+    show(PLAN, **fragment)
+
+    assert "blocks.2.up.bias" == chosen(browser)
+    assert "5" == find(browser, "#device").get_attribute("value")
+    assert ["blocks.{0..2}.up.kernel", "blocks.{0..2}.up.bias"] == rows(browser)
+    assert "true" == find(browser, "#row-1").get_attribute("aria-selected")
+
+
+def test_a_click_on_a_tile_chooses_its_variable(browser, show):
+    """A tile of the treemap, and the name of a module zooms in and out again."""
+    show(PLAN)
+    before = chosen(browser)
+    click_at(browser, "#treemap-canvas", 0.97, 0.3)
+    assert before != chosen(browser)
+    assert chosen(browser) in text(browser, "#treemap-readout")
+    assert PLAN[chosen(browser)]
+
+    show(PLAN, variable="blocks.1.up.kernel")
+    canvas = find(browser, "#treemap-canvas")
+    canvas.send_keys("z")
+    assert "blocks.{0..2}" == text(browser, ".crumbs [aria-current]")
+    canvas.send_keys(Keys.ESCAPE)
+    assert f"All {len(PLAN)} variables" == text(browser, ".crumbs [aria-current]")
+    press(browser, "Bytes of the whole model")
+    canvas.send_keys(Keys.ARROW_RIGHT, Keys.ENTER)
+    assert chosen(browser) in text(browser, "#treemap-readout")
+
+
+@pytest.mark.parametrize(
+    "path", ["temperature", "blocks.0.up.bias", "blocks.0.up.kernel", "blocks.0.attn.query.kernel"]
+)
+def test_a_device_tells_its_slice_and_a_slice_its_devices(browser, show, path):
+    """Of any rank: a click on the mesh gives the slice of Python's arithmetic, and a click on a slice its devices."""
+    show(PLAN, variable=path)
+    a = PLAN[path]
+    click_at(browser, "#mesh-canvas", 0.03, 0.9)
+    device = int(find(browser, "#device").get_attribute("value"))
+    assert slices_text(a.layout.shard_slices(a.variable.shape, device)) == drawn_slices(browser)
+
+    click_at(browser, "#slices-canvas", 0.99, 0.95)
+    assert "" == find(browser, "#device").get_attribute("value")
+    last = tuple(count - 1 for count in a.layout.shard_counts)
+    holders = [i for i in range(MESH.size) if a.layout.shard_offset(i) == last]
+    assert slices_text(a.layout.shard_slices(a.variable.shape, holders[0])) == drawn_slices(browser)
+    if len(holders) <= 8:
+        assert f"devices {', '.join(map(str, holders))}:" in text(browser, "#slices-readout")
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_the_arithmetic_of_the_page_is_that_of_layout(compute, data):
+    """For every device of any mesh and layout: which shard, from where to where, and who else holds it."""
+    mesh = data.draw(strategies.meshes())
+    layout = data.draw(strategies.layouts(mesh))
+    shape = data.draw(strategies.shapes(layout, min_side=0))
+    cut = [[mesh.dim_names.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]
+    offsets = layout.offset_to_shard()
+    told = compute(
+        """const [sizes, cut, shape, size] = arguments;
+        return [...Array(size).keys()].map((device) => {
+          const offset = layoutmap.shardOffset(sizes, cut, device);
+          const slices = layoutmap.slicesOf(layoutmap.shardCounts(sizes, cut), shape, offset);
+          const weights = layoutmap.shardWeights(sizes, cut);
+          return [offset, slices, layoutmap.devicesOf(sizes, cut, offset), weights];
+        });""",
+        mesh.shape,
+        cut,
+        shape,
+        mesh.size,
+    )
+
+    assert [
+        [
+            list(offset),
+            [[part.start, part.stop] for part in layout.shard_slices(shape, device)],
+            [i for i, other in enumerate(offsets) if other == offset],
+        ]
+        for device, offset in enumerate(offsets)
+    ] == [each[:3] for each in told]
+    # What the mesh is coloured by: the number of a device's shard is a sum over its coordinates.
+    assert [layout.offset_tuple_to_global_index(offset) for offset in offsets] == [
+        sum(at * weight for at, weight in zip(mesh.coords(device), told[device][3], strict=True))
+        for device in range(mesh.size)
+    ]
+
+
+@given(strategies.meshes(max_size=64), st.integers(60, 1500), st.data())
+@settings(max_examples=60)
+def test_every_device_has_a_cell_of_its_own(compute, mesh, width, data):
+    """Whichever dims go down and across, in any width: its cell is in the drawing, and what is there is that device."""
+    dims = [*range(len(mesh.shape)), None]
+    across = data.draw(st.sampled_from(dims))
+    down = data.draw(st.sampled_from([dim for dim in dims if dim is None or dim != across]))
+    told = compute(
+        """const [names, sizes, down, across, width, size] = arguments;
+        const tiles = new layoutmap.MeshTiles({ names, sizes }, down, across, width, 300);
+        return [...Array(size).keys()].map((device) => {
+          const [x, y] = tiles.placeOf(device);
+          const inside = x >= 0 && y >= 0 && x + tiles.cell <= width && y + tiles.cell <= tiles.height + 1;
+          return [inside, tiles.deviceAt(x + tiles.cell / 2, y + tiles.cell / 2)];
+        });""",
+        mesh.dim_names,
+        mesh.shape,
+        down,
+        across,
+        width,
+        mesh.size,
+    )
+
+    assert [[True, device] for device in range(mesh.size)] == told
+
+
+@given(st.lists(st.integers(0, 10**12), max_size=30), st.integers(1, 900), st.integers(1, 900))
+@settings(max_examples=60)
+def test_tiles_are_as_large_as_what_they_stand_for(compute, weights, width, height):
+    """Each has its share of the area, and all lie side by side in the rectangle."""
+    told = compute(
+        """const placed = [];
+        layoutmap.squarify(arguments[0].map((weight) => ({ weight })), 0, 0, arguments[1], arguments[2],
+          (item, ...box) => placed.push([item.weight, ...box]));
+        return placed;""",
+        weights,
+        width,
+        height,
+    )
+    total = sum(weights)
+
+    assert sorted(weight for weight in weights if weight) == sorted(weight for weight, *_ in told)
+    for weight, x, y, wide, high in told:
+        assert wide * high == pytest.approx(width * height * weight / total)
+        assert -1e-6 <= x <= x + wide <= width * (1 + 1e-6)
+        assert -1e-6 <= y <= y + high <= height * (1 + 1e-6)
+    boxes = [box for _, *box in told]
+    for i, (x, y, wide, high) in enumerate(boxes):
+        for x2, y2, wide2, high2 in boxes[:i]:
+            apart_x, apart_y = max(x, x2) - min(x + wide, x2 + wide2), max(y, y2) - min(y + high, y2 + high2)
+            assert max(apart_x, apart_y) >= -1e-6
+
+
+@given(
+    strategies.paths(), st.lists(st.lists(st.integers(0, 40), min_size=6, max_size=6), min_size=1, max_size=6)
+)
+@settings(max_examples=60)
+def test_paths_are_merged_as_in_the_terminal(compute, path, numbers):
+    """Those of repeated blocks, in which only numbers differ."""
+    words = re.split(r"\d+", path)
+    paths = ["".join(word + str(n) for word, n in zip(words, each, strict=False)) for each in numbers]
+
+    assert merge_paths(paths) == compute("return layoutmap.mergedPath(arguments[0])", paths)
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_what_the_page_says_of_a_device_is_what_it_holds(browser, show, data):
+    """From a plan to the text below the drawing, on any mesh, of any rank."""
+    layout = data.draw(strategies.layouts())
+    shape = data.draw(strategies.shapes(layout))
+    device = data.draw(st.integers(0, layout.mesh.size - 1))
+    plan = make_plan([VariableSpec("k", shape, "float32")], lm.LayoutMap(layout.mesh, {"k": layout}))
+    show(plan, device=device)
+
+    assert slices_text(layout.shard_slices(shape, device)) == drawn_slices(browser)
+
+
+def test_a_variable_of_three_axes_is_drawn_by_two_of_them(browser, show):
+    """Another axis can be drawn, and the piece of a cut axis that is not drawn is chosen by number."""
+    show(PLAN, variable="blocks.0.attn.query.kernel", device=15)
+    select = find(browser, "#slices-axis-0")
+    assert "axis 0 (32)" in select.text
+    select.send_keys(Keys.END)
+    assert "down, axis 2: 4, whole" in text(browser, "#slices-legend")
+    assert "[16:32, 6:8, 0:4]" == drawn_slices(browser)
+
+    piece = find(browser, "#slices input[type=number]")
+    piece.clear()
+    piece.send_keys("0", Keys.TAB)
+    assert "[0:16, 6:8, 0:4]" == drawn_slices(browser)
+
+
+def test_what_does_not_fit_says_so(browser, show):
+    """It has no slices, and its problem stands with it and leads to it."""
+    show(PLAN)
+    find(browser, "#problems .error .link").click()
+
+    assert "head.kernel" == chosen(browser)
+    assert "does not fit its layout" in text(browser, "#slices-readout")
+    assert "7 is not a multiple of 4" in text(browser, "#details")
+
+
+def test_variables_without_a_rule_are_told_in_one(browser, show):
+    """As in the terminal: how many, what to type for each, and a way to each."""
+    show(PLAN)
+    found = [p for p in PLAN.problems if p.kind == "no rule"]
+    told = [node.text for node in browser.find_elements(By.CSS_SELECTOR, "#problems .warning")]
+
+    assert [f"warning no rule matches these {len(found)}, so every device holds them whole;"] == [
+        each.partition(" a rule")[0] for each in told if "no rule matches" in each
+    ]
+    assert r'add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)' in told[0]
+    find(browser, "#problems .listed .link").click()
+    assert "blocks.0.up.bias" == chosen(browser)
+
+
+def test_the_keyboard_is_enough(browser, show):
+    """The table, the slices and the mesh each take the focus, and arrows and Enter choose."""
+    show(PLAN)
+    grid = find(browser, "#grid")
+    grid.send_keys(Keys.HOME, Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ENTER)
+    assert "blocks.0.up.kernel" == chosen(browser)
+
+    find(browser, "#slices-canvas").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert "[0:32, 8:16]" == drawn_slices(browser)
+    find(browser, "#mesh-canvas").send_keys(Keys.ARROW_RIGHT, Keys.PAGE_DOWN, Keys.ENTER)
+    device = int(find(browser, "#device").get_attribute("value"))
+    a = PLAN["blocks.0.up.kernel"]
+    assert slices_text(a.layout.shard_slices(a.variable.shape, device)) == drawn_slices(browser)
+    find(browser, "#mesh-canvas").send_keys(Keys.ESCAPE)
+    assert "" == find(browser, "#device").get_attribute("value")
+
+
+def test_whether_it_fits_a_device(browser, show):
+    """The reader says how much memory a device has, and the page whether that is enough, but for activations."""
+    show(large())
+    needed = large().memory.total
+    for gib, verdict in ((needed / 2**30 + 1, "It fits."), (needed / 2**30 - 0.5, "It does not fit.")):
+        box = find(browser, "#budget")
+        box.clear()
+        box.send_keys(f"{gib:.2f}")
+        assert text(browser, "#verdict").startswith(verdict)
+        assert "activations" in text(browser, "#verdict")
+
+
+def test_light_and_dark(browser, show):
+    """The system's choice, until the button says otherwise."""
+    try:
+        for scheme in ("light", "dark"):
+            feature = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
+            show(PLAN)
+            seen = [ground(browser)]
+            find(browser, "#theme").click()
+            seen.append(ground(browser))
+            assert ([True, False] if scheme == "dark" else [False, True]) == [
+                sum(each) < 200 for each in seen
+            ]
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def ground(browser):
+    """The colour behind everything, as red, green and blue."""
+    shown = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    return [int(part) for part in re.findall(r"\d+", shown)[:3]]
+
+
+@pytest.mark.parametrize("width", [390, 1100, 2200])
+def test_nothing_scrolls_sideways_but_the_tables(browser, show, width):
+    """On a phone, on a wide screen, and between."""
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    try:
+        for plan in (PLAN, large()):
+            show(plan)
+            wide, room = browser.execute_script(
+                "const page = document.documentElement; return [page.scrollWidth, page.clientWidth]"
+            )
+            assert room == wide
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_large_plan_is_searched_sorted_and_chosen(browser, show):
+    """3,000 variables on 4,096 devices: a table of which only what is seen is in the document, down to its end."""
+    plan = large()
+    show(plan, all=1)
+    assert "3,000 of 3,000 variables" == text(browser, "#hits")
+    assert len(rows(browser)) < 60
+    find(browser, "#grid").send_keys(Keys.END, Keys.ENTER)
+    assert "optimizer.layer_249.up.kernel.m" == rows(browser)[-1] == chosen(browser)
+
+    search(browser, "layer_77.key")
+    assert ["layer_77.key.kernel", "optimizer.layer_77.key.kernel.m"] == rows(browser)
+    find(browser, "#row-0").click()
+    device = find(browser, "#device")
+    device.send_keys("4001", Keys.TAB)
+    wanted = plan["layer_77.key.kernel"].layout.shard_slices((4096, 32, 128), 4001)
+    assert slices_text(wanted) == drawn_slices(browser)
+
+
+def test_plans_of_next_to_nothing(browser, show):
+    """No variable, no mesh dim, an axis without elements: all is drawn, and nothing complains."""
+    one = lm.Mesh(None, [])
+    show(make_plan([], lm.LayoutMap(one)))
+    assert "0 variables on one device" == text(browser, "h1")
+    show(make_plan([VariableSpec("k", (), "float32")], lm.LayoutMap(one)), device=0)
+    assert "all of it" == drawn_slices(browser)
+    show(
+        make_plan([VariableSpec("k", (0, 3), "float32")], lm.LayoutMap(MESH, {"k": ("batch", None)})),
+        device=9,
+    )
+    assert "[0:0, 0:3]" == drawn_slices(browser)
+
+
+def test_layers_whose_output_is_laid_out_are_told(browser, show):
+    """In a table of their own."""
+    layout_map = lm.LayoutMap(MESH, {"k": (None,)}, {r"blocks\.\d+$": ("batch", None)})
+    show(make_plan([VariableSpec("k", (4,), "float32")], layout_map, layers=["blocks.0", "blocks.1"]))
+
+    assert "blocks.{0..1} 2 (batch, unsharded) 1" in text(browser, "#activations")
+
+
+def test_paths_that_read_like_markup_are_text(browser, show):
+    """They are shown as they are, and nothing of them is run."""
+    evil = "</script><img src=x onerror=alert(1)>.<b>.k"
+    plan = make_plan([VariableSpec(evil, (6, 4), "float32")], lm.LayoutMap(MESH, {".*": ("batch", None)}))
+    show(plan)
+
+    assert evil == chosen(browser)
+    assert [evil] == rows(browser)
+    assert [] == browser.find_elements(By.CSS_SELECTOR, "main img, main b")

@@ -1,0 +1,237 @@
+"""Plans as people read them: golden texts, and HTML that holds whatever is in a path."""
+
+import textwrap
+from html.parser import HTMLParser
+
+import layoutmap as lm
+from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.plan.planner import make_plan
+from layoutmap.report.html import table
+from layoutmap.report.rows import plan_rows, size
+from layoutmap.report.text import warning_text
+
+MESH = lm.Mesh(None, "batch=2,model=4")
+
+
+def transformer():
+    """Three blocks, a head that does not fit, what no rule matches, and slots."""
+    variables = []
+    for i in range(3):
+        variables.append(VariableSpec(f"blocks.{i}.up.kernel", (16, 64), "float32"))
+        variables.append(VariableSpec(f"blocks.{i}.up.bias", (64,), "float32"))
+    variables += [
+        VariableSpec("head.kernel", (16, 6), "bfloat16"),
+        VariableSpec("norm.moving_mean", (16,), "float32", Kind.STATE),
+        VariableSpec("drop.seed", (2,), "uint32", Kind.RNG),
+    ]
+    variables += [
+        VariableSpec(f"optimizer.{v.path}.momentum", v.shape, "float32", Kind.SLOT, parent=v.path)
+        for v in variables[:6:2]
+    ]
+    variables += [
+        VariableSpec("adam.blocks.0.up.kernel.row", (16,), "float32", Kind.SLOT, parent="blocks.0.up.kernel"),
+        VariableSpec("optimizer.iterations", (), "int32", Kind.SLOT),
+    ]
+    rules = {r".*\.up\.kernel": (None, "model"), r"head\.": ("batch", "model"), r"norm\.moving_meen": (None,)}
+    global_init = {("", "head.kernel"): "the QR decomposition of an orthogonal matrix needs all of it"}
+    return make_plan(variables, lm.LayoutMap(MESH, rules), global_init=global_init)
+
+
+GOLDEN = r"""
+variable                     times  shape    dtype     layout              shard            bytes  per device  rule
+---------------------------  -----  -------  --------  ------------------  ------------  --------  ----------  -------
+blocks.{0..2}.up.kernel          3  16 x 64  float32   (unsharded, model)  16 x 16       12.0 KiB     3.0 KiB  1
+blocks.{0..2}.up.bias            3  64       float32   replicated          64               768 B       768 B  no rule
+head.kernel                         16 x 6   bfloat16  (batch, model)      does not fit     192 B              2
+norm.moving_mean                    16       float32   replicated          16                64 B        64 B  no rule
+drop.seed                           2        uint32    replicated          2                  8 B         8 B  (rng)
+optimizer.*.momentum             3           float32   as its weight                     12.0 KiB     3.0 KiB  (slot)
+adam.blocks.0.up.kernel.row         16       float32   replicated          16                64 B        64 B  (slot)
+optimizer.iterations                scalar   int32     replicated          scalar             4 B         4 B  (slot)
+
+rule 1  .*\.up\.kernel
+rule 2  head\.
+
+Plan: 14 variables on batch=2, model=4, 25.1 KiB, 6.9 KiB per device; 1 error, 5 warnings
+largest variable drawn whole: head.kernel, 192 B
+
+error: head.kernel: axis 1 cannot be split evenly
+  shape   (16, 6)
+  layout  (batch, model)     rule 2  head\.
+  mesh    batch=2, model=4
+  why     6 is not a multiple of 4
+  fix     pad axis 1 to 8, or leave it unsharded: (batch, unsharded), or say uneven="shrink"
+
+warning: no rule matches these 4, so every device holds them whole; a rule for each says that this is meant
+  blocks.{0..2}.up.bias  add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)
+  norm.moving_mean       add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
+
+warning: rule 3  norm\.moving_meen: matches no variable
+  near misses  norm.moving_mean
+  why          re.match finds it at the start of none of the 9 paths
+  fix          did you mean r"norm\.moving_mean$"? else delete it
+""".strip()
+
+
+def test_a_plan_is_a_table_with_its_totals_and_its_problems():
+    """Repeated blocks are one row, slots one for each kind; errors come before warnings, each with its fix."""
+    assert str(transformer()) == GOLDEN
+
+
+def test_a_plan_in_one_line():
+    """The representation counts variables, bytes and problems, in the singular where there is one."""
+    one = make_plan([VariableSpec("k", (8,), "float32")], lm.LayoutMap(MESH, {"k": ("model",)}))
+
+    assert repr(one) == "<Plan: 1 variable on batch=2, model=4, 32 B, 8 B per device; no problems>"
+    assert repr(make_plan([], lm.LayoutMap(MESH))) == (
+        "<Plan: 0 variables on batch=2, model=4, 0 B, 0 B per device; no problems>"
+    )
+
+
+def test_what_a_scope_warns_of():
+    """Rules that do not do what they say, and matrices without one; what is small and whole is not mentioned."""
+    plan = make_plan(
+        [VariableSpec(p, s, "float32") for p, s in (("a.0.k", (8, 8)), ("a.1.k", (8, 8)), ("bias", (8,)))],
+        lm.LayoutMap(MESH, {"typo": (None,)}),
+    )
+
+    assert warning_text(plan) == textwrap.dedent("""\
+        layout map: not all is as the rules say; print(scope.plan) shows all
+          a.{0..1}.k: no rule matches, so it is replicated
+          rule 1  typo: matches no variable""")
+    assert warning_text(make_plan([VariableSpec("bias", (8,), "float32")], lm.LayoutMap(MESH))) == ""
+
+
+def test_every_variable_is_in_exactly_one_row():
+    """Folding loses nothing and counts nothing twice."""
+    plan = transformer()
+    rows = plan_rows(plan)
+
+    assert sorted(a.variable.path for a in plan.assignments) == sorted(
+        a.variable.path for r in rows for a in r.assignments
+    )
+    assert plan.global_bytes == sum(row.global_bytes for row in rows)
+
+
+def test_models_are_told_apart():
+    """Where a scope built several models, each row names its model; one model needs no name."""
+    several = [VariableSpec("k", (8,), "float32", model=name) for name in ("teacher", "student")]
+
+    assert ["teacher: k", "student: k"] == [r.path for r in plan_rows(make_plan(several, lm.LayoutMap(MESH)))]
+    assert ["k"] == [r.path for r in plan_rows(make_plan(several[:1], lm.LayoutMap(MESH)))]
+
+
+def test_sizes_as_people_read_them():
+    """Bytes are whole; larger sizes have one digit behind the point; the largest unit has no end."""
+    sizes = [0, 1023, 1024, 1536, 2**20, 2**30, 2**40, 5 * 2**50]
+
+    assert ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 GiB", "1.0 TiB", "5120.0 TiB"] == list(
+        map(size, sizes)
+    )
+
+
+class _Text(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(html):
+    parser = _Text()
+    parser.feed(html)
+    return parser
+
+
+def test_html_says_what_the_text_says():
+    """The table in a notebook has the cells of the text, and its problems below."""
+    plan = transformer()
+    found = read(plan._repr_html_())
+
+    assert "blocks.{0..2}.up.kernel" in found.text
+    assert 1 + len(plan_rows(plan)) == found.tags.count("tr")
+    assert f"error: {plan.errors[0]}" in found.text
+    assert "script" not in found.tags
+
+
+def test_html_escapes_whatever_is_in_a_path():
+    """A path, a pattern or a cell with markup in it is shown, not run."""
+    evil = "<script>alert('&')</script>"
+    plan = make_plan([VariableSpec(f"{evil}.k", (6,), "float32")], lm.LayoutMap(MESH, {r"<s.*": ("model",)}))
+    found = read(plan._repr_html_() + table(evil, [evil], [[evil]]))
+
+    assert "script" not in found.tags
+    assert f"{evil}.k" in found.text
+    assert 3 == found.text.count(evil)
+
+
+def test_layers_whose_output_is_laid_out_are_a_table():
+    """Below the variables stand the layers whose output a rule lays out, repeated blocks in one row."""
+    layout_map = lm.LayoutMap(
+        MESH, {"d1": (None, "model")}, {r"blocks\.\d+$": ("batch", None), "head": (None,)}
+    )
+    layers = ["blocks.0", "blocks.1", "blocks.1.mlp", "head"]
+    plan = make_plan([VariableSpec("d1", (16, 64), "float32")], layout_map, layers=layers)
+
+    assert """\
+variable  times  shape    dtype    layout              shard      bytes  per device  rule
+--------  -----  -------  -------  ------------------  -------  -------  ----------  ----
+d1               16 x 64  float32  (unsharded, model)  16 x 16  4.0 KiB     1.0 KiB  1
+
+rule 1  d1
+
+layer's output  times  layout              rule
+--------------  -----  ------------------  ----
+blocks.{0..1}       2  (batch, unsharded)  1
+head                   (unsharded,)        2
+
+Plan: 1 variable on batch=2, model=4, 4.0 KiB, 1.0 KiB per device; no problems""" == str(plan)
+    assert "blocks.{0..1}" in plan._repr_html_()
+
+
+def test_a_derived_variable_is_shown_with_its_parent():
+    """Blocks are one row, and so are their parents; a slot of fewer axes is derived, too."""
+    variables = []
+    for block in range(2):
+        kernel = f"blocks.{block}.up.kernel"
+        variables += [
+            VariableSpec(kernel, (16, 64), "int8"),
+            VariableSpec(
+                f"{kernel}_scale", (64,), "float32", parent=kernel, axes=((1,),), parent_shape=(16, 64)
+            ),
+            VariableSpec(
+                f"optimizer.{kernel}.r",
+                (16,),
+                "float32",
+                Kind.SLOT,
+                parent=kernel,
+                axes=((0,),),
+                parent_shape=(16, 64),
+            ),
+        ]
+    plan = make_plan(variables, lm.LayoutMap(MESH, {r"blocks\.\d+\.up\.kernel": ("batch", "model")}))
+
+    assert [
+        ("blocks.{0..1}.up.kernel", "1"),
+        ("blocks.{0..1}.up.kernel_scale", "as blocks.{0..1}.up.kernel"),
+        ("optimizer.blocks.{0..1}.up.kernel.r", "as blocks.{0..1}.up.kernel"),
+    ] == [(row.path, row.rule) for row in plan_rows(plan)]
+    assert [("batch", "model"), ("model",), ("batch",)] == [
+        row.first.layout.sharding_specs for row in plan_rows(plan)
+    ]
+
+
+def test_what_was_taken_for_an_axis_that_does_not_divide_is_shown():
+    """The table shows the layout that was taken, and a note says that the rule asked for another."""
+    variables = [VariableSpec(f"blocks.{n}.key", (16, 1), "float32") for n in range(2)]
+    plan = make_plan(variables, lm.LayoutMap(MESH, {"blocks": ("batch", "model")}, uneven="replicate"))
+
+    assert str(plan).endswith(
+        "no problems\n\nnote: blocks.{0..1}.key: axis 1 cannot be split evenly, so it is left whole"
+    )
+    assert "(batch, unsharded)" in str(plan)

@@ -1,0 +1,120 @@
+"""A preset is a layout map as any other, on a mesh whose dims have any names; and it is in what users install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+import frameworks
+import pytest
+
+import layoutmap as lm
+from layoutmap.core.errors import LayoutMapError, RuleError
+from layoutmap.rules import presets, zoo
+
+MESH = lm.Mesh(None, "data=2,tp=4")
+
+
+def without(layout_map: lm.LayoutMap, dim: str) -> dict[str, lm.Layout]:
+    """The rules of a map with the axes whole that it cuts over a dim."""
+    cut = {p: layout.sharding_specs for p, layout in layout_map.items()}
+    return {p: lm.Layout([None if spec == dim else spec for spec in specs], MESH) for p, specs in cut.items()}
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_preset_is_the_same_on_meshes_with_other_names(name: str):
+    """Renaming the dims of the mesh renames them in every rule, and does nothing else."""
+    there = lm.LayoutMap.preset(name, lm.Mesh(None, "batch=2,model=4"), fsdp_dim="batch")
+    renamed = {"batch": "data", "model": "tp", "unsharded": "unsharded"}
+    here = lm.LayoutMap.preset(name, MESH, model_dim="tp", fsdp_dim="data")
+
+    for expected, actual in ((there, here), (there.activations, here.activations)):
+        assert [
+            (r.pattern, tuple(renamed[spec] for spec in r.layout.sharding_specs), r.uneven)
+            for r in expected.rules
+        ] == [(r.pattern, r.layout.sharding_specs, r.uneven) for r in actual.rules]
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_dim_that_is_not_asked_for_cuts_nothing(name: str):
+    """Each form is the one over both dims without the cuts over the other; activations have rules with `fsdp_dim`."""
+    both = lm.LayoutMap.preset(name, MESH, model_dim="tp", fsdp_dim="data")
+    model = lm.LayoutMap.preset(name, MESH, model_dim="tp")
+    fsdp = lm.LayoutMap.preset(name, MESH, model_dim=None, fsdp_dim="data")
+
+    assert without(both, "data") == {**model}
+    assert without(both, "tp") == {**fsdp}
+    assert (both.activations, {}) == (fsdp.activations, {**model.activations})
+    assert both.activations
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_preset_is_written_to_a_file_and_read_back(name: str):
+    """It is an ordinary map, and begins with what it is for."""
+    layout_map = lm.LayoutMap.preset(name, MESH, model_dim="tp", fsdp_dim="data")
+
+    assert layout_map == lm.LayoutMap.from_yaml(layout_map.to_yaml())
+    assert " of keras-hub" in presets.about(name)
+
+
+def test_rules_of_ones_own_come_after_it_or_in_its_place():
+    """Another rule is added, one is taken out, and the preset that is asked for next is as before."""
+    layout_map = lm.LayoutMap.preset("llama", MESH, model_dim="tp")
+    before = dict(layout_map)
+    first = next(iter(layout_map))
+    del layout_map[first]
+    layout_map[r"head\.kernel$"] = (None, "tp")
+
+    assert {*before, r"head\.kernel$"} - {first} == set(layout_map)
+    assert before == {**lm.LayoutMap.preset("llama", MESH, model_dim="tp")}
+
+
+def test_what_there_is_not_is_told():
+    """With the presets there are, or the dims that the mesh has."""
+    with pytest.raises(RuleError) as unknown:
+        lm.LayoutMap.preset("lama", MESH)
+    assert """\
+there is no preset 'lama'
+  presets  bert, gemma, gpt2, llama, mixtral, qwen, t5, vit, whisper
+  fix      did you mean 'llama'?""" == str(unknown.value)
+
+    with pytest.raises(RuleError) as missing:
+        lm.LayoutMap.preset("llama", MESH)
+    assert """\
+preset 'llama': the mesh has no dim 'model'
+  mesh  data=2, tp=4
+  why   model_dim says over which dim weights are cut
+  fix   model_dim: one of 'data', 'tp', or none""" == str(missing.value)
+
+    with pytest.raises(RuleError, match="the mesh has no dim 'batch'"):
+        lm.LayoutMap.preset("llama", MESH, model_dim="tp", fsdp_dim="batch")
+    with pytest.raises(RuleError, match="'tp'"):
+        lm.LayoutMap.preset("llama", MESH, model_dim="tp", fsdp_dim="tp")
+
+
+def test_each_published_model_has_a_preset():
+    """And there is one of each preset."""
+    assert set(presets.names()) == {model.preset for model in zoo.models().values()}
+
+    with pytest.raises(LayoutMapError, match="did you mean 'llama3_405b'"):
+        zoo.model("llama_405b")
+
+
+def test_a_model_whose_library_is_missing_says_what_to_install():
+    """Here no library is installed that could make one."""
+    with pytest.raises(LayoutMapError, match="pip install keras-hub"):
+        zoo.model("llama3_8b").make()
+
+
+def test_a_wheel_has_the_files(tmp_path):
+    """Each file that stands beside the source is installed with it."""
+    build = "from hatchling.build import build_wheel; import sys; print(build_wheel(sys.argv[1]))"
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=frameworks.ROOT, check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    files = {p.relative_to(frameworks.ROOT / "src").as_posix() for p in frameworks.PACKAGE.rglob("*.yaml")}
+
+    assert len(presets.names()) + 1 == len(files)
+    assert files <= set(zipfile.ZipFile(wheel).namelist())

@@ -1,0 +1,175 @@
+"""The YAML of rules files: plain data is read, and what of YAML surprises is refused with its line."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+import layoutmap as lm
+from layoutmap.rules.strict_yaml import read_yaml
+from layoutmap.testing import strategies
+
+HEAD = "version: 3\nmesh: {dims: {batch: 2, model: 4}}\n"
+
+# Ten lists, each of ten times the one before: ten thousand million values in 344 bytes.
+BOMB = "\n".join(
+    ["a0: &a0 [x,x,x,x,x,x,x,x,x]", *(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
+)
+
+
+def read(text):
+    return lm.LayoutMap.from_yaml(HEAD + text)
+
+
+def test_an_alias_repeats_a_layout():
+    """What an anchor names can be named again, a single value or a whole part."""
+    aliases = read("rules: {a: &columns [null, model], b: *columns, c: {layout: *columns, uneven: shrink}}")
+    written_out = read(
+        "rules: {a: [null, model], b: [null, model], c: {layout: [null, model], uneven: shrink}}"
+    )
+
+    assert written_out == aliases
+
+
+REFUSED = {
+    "octal": ("version: 1\nmesh: {dims: {x: 010}}", 2, "010 is no plain whole number"),
+    "sixty": ("version: 1\nmesh: {dims: {x: 1:20}}", 2, "1:20 is no plain whole number"),
+    "underscore": ("version: 1\nmesh: {dims: {x: 1_0}}", 2, "1_0 is no plain whole number"),
+    "hexadecimal": ("version: 1\nmesh: {dims: {x: 0x10}}", 2, "0x10 is no plain whole number"),
+    "digits": (
+        f"version: 1\nmesh: {{dims: {{x: {'1' * 5000}}}}}",
+        2,
+        f"{'1' * 40}... is no plain whole number",
+    ),
+    "float": ("version: 1.0", 1, "YAML reads 1.0 as float"),
+    "not a number": ("version: .nan", 1, "YAML reads .nan as float"),
+    "on": ("version: 1\nmesh: {dims: {on: 2}}", 2, "YAML reads on as bool"),
+    "date": ("version: 1\nmesh: {name: 2026-11-22}", 2, "YAML reads 2026-11-22 as timestamp"),
+    "python tag": (
+        "version: !!python/object/apply:os.getcwd []",
+        1,
+        "the tag tag:yaml.org,2002:python/object/apply:os",
+    ),
+    "own tag": ("version: 1\nrules: !rules {a: [x]}", 2, "the tag !rules is not read"),
+    "binary": (
+        "version: 1\nrules: {? !!binary eA== : [x]}",
+        2,
+        "the tag tag:yaml.org,2002:binary is not read",
+    ),
+    "set": ("version: 1\nrules: !!set {a}", 2, "the tag tag:yaml.org,2002:set is not read"),
+    "merge": ("version: 1\nrules:\n  a: &a [x]\n  <<: *a", 4, "the merge key << is not read"),
+    "itself": ("version: 1\nrules: {a: &a [*a]}", 2, "*a is inside of what it repeats"),
+    "no anchor": ("version: 1\nrules: {a: *b}", 2, "*b has no &b"),
+    "deep": ("version: 1\nrules: {a: " + "[" * 100_000, 2, "it is nested more than 10 deep"),
+    "list as a key": ("version: 1\nrules: {[a]: [x]}", 2, "a list or a mapping is a key"),
+    "second document": ("version: 1\n---\nversion: 1", 2, "it has a second document"),
+    "bomb": (BOMB, 6, "its aliases repeat more than 100000 values"),
+    "one long list": (
+        "a: &a [" + "x," * 999 + "]\nb: [" + "*a," * 999 + "]",
+        2,
+        "its aliases repeat more than",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "what"), REFUSED.values(), ids=REFUSED)
+def test_what_surprises_is_refused(text, line, what):
+    """With its line, why, and what to write instead."""
+    with pytest.raises(lm.RuleError) as caught:
+        lm.LayoutMap.from_yaml(text)
+
+    assert caught.value.what.startswith(f"rules file: {what}")
+    assert line == caught.value.facts["line"]
+    assert caught.value.why
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("mesh: {dims: {x: [2]}}", "rules file: the size of mesh dim 'x' is no whole number"),
+        ("mesh: {dims: {1: 2}}", "rules file: mesh dims has a key 1 that is no text"),
+        ("mesh: {dims: {x: 2}, devices: [1]}", "rules file: mesh devices is no list of texts"),
+        ("mesh: {dims: {x: 2}, name: 1}", "rules file: mesh name is no text"),
+        ("rules: {12: [x]}", "rules file: rules has a key 12 that is no text"),
+        ("rules: {a: [x, 1]}", "rules file: rule 'a': the sharding spec of axis 1 cannot be read"),
+        ("rules: {a: [[[x]]]}", "rules file: rule 'a': the sharding spec of axis 0 cannot be read"),
+        ("uneven: [a, [b, [c, [d, [e]]]]]", "rules file: uneven=['a', ['b', ['c', [...]]]]"),
+    ],
+)
+def test_a_wrong_type_is_told_with_its_place(text, what):
+    """No value of another type gets as far as the mesh or a rule."""
+    with pytest.raises(lm.RuleError) as caught:
+        lm.LayoutMap.from_yaml("version: 3\n" + text)
+
+    assert what == caught.value.what
+
+
+def test_text_is_asked_for():
+    """A path or an open file is refused with what to pass."""
+    with pytest.raises(lm.RuleError, match=r"read_text\(\)"):
+        lm.LayoutMap.from_yaml(b"version: 1")
+
+
+def test_names_of_numpys_own_text_type_are_written():
+    """A mesh whose dim is named by an element of a numpy array is read back equal."""
+    layout_map = lm.LayoutMap(lm.Mesh(None, {np.array(["model"])[0]: 4}), {"a": ("model",)})
+
+    assert layout_map == lm.LayoutMap.from_yaml(layout_map.to_yaml())
+
+
+def both(text, monkeypatch_context):
+    """What libyaml's parser makes of a text, and what PyYAML's own does; an error by its kind only."""
+    for has_libyaml in (True, False):
+        with monkeypatch_context() as patch:
+            if not has_libyaml:
+                patch.delattr(yaml, "CSafeLoader")
+            try:
+                yield read_yaml(text)
+            except lm.RuleError as error:
+                yield type(error)
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="there is only one parser")
+@given(strategies.layout_maps() | st.dictionaries(st.text(max_size=6), st.text(max_size=6), max_size=3))
+def test_both_parsers_read_what_is_written(value):
+    """A file that `to_yaml` or PyYAML writes says the same with and without libyaml."""
+    text = yaml.safe_dump(value) if isinstance(value, dict) else value.to_yaml()
+    fast, slow = both(text, pytest.MonkeyPatch.context)
+
+    assert fast == slow
+
+
+def test_a_small_file_that_would_be_large_is_refused_within_bounds():
+    """Wherever nested aliases stand, reading them needs less than 512 MiB and ends."""
+    places = (
+        "rules: {a: %s}",
+        "mesh: %s",
+        "version: %s",
+        "uneven: %s",
+        "%s: 1",
+        "mesh: {dims: {x: %s}}",
+        "%s",
+    )
+    code = f"""
+import resource
+import layoutmap as lm
+resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
+bomb = "&a [x,x,x,x,x,x,x,x,x]"
+for name in "bcdefghij":
+    bomb = "&%s [%s,%s]" % (name, bomb, ",".join(["*" + chr(ord(name) - 1)] * 8))
+for place in {places!r}:
+    try:
+        lm.LayoutMap.from_yaml("version: 3\\n" + place % bomb)
+    except lm.RuleError:
+        print("refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert ("refused\n" * len(places), "") == (done.stdout, done.stderr)

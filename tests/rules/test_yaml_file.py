@@ -1,0 +1,138 @@
+"""Rules files: what is written is read back, and what is wrong is told by its place."""
+
+import pytest
+from hypothesis import given
+
+import layoutmap as lm
+from layoutmap.testing import strategies
+
+RULES_FILE = """\
+version: 1
+mesh:
+  dims:
+    batch: 2
+    model: 4
+rules:
+  blocks\\.\\d+\\.up\\.kernel: [null, model]
+  'a: "b" #c': [[batch, model], null]
+  scalar: []
+"""
+
+
+def test_the_file_is_as_documented():
+    """A map is written in one form, rules in their order, specs in one line."""
+    rules = {
+        r"blocks\.\d+\.up\.kernel": (None, "model"),
+        'a: "b" #c': (("batch", "model"), None),
+        "scalar": (),
+    }
+    layout_map = lm.LayoutMap(lm.Mesh(None, "batch=2,model=4"), rules)
+
+    assert RULES_FILE == layout_map.to_yaml()
+    assert layout_map == lm.LayoutMap.from_yaml(RULES_FILE)
+    assert list(layout_map) == list(lm.LayoutMap.from_yaml(RULES_FILE))
+
+
+@given(strategies.layout_maps())
+def test_every_map_is_read_back_as_it_was(layout_map):
+    """Writing and reading a map changes neither its rules, nor their order, nor its mesh."""
+    again = lm.LayoutMap.from_yaml(layout_map.to_yaml())
+
+    assert list(layout_map.items()) == list(again.items())
+    assert layout_map.mesh == again.mesh
+
+
+def test_activations_are_in_the_file():
+    """A map with activations is written as version 2, after its rules; one without stays version 1."""
+    layout_map = lm.LayoutMap(lm.Mesh(None, "model=2"), {"a": ("model",)}, {r"blocks\.\d+": (None, "model")})
+
+    assert """\
+version: 2
+mesh:
+  dims:
+    model: 2
+rules:
+  a: [model]
+activations:
+  blocks\\.\\d+: [null, model]
+""" == layout_map.to_yaml()
+    assert layout_map == lm.LayoutMap.from_yaml(layout_map.to_yaml())
+
+
+def test_another_mesh_may_take_the_place_of_the_files():
+    """One rules file serves meshes of any size."""
+    mesh = lm.Mesh(None, "batch=64,model=8")
+
+    assert mesh == lm.LayoutMap.from_yaml(RULES_FILE, mesh).mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "version: 1\nrules:\n  a: [model]\n  a: [null]\n",
+            """\
+rules file: 'a' is there twice
+  line  4
+  why   two rules for one pattern contradict each other
+  fix   delete one of them""",
+        ),
+        (
+            "version: 4\n",
+            """\
+rules file of version 4
+  why   this layoutmap reads versions 1 to 3
+  fix   write version: 3 in its first line, or use the layoutmap that wrote it""",
+        ),
+        (
+            "version: 1\nrule: {}\n",
+            """\
+rules file: it has a key 'rule'
+  why   the keys are mesh, rules, version
+  fix   correct the key, or delete it""",
+        ),
+        (
+            "version: 1\nactivations: {a: [model]}\n",
+            """\
+rules file: it has a key 'activations'
+  why   the keys are mesh, rules, version
+  fix   correct the key, or delete it""",
+        ),
+        (
+            "version: 2\nactivations: {a: model}\n",
+            """\
+rules file: activation rule 'a' has no list of sharding specs
+  there  'model'
+  why    a layout has one sharding spec for each axis
+  fix    write a list, as in [null, model]""",
+        ),
+        (
+            "version: 1\nrules: {a: model}\n",
+            """\
+rules file: rule 'a' has no list of sharding specs
+  there  'model'
+  why    a layout has one sharding spec for each axis
+  fix    write a list, as in [null, model]""",
+        ),
+        (
+            "just text",
+            """\
+rules file: it is no mapping
+  there  'just text'
+  fix    write it as LayoutMap.to_yaml() does: version, mesh and rules""",
+        ),
+    ],
+    ids=["twice", "version", "key", "key of version 2", "activation specs", "specs", "text"],
+)
+def test_what_is_wrong_is_told(text, message):
+    """A rules file that cannot be read says what, where and the fix."""
+    with pytest.raises(lm.RuleError) as caught:
+        lm.LayoutMap.from_yaml(text, lm.Mesh(None, "model=2"))
+
+    assert message == str(caught.value)
+
+
+def test_text_that_is_no_yaml_is_told():
+    """The place of a mistake in the YAML itself is in the message."""
+    with pytest.raises(lm.RuleError, match="line 1, column"):
+        lm.LayoutMap.from_yaml("{version: 1")

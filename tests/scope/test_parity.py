@@ -1,0 +1,248 @@
+"""`check_parity` agrees where the numbers agree, and names the first place where they do not."""
+
+import textwrap
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import layoutmap as lm
+from layoutmap.engines import get_engine
+from layoutmap.scope.parity import ParityReport, ParityRow
+
+PROCESSES = ("jax",)
+L = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+MESHES = ("model=8", "batch=2,model=4", "batch=4,model=2")
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Transformer(keras.Model):
+    """One block of a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = L.Embedding(32, 16)
+        self.norm = L.LayerNormalization()
+        self.attention = L.MultiHeadAttention(8, 2)
+        self.up = L.Dense(32, activation="gelu")
+        self.drop = L.Dropout(0.2, seed=3)
+        self.down = L.Dense(16)
+        self.head = L.Dense(32)
+
+    def call(self, x, training=None):
+        x = self.tokens(x)
+        y = self.norm(x)
+        x = x + self.attention(y, y, use_causal_mask=True)
+        return self.head(x + self.down(self.drop(self.up(x), training=training)))
+
+
+def transformer():
+    model = Transformer()
+    model.compile(optimizer=keras.optimizers.AdamW(1e-3), loss=LOSS)
+    return model
+
+
+TRANSFORMER = {
+    r".*\.(query|key|value)_dense\.kernel": (None, "model", None),
+    r".*\.output_dense\.kernel": ("model", None, None),
+    r"(up|head)\.kernel": ("batch", "model"),
+    r"down\.kernel": ("model", "batch"),
+    r"tokens\.embeddings": ("model", None),
+    r"up\.bias": ("model",),
+}
+MLP = {r"d1\.kernel": (None, "model"), r"d2\.kernel": ("model", None), r"d1\.bias": ("model",)}
+
+
+def mlp(first=L.Dense, optimizer="sgd", compiled=True):
+    layers = [keras.Input((8,)), first(16, name="d1", activation="tanh"), L.Dense(8, name="d2")]
+    model = keras.Sequential(layers)
+    if compiled:
+        model.compile(optimizer=optimizer, loss="mse")
+    return model
+
+
+def make_map(rules, mesh="batch=2,model=4"):
+    on = lm.create_mesh(mesh)
+    cut = {p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in rules.items()}
+    return lm.LayoutMap(on, cut)
+
+
+def tokens():
+    random = np.random.default_rng(0)
+    return tuple(random.integers(0, 32, (8, 4), "int32") for _ in "xy")
+
+
+def numbers():
+    random = np.random.default_rng(0)
+    return tuple(random.normal(size=(8, 8)).astype("float32") for _ in "xy")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_transformer_agrees_on_every_mesh(mesh):
+    """Attention, normalization, dropout and AdamW compute on any mesh what one device computes."""
+    batch_dim, steps = ("batch", 1) if "batch" in mesh else (None, 2)
+    report = lm.check_parity(
+        transformer, make_map(TRANSFORMER, mesh), tokens(), steps=steps, batch_dim=batch_dim
+    )
+
+    assert report.agrees
+    assert 0.0 == report.worst("weights")
+    stages = ["weights", "forward", "loss", "gradient", "step 1", "step 2"][: 4 + steps]
+    assert stages == list(dict.fromkeys(row.stage for row in report.rows))
+    assert steps == len(report.losses)
+    assert str(report).startswith("parity holds; largest relative differences:\n  weights   0\n  forward ")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_mlp_agrees_on_every_mesh(mesh):
+    """The same for a plain multi-layer perceptron, whose batch every mesh splits."""
+    report = lm.check_parity(mlp, make_map(MLP, mesh), numbers(), batch_dim=mesh.partition("=")[0])
+
+    assert report.agrees
+
+
+def test_a_model_that_is_not_compiled():
+    """Without steps, weights and the forward pass are compared, and nothing else."""
+    report = lm.check_parity(lambda: mlp(compiled=False), make_map(MLP), numbers(), steps=0)
+
+    assert {"weights", "forward"} == {row.stage for row in report.rows}
+    assert report.agrees
+
+
+def test_a_wrong_seed_is_found_at_its_variable():
+    """A first value that differs is found bit for bit, by the variable's path, before anything is computed."""
+    calls = []
+
+    def make_model():
+        calls.append(1)
+        drawn = keras.initializers.GlorotUniform(seed=len(calls))
+        layers = [keras.Input((8,)), L.Dense(16, name="d1"), L.Dense(8, name="d2", kernel_initializer=drawn)]
+        return keras.Sequential(layers)
+
+    with pytest.raises(lm.ParityError) as caught:
+        lm.check_parity(make_model, make_map(MLP), numbers(), steps=0)
+
+    what, differs, mesh, then, why, fix = str(caught.value).splitlines()
+    assert "d2.kernel: the sharded model parts from the plain one in its weights" == what
+    assert differs.startswith("  differs by  ")
+    assert differs.endswith(" (allowed 0)")
+    assert "  mesh        batch=2, model=4" == mesh
+    assert then.startswith("  then        forward   output 0: differs by ")
+    assert why == (
+        "  why         first values must be equal bit for bit; "
+        "one of them was drawn from another seed or in another way"
+    )
+    assert "  fix         call with raises=False and look at the report's rows" == fix
+
+
+class WrongWhenSharded(L.Dense):
+    """A planted bug: a layer that computes something else when its kernel is laid out."""
+
+    def call(self, inputs):
+        return super().call(inputs) * (1.001 if hasattr(self.kernel, "layout") else 1.0)
+
+
+class LossWhenSharded(L.Dense):
+    """A planted bug: a loss that counts twice when the kernel is laid out."""
+
+    def call(self, inputs):
+        outputs = super().call(inputs)
+        self.add_loss((0.02 if hasattr(self.kernel, "layout") else 0.01) * keras.ops.sum(self.kernel**2))
+        return outputs
+
+
+class FasterWhenSharded(keras.optimizers.SGD):
+    """A planted bug: an optimizer that steps further for variables that are laid out."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate = learning_rate * (1.1 if hasattr(variable, "layout") else 1.0)
+        super().update_step(gradient, variable, rate)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "stage", "name"),
+    [
+        (lambda: mlp(WrongWhenSharded), "forward", "output 0"),
+        (lambda: mlp(LossWhenSharded), "loss", "loss"),
+        (lambda: mlp(optimizer=FasterWhenSharded(0.1)), "step 1", "d1.kernel"),
+    ],
+    ids=["forward", "loss", "step"],
+)
+def test_a_planted_bug_is_found_in_its_stage(make_model, stage, name):
+    """Each kind of mistake is found in the stage where it first shows, and nowhere before."""
+    report = lm.check_parity(make_model, make_map(MLP), numbers(), steps=1, raises=False)
+    first = report.first_difference
+
+    assert (stage, name) == (first.stage, first.name)
+    assert not report.agrees
+    assert str(report).startswith(f"parity fails, first at {first}; largest relative differences:\n")
+    assert repr(report) == f"<ParityReport: {first}>"
+
+
+class PartsTakenForWhole(L.Dense):
+    """A planted wrong layout: each device has a part of a sum, and the layer says that each has all of it."""
+
+    def call(self, inputs):
+        layout = getattr(self.kernel, "layout", None)
+        if layout is None:
+            return super().call(inputs)
+        mesh = get_engine("jax").native(layout, 2).mesh
+        specs = jax.sharding.PartitionSpec(None, "model"), jax.sharding.PartitionSpec("model", None)
+        parts = jax.shard_map(
+            lambda x, kernel: x @ kernel,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=jax.sharding.PartitionSpec(),  # the truth is: to be summed over "model"
+            check_vma=False,
+        )
+        return parts(inputs, self.kernel.value) + self.bias
+
+
+def test_a_wrong_layout_of_an_activation_is_found():
+    """An array that says of itself that it lies otherwise than it does shows in what the model puts out."""
+
+    def make_model():
+        layers = [keras.Input((8,)), PartsTakenForWhole(16, name="d1"), L.Dense(8, name="d2")]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+        return model
+
+    rules = {**MLP, r"d1\.kernel": ("model", None), r"d2\.kernel": (None, None)}
+    report = lm.check_parity(make_model, make_map(rules), numbers(), steps=1, raises=False)
+
+    assert ("forward", "output 0") == (report.first_difference.stage, report.first_difference.name)
+
+
+def test_two_builds_that_differ_are_no_comparison():
+    """A function that does not make the same model twice is refused, with the variables concerned."""
+    calls = []
+
+    def make_model():
+        calls.append(1)
+        layers = [keras.Input((8,)), *(L.Dense(8, name=f"d{i}") for i in range(len(calls)))]
+        return keras.Sequential(layers)
+
+    with pytest.raises(lm.ParityError) as caught:
+        lm.check_parity(make_model, make_map({}), numbers(), steps=0)
+
+    assert str(caught.value).startswith("the two builds made different variables\n")
+
+
+def test_a_plan_that_does_not_fit_is_told_as_such():
+    """A layout map that does not fit the model raises its plan's problems, not a difference."""
+    with pytest.raises(lm.PlanError, match=r"^d1\.kernel: a layout of rank 1 for a tensor of rank 2\n"):
+        lm.check_parity(mlp, make_map({r"d1\.kernel": ("model",)}), numbers())
+
+
+def test_a_nan_never_agrees():
+    """A comparison that is not a number is a difference, and the first of them is told."""
+    rows = (ParityRow("weights", "a", 0.0, 0.0), ParityRow("forward", "output 0", float("nan"), 1e-5))
+    report = ParityReport(rows, ())
+
+    assert rows[1] is report.first_difference
+    assert textwrap.dedent("""\
+        parity fails, first at forward   output 0: differs by nan, allowed 1e-05; largest relative differences:
+          weights   0
+          forward   nan""") == str(report)

@@ -1,0 +1,98 @@
+"""A plan touches nothing: the program that has made one starts its framework as that framework's documentation says.
+
+Keras itself starts its backend for some models, such as those that are compiled, with or without this library; those
+here are of the other kind.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from engines.fresh_process import run
+
+PROCESSES = ("jax", "tensorflow", "torch")
+RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
+
+PLAN = """
+import layoutmap as lm
+
+def make_model():
+    return keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16, name="d1"), keras.layers.Dropout(0.5), keras.layers.Dense(4)]
+    )
+
+def plans(make_model=make_model, devices=tuple(f"CPU:{i}" for i in range(8))):
+    for mesh in (lm.Mesh(None, "x=2,y=4"), lm.Mesh(devices, "x=2,y=4"), lm.Mesh(devices[::-1], "x=8")):
+        layout_map = lm.LayoutMap(mesh, {r"d1\\.(kernel|weight)": (None, mesh.dim_names)})
+        yield lm.plan(make_model, layout_map, library=library)
+"""
+
+KERAS_ON_JAX = f"""
+import keras
+library = "keras"
+{PLAN}
+problems = [sorted({{p.kind for p in plan.problems}}) for plan in plans()]
+import jax
+jax.config.update("jax_num_cpu_devices", 3)
+jax.distributed.initialize("127.0.0.1:" + port, num_processes=1, process_id=0)
+print(jax.device_count(), problems)
+"""
+
+KERAS_ON_TENSORFLOW = f"""
+import keras
+library = "keras"
+{PLAN}
+problems = [sorted({{p.kind for p in plan.problems}}) for plan in plans()]
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=3)
+print(len(tf.config.list_logical_devices("CPU")), problems)
+"""
+
+TORCH = f"""
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+library = "torch"
+CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Parameter, DeviceMesh, DTensor, torch.Generator, torch, dist)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.d1 = torch.nn.Linear(64, 128)
+{PLAN}
+import layoutmap.scope.scope, layoutmap.adapters.torch, layoutmap.engines.torch.engine
+before = [dict(vars(each)) for each in CLASSES]
+problems = [sorted({{p.kind for p in plan.problems}}) for plan in plans(Model)]
+assert not dist.is_initialized()
+assert before == [dict(vars(each)) for each in CLASSES]
+assert lm.create_mesh("x=8", engine="torch").devices == tuple(f"CPU:{{i}}" for i in range(8))
+assert not dist.is_initialized()
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + port, rank=0, world_size=1)
+print(dist.get_world_size(), problems)
+"""
+
+EXPECTED = {
+    "jax": "3 [['no rule'], ['no rule'], ['no rule']]",
+    "tensorflow": "3 [['no rule', 'not held'], ['no rule', 'not held'], ['no rule']]",
+    "torch": "1 [['no rule'], ['no rule'], ['no rule', 'not held']]",
+}
+PROGRAMS = {"jax": KERAS_ON_JAX, "tensorflow": KERAS_ON_TENSORFLOW, "torch": TORCH}
+FREE_PORT = """
+import socket
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = str(probe.getsockname()[1])
+"""
+
+
+@pytest.mark.parametrize("framework", [RUNNING] if RUNNING in PROGRAMS else PROGRAMS)
+def test_a_framework_is_initialized_after_a_plan(framework):
+    """After plans on abstract meshes and on devices, the framework starts as the program asks it to."""
+    done = run(FREE_PORT + PROGRAMS[framework], {"KERAS_BACKEND": framework, "XLA_FLAGS": None})
+
+    assert (0, EXPECTED[framework]) == (done.returncode, done.stdout.strip()), done.stderr
