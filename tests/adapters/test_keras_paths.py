@@ -198,7 +198,7 @@ def test_a_tied_weight_has_one_path_and_an_alias_and_rules_match_either():
     with layout_map.scope() as scope:
         model = Tied()
     model(np.zeros((1, 2), "int32"))
-    (assignment,) = scope.plan
+    (assignment,) = scope.plan.assignments
 
     assert "embedding.embeddings" == assignment.variable.path
     assert ("output_embedding.embeddings",) == assignment.variable.aliases

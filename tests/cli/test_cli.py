@@ -411,7 +411,11 @@ def raises():
     return {}["gone"]
 
 def is_interrupted():
-    signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 def gives_nothing():
     pass
