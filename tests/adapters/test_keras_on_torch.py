@@ -188,7 +188,7 @@ def test_layers_compute_as_on_one_device(name, rows):
         return model
 
     rules = {}
-    for assignment in lm.plan(make_model, lm.LayoutMap(lm.create_mesh(MESH))):
+    for assignment in lm.plan(make_model, lm.LayoutMap(lm.create_mesh(MESH))).assignments:
         shape = assignment.variable.shape
         if shape and shape[-1] % 4 == 0:
             rules[assignment.variable.path + "$"] = (None,) * (len(shape) - 1) + ("model",)
