@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from layoutmap.core.match import Match
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.plan.table import Plan
-from layoutmap.rules.rule_set import Match
 
 __all__ = ["Change", "PlanDiff", "diff_plans"]
 

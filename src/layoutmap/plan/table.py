@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from layoutmap.core.errors import PlanError, format_message
 from layoutmap.core.escaping import escaped
+from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import merge_paths, path_pattern, path_shape
 from layoutmap.core.variables import Assignment
-from layoutmap.rules.rule_set import Match, nearest
+from layoutmap.rules.near_misses import nearest
 
 if TYPE_CHECKING:
     from layoutmap.plan.diff import PlanDiff

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layoutmap.core.escaping import escaped
+from layoutmap.core.match import how_to_change
 from layoutmap.core.paths import path_pattern
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import Plan
 from layoutmap.report.rows import size
 from layoutmap.report.text import shape_text
-from layoutmap.rules.rule_set import how_to_change
 
 __all__ = ["explain_text"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from layoutmap.core.escaping import escaped
+from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.variables import full_names, has_several_models
 from layoutmap.plan.diff import PlanDiff
@@ -15,7 +16,6 @@ from layoutmap.plan.lint import Findings
 from layoutmap.plan.memory import Memory
 from layoutmap.plan.table import Plan, group_problems
 from layoutmap.report.rows import Row, could_shard_rows, plan_rows, size
-from layoutmap.rules.rule_set import Match, Rule
 
 __all__ = [
     "ACTIVATION_COLUMNS",

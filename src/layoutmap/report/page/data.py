@@ -10,12 +10,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from layoutmap.core.layout import Layout
+from layoutmap.core.match import Match, Rule
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.memory import Memory
 from layoutmap.plan.table import Plan, Problem, in_order, merge_problems
 from layoutmap.report.rows import could_shard_rows, plan_rows
 from layoutmap.report.text import activation_cells
-from layoutmap.rules.rule_set import Match, Rule
 
 __all__ = ["page_data"]
 
