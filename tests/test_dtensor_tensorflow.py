@@ -38,7 +38,7 @@ def test_layouts_and_meshes_may_be_tensorflows_own():
     for tensor in made:
         assert own == dtensor.fetch_layout(tensor)
         assert as_layout(own) == fetch_layout(tensor)
-        assert_same_bits(values, engine().whole(tensor))
+        assert_same_bits(values, engine().to_numpy(tensor))
     with run_on(own_mesh(), engine="tensorflow"):
         assert Layout.replicated(as_layout(own).mesh, 1) == fetch_layout(tf.ones(3) + 1)
 
@@ -54,7 +54,7 @@ def test_components_are_those_of_tensorflow():
     for theirs, ours in zip(parts, unpack(tensor), strict=True):
         assert_same_bits(theirs, ours)
     assert X_Y == fetch_layout(packed)
-    assert_same_bits(engine().whole(packed), engine().whole(pack(parts, X_Y, engine="tensorflow")))
+    assert_same_bits(engine().to_numpy(packed), engine().to_numpy(pack(parts, X_Y, engine="tensorflow")))
 
 
 def test_variables_have_layouts_and_components():
@@ -65,7 +65,7 @@ def test_variables_have_layouts_and_components():
     assert X_Y == fetch_layout(variable)
     assert [(2, 2)] * 6 == [part.shape for part in unpack(variable)]
     assert Layout([None, "y"], GRID) == fetch_layout(moved)
-    assert_same_bits(variable.numpy(), engine().whole(moved))
+    assert_same_bits(variable.numpy(), engine().to_numpy(moved))
     with pytest.raises(LayoutError, match="on a mesh already"):
         copy_to_mesh(variable, X_Y)
     with pytest.raises(LayoutError, match="has no layout"):
@@ -77,7 +77,7 @@ def test_elements_of_64_bits_stay():
     tensor = pack([3.0] * 6, Layout([], GRID), engine="tensorflow")
 
     assert tf.float64 == tensor.dtype
-    assert 3.0 == engine().whole(tensor)
+    assert 3.0 == engine().to_numpy(tensor)
 
 
 # -- functions with a layout
@@ -101,7 +101,7 @@ def test_a_function_called_with_a_layout_gives_its_plain_result(function, args, 
     tensor = call_with_layout(function, X_Y, *args, engine="tensorflow", **kwargs)
 
     assert X_Y == fetch_layout(tensor)
-    assert_same_bits(function(*args, **kwargs).numpy(), engine().whole(tensor))
+    assert_same_bits(function(*args, **kwargs).numpy(), engine().to_numpy(tensor))
 
 
 def test_tensorflow_cannot_draw_random_numbers_with_a_layout():
@@ -123,7 +123,7 @@ def test_a_function_with_a_state_draws_once():
     first = call_with_layout(tf.random.normal, X_Y, (6, 4), engine="tensorflow")
 
     assert X_Y == fetch_layout(first)
-    assert_same_bits(plain[0], engine().whole(first))
+    assert_same_bits(plain[0], engine().to_numpy(first))
     assert_same_bits(plain[1], tf.random.normal((6, 4)).numpy())
 
 
@@ -136,7 +136,7 @@ def test_a_product_of_tensors_in_layouts_is_called_with_a_layout():
     tensor = call_with_layout(tf.matmul, X_Y, left, right)
 
     assert X_Y == fetch_layout(tensor)
-    assert_same_bits(a @ b, engine().whole(tensor))
+    assert_same_bits(a @ b, engine().to_numpy(tensor))
 
 
 # -- inside a compiled function, and gradients
@@ -154,7 +154,7 @@ def test_a_tensor_is_relaid_out_inside_a_compiled_function(autograph):
     tensor = step(relayout(values, X_Y, engine="tensorflow"))
 
     assert Layout(["y", None], GRID) == fetch_layout(tensor)
-    assert_same_bits(values * 2, engine().whole(tensor))
+    assert_same_bits(values * 2, engine().to_numpy(tensor))
 
 
 @pytest.mark.parametrize("start", [None, Layout(["x", None], GRID)])
@@ -169,7 +169,7 @@ def test_gradients_pass_through_relayout(start):
     with run_on(GRID, engine="tensorflow"):  # the tape starts from a plain 1
         gradient = tape.gradient(loss, watched)
 
-    assert_same_bits(values.numpy() * 6, engine().whole(gradient))
+    assert_same_bits(values.numpy() * 6, engine().to_numpy(gradient))
     assert start == engine().layout_of(gradient)
 
 
@@ -187,7 +187,7 @@ def test_gradients_pass_through_relayout_in_a_compiled_function():
     made = gradient()
 
     assert X_Y == fetch_layout(made)
-    assert_same_bits(variable.numpy() * 6, engine().whole(made))
+    assert_same_bits(variable.numpy() * 6, engine().to_numpy(made))
 
 
 def compiled(function, *args, **settings):
@@ -213,7 +213,7 @@ def test_what_is_made_while_a_function_is_traced_is_a_constant_of_it(autograph):
         made = compiled(function, autograph=autograph)
 
         assert X_Y == fetch_layout(made)
-        assert_same_bits(expected, engine().whole(made))
+        assert_same_bits(expected, engine().to_numpy(made))
 
 
 @pytest.mark.parametrize("shape", [(None, 4), (6, None), None])
@@ -227,7 +227,7 @@ def test_sizes_may_be_unknown_inside_a_compiled_function(shape):
     )
 
     assert Layout(["y", None], GRID) == fetch_layout(made)
-    assert_same_bits(values, engine().whole(made))
+    assert_same_bits(values, engine().to_numpy(made))
 
 
 def test_what_needs_values_is_refused_inside_a_compiled_function():
@@ -240,7 +240,7 @@ def test_what_needs_values_is_refused_inside_a_compiled_function():
     with pytest.raises(EngineError, match="has no values yet"):
         compiled(lambda x: pack([x] * 6, X_Y), tf.zeros((2, 2)))
     with pytest.raises(EngineError, match="has no values yet"):
-        compiled(lambda x: engine().whole(x), tensor)
+        compiled(lambda x: engine().to_numpy(x), tensor)
 
 
 def test_an_axis_over_several_dims_is_refused_by_name():

@@ -29,7 +29,7 @@ def held(engine: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
             str([(part.start, part.stop) for part in index]): checksum(values)
             for index, values in get_engine(engine).to_shards(array)
         }
-        found[name] = shards | {"gathered": checksum(get_engine(engine).whole(array))}
+        found[name] = shards | {"gathered": checksum(get_engine(engine).to_numpy(array))}
     return found
 
 

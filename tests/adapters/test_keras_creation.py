@@ -275,7 +275,7 @@ def test_a_pending_weight_may_be_read_in_a_compiled_function():
         read = compiled_function(lambda: model.layers[0].kernel.value * 1)()
 
     engine = get_engine(keras.backend.backend())
-    assert np.array_equal(engine.whole(read), model.layers[0].kernel.numpy())
+    assert np.array_equal(engine.to_numpy(read), model.layers[0].kernel.numpy())
     assert ("unsharded", "model") == model.layers[0].kernel.layout.sharding_specs
 
 

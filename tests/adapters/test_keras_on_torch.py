@@ -132,7 +132,7 @@ def test_plain_tensors_go_in_and_come_out():
         assert_equal(expected, actual)
     for expected, actual in zip(plain.trainable_variables, model.trainable_variables, strict=True):
         assert actual.layout == lm.dtensor.fetch_layout(actual.value.grad)
-        assert_equal(expected.value.grad, ENGINE.whole(actual.value.grad))
+        assert_equal(expected.value.grad, ENGINE.to_numpy(actual.value.grad))
 
 
 def test_losses_of_layers_are_plain_outside_of_calls():
@@ -260,7 +260,7 @@ def test_an_optimizer_of_torch():
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(X), torch.arange(8)).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            norms.append(float(ENGINE.whole(norm)))
+            norms.append(float(ENGINE.to_numpy(norm)))
             optimizer.step()
         return norms
 

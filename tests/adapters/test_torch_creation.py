@@ -304,7 +304,7 @@ class TestWhatElseRefersToATensor:
         assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.state}
         slot = optimizer.state[model.weight]["sum"]
         assert lm.dtensor.fetch_layout(model.weight) == lm.dtensor.fetch_layout(slot)
-        assert {0.5} == set(get_engine("torch").whole(slot).flat)
+        assert {0.5} == set(get_engine("torch").to_numpy(slot).flat)
 
     def test_optimizers_are_found_without_taking_hold_of_what_other_threads_have(self, monkeypatch):
         """To list all objects keeps them alive, and torch aborts when one of another thread goes in this one."""
@@ -466,7 +466,7 @@ def test_draws_by_tiles_are_the_same_on_every_mesh_and_not_the_plain_ones():
         model = layout_map.build(
             lambda: torch.nn.Linear(512, 512, bias=False), draws="tiles", library="torch"
         )
-        found.append(get_engine("torch").whole(model.weight))
+        found.append(get_engine("torch").to_numpy(model.weight))
     torch.manual_seed(0)
     plain = torch.nn.Linear(512, 512, bias=False).weight.detach().numpy()
 

@@ -46,7 +46,7 @@ def train(model, inputs):
     first = model(**inputs).loss
     first.backward()
     gradients = {
-        path: torch.from_numpy(engine().whole(parameter.grad))
+        path: torch.from_numpy(engine().to_numpy(parameter.grad))
         for path, parameter in model.named_parameters()
         if parameter.grad is not None
     }

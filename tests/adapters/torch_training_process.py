@@ -24,7 +24,7 @@ STEPS = 2
 
 
 def whole(tensor):
-    return torch.from_numpy(get_engine("torch").whole(tensor))
+    return torch.from_numpy(get_engine("torch").to_numpy(tensor))
 
 
 def train(rules, mesh, tokens, targets):

@@ -151,7 +151,7 @@ def work(
     shards: dict[str, Any] = {}
     for name, array in arrays.items():
         held[f"{name}.expected"] = _bytes_of(expected[name])
-        held[f"{name}.gathered"] = _bytes_of(engine.whole(array))
+        held[f"{name}.gathered"] = _bytes_of(engine.to_numpy(array))
         shards[name] = []
         for i, (index, shard) in enumerate(engine.to_shards(array)):
             held[f"{name}.{i}"] = _bytes_of(shard)
@@ -169,7 +169,7 @@ def work(
                 {"other": Initializer(whole=lambda: np.full(SHAPE, number, np.float32))},
             )
         ),
-        "gathered": engine.gather(np.array([number, 2.5]), mesh).tolist(),
+        "gathered": engine.all_gather(np.array([number, 2.5]), mesh).tolist(),
         "unpacked": len(layoutmap.dtensor.unpack(arrays["crossed"])),
         **more,
     }

@@ -116,7 +116,7 @@ def test_a_draw_in_pieces_has_the_bits_of_the_whole(source, dtype, monkeypatch):
             made = created(draw, layout_on(dims, *specs), shape, dtype)
 
             assert "" == engine().why_global(draw) or shape == (2,)
-            assert_same_bits(expected, engine().whole(made))
+            assert_same_bits(expected, engine().to_numpy(made))
 
 
 @settings(max_examples=30)
@@ -151,7 +151,7 @@ def test_a_counter_runs_over_into_its_upper_half():
     draw = drawn_by("far", function)
 
     assert "" == engine().why_global(draw)
-    assert_same_bits(draw.whole().numpy(), engine().whole(created(draw, layout_on("x=8", "x"), (64,))))
+    assert_same_bits(draw.whole().numpy(), engine().to_numpy(created(draw, layout_on("x=8", "x"), (64,))))
 
 
 @pytest.mark.parametrize("specs", [("x", None), (None, "x"), ("x", "y"), (None, None)])
@@ -171,7 +171,7 @@ def test_no_piece_is_larger_than_was_asked_for(specs, monkeypatch):
 
     assert {50, 100, 150} >= set(asked)
     assert 64 * 50 == sum(asked)
-    assert_same_bits(draw.whole().numpy(), engine().whole(made))
+    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_what_does_not_change_when_cut_is_drawn_in_pieces(name, function):
     made = created(draw, layout_on("x=2,y=4", "y", "x"), (48, 48))
 
     assert "" == engine().why_global(draw)
-    assert_same_bits(draw.whole().numpy(), engine().whole(made))
+    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made))
 
 
 def normal(seed):
@@ -239,7 +239,7 @@ def test_what_would_change_when_cut_is_drawn_whole(why, function):
     made = created(draw, layout_on("x=2,y=4", "y", "x"), (48, 48))
 
     assert re.search(why, engine().why_global(draw))
-    assert_same_bits(draw.whole().numpy(), engine().whole(made))
+    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_an_array_that_a_program_is_not_given_is_noticed(why, scale):
     made = created(draw, layout_on("x=2", "x", None), (48, 48))
 
     assert why in engine().why_global(draw)
-    assert_same_bits(draw.whole().numpy(), engine().whole(made))
+    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made))
 
 
 def test_a_seed_may_be_a_nest():
@@ -272,7 +272,7 @@ def test_a_seed_may_be_a_nest():
 
     assert 1 == len(traced)
     for i in range(2):
-        assert_same_bits(expected[i].numpy(), engine().whole(made[i]))
+        assert_same_bits(expected[i].numpy(), engine().to_numpy(made[i]))
 
 
 def test_arrays_are_made_while_tensorflow_traces():
@@ -287,7 +287,7 @@ def test_arrays_are_made_while_tensorflow_traces():
 
     step(tf.ones(()))
 
-    assert_same_bits(draw.whole().numpy(), engine().whole(made["w"]))
+    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made["w"]))
 
 
 # -- layouts and meshes
@@ -346,7 +346,7 @@ def test_tensors_that_tensorflow_laid_out_have_a_layout():
     mesh = Mesh([f"CPU:{i}" for i in (4, 5, 6, 7)], "a=2,b=2")
 
     assert Layout(["b", None], mesh) == engine().layout_of(tensor)
-    assert_same_bits(np.ones((4, 4), np.float32), engine().whole(tensor))
+    assert_same_bits(np.ones((4, 4), np.float32), engine().to_numpy(tensor))
 
 
 def test_a_variable_is_refused_text():

@@ -284,7 +284,7 @@ def batches(number):
 
 
 def train(net, number, place=lambda values: values):
-    return [float(engine().whole(net.compiled(place(x), place(y)))) for x, y in batches(number)]
+    return [float(engine().to_numpy(net.compiled(place(x), place(y)))) for x, y in batches(number)]
 
 
 def in_batches(values):

@@ -49,7 +49,7 @@ def moved_off_and_on(values):
         engine().relayout(values, Layout(["x"], Mesh(None, {"x": 2}))), Layout(["a"], half)
     )
     back = engine().relayout(there, Layout.replicated(Mesh(None, {"x": len(names)}), 1))
-    return engine().whole(back).tolist()
+    return engine().to_numpy(back).tolist()
 
 
 def main():

@@ -76,7 +76,7 @@ def test_our_scope_does_what_theirs_did(style):
         ours(keras.Input((16,)))
     for their_weight, weight in zip(theirs.variables, ours.variables, strict=True):
         assert dtensor.fetch_layout(their_weight).sharding_specs == list(weight.layout.sharding_specs)
-        weight.assign(get_engine("tensorflow").whole(their_weight))
+        weight.assign(get_engine("tensorflow").to_numpy(their_weight))
 
     ours.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     optimizer = tf_keras.dtensor.experimental.optimizers.SGD(0.1, momentum=0.9, mesh=mesh)
@@ -91,7 +91,7 @@ def test_our_scope_does_what_theirs_did(style):
         return loss
 
     x, y = (lm.dtensor.relayout(a, lm.Layout.batch_sharded(MESH, "batch", 2)) for a in (X, Y))
-    expected = [float(get_engine("tensorflow").whole(step(x, y))) for _ in range(3)]
+    expected = [float(get_engine("tensorflow").to_numpy(step(x, y))) for _ in range(3)]
     np.testing.assert_allclose([float(ours.train_on_batch(X, Y)) for _ in range(3)], expected, rtol=1e-5)
 
 

@@ -125,11 +125,11 @@ class Engine(Protocol):
         """What the framework's variables hold an array in: a thing that can be assigned to, or the array."""
         ...
 
-    def whole(self, array: Array) -> NumpyArray:
+    def to_numpy(self, array: Array) -> NumpyArray:
         """All values of an array, gathered from all processes that hold some; they must all ask."""
         ...
 
-    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+    def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """The values of each process that has a device of the mesh, one row each, in order of the processes.
 
         They must all ask, with values of one shape and element type.

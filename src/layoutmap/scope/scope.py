@@ -182,11 +182,11 @@ class Scope:
 
     def whole(self, array: Any) -> Any:
         """All values of an array, as a numpy array."""
-        return self.engine.whole(array)
+        return self.engine.to_numpy(array)
 
     def gather(self, values: Any) -> Any:
         """The numpy values of each process of the mesh, one row each; they must all ask."""
-        return self.engine.gather(values, self.mesh)
+        return self.engine.all_gather(values, self.mesh)
 
     def check_alike(self, text: str, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
         """What the processes of the mesh say if they do not all say the same, else nothing; and all their checksums.

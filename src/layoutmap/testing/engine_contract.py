@@ -522,20 +522,20 @@ class EngineContract:
 
     @_few
     @given(data=st.data())
-    def test_the_whole_of_an_array_is_its_values(self, data: st.DataObject):
+    def test_an_array_as_numpy_is_its_values(self, data: st.DataObject):
         """All values of an array, in a layout or in none, are those that it was made of."""
         _, (layout,), shape, dtype = data.draw(self._cases(num_layouts=1))
         values = random_values(shape, dtype, seed=14)
 
-        assert_same_bits(values, self.engine.whole(self.make_array(values)))
-        assert_same_bits(values, self.engine.whole(self.engine.relayout(values, layout)))
+        assert_same_bits(values, self.engine.to_numpy(self.make_array(values)))
+        assert_same_bits(values, self.engine.to_numpy(self.engine.relayout(values, layout)))
 
     def test_what_one_process_gathers_is_its_own(self):
         """With one process, what is gathered from all is one row: the values as they were given."""
         for dtype in ("uint8", "float64"):
             values = random_values((3, 2), dtype, seed=0)
 
-            assert_same_bits(values[None], self.engine.gather(values, self._all_meshes()[0]))
+            assert_same_bits(values[None], self.engine.all_gather(values, self._all_meshes()[0]))
 
     def test_computing_on_a_mesh(self):
         """What is computed while computing runs on a mesh lies on it, whole; an exception ends that."""

@@ -33,7 +33,7 @@ def summands(tensor: torch.Tensor, dim: str = "batch") -> Any:
 
 def whole(tensor: Any) -> torch.Tensor:
     """All values of a tensor."""
-    return torch.from_numpy(engine().whole(tensor))
+    return torch.from_numpy(engine().to_numpy(tensor))
 
 
 def run_on() -> Any:

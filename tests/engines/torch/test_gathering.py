@@ -21,7 +21,7 @@ def weights(specs):
 
 
 def whole(tensor):
-    return get_engine("torch").whole(tensor)
+    return get_engine("torch").to_numpy(tensor)
 
 
 CUT_BY_BATCH = [

@@ -51,7 +51,7 @@ class Variable:
             PlanError: It has none.
         """
         self._check()
-        return get_engine("torch").whole(self.tensor)
+        return get_engine("torch").to_numpy(self.tensor)
 
     def write(self, value: Any) -> None:
         """Give it a value, of torch or of numpy; it keeps its layout.

@@ -276,7 +276,7 @@ class JaxEngine:
         """The array: JAX has no variables of its own."""
         return array
 
-    def whole(self, array: Any) -> NumpyArray:
+    def to_numpy(self, array: Any) -> NumpyArray:
         """All values of an array, gathered from all processes that hold some; they must all ask."""
         layout = self.layout_of(array)
         if layout is not None and not array.is_fully_addressable:
@@ -290,7 +290,7 @@ class JaxEngine:
             whole[index] = values
         return whole
 
-    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+    def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """The values of each process that has a device of the mesh, one row each; they must all ask.
 
         Raises:

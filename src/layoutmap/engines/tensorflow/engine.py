@@ -249,11 +249,11 @@ class TensorFlowEngine:
         with tf.init_scope():
             return DVariable(array, name=name or "Variable", trainable=trainable)
 
-    def whole(self, array: Any) -> NumpyArray:
+    def to_numpy(self, array: Any) -> NumpyArray:
         """All values of a tensor or variable, gathered from all processes that hold some; they must all ask."""
         return whole(array)
 
-    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+    def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """The values of each process, one row each; they must all ask."""
         return gathered(values)
 

@@ -272,11 +272,11 @@ class TorchEngine:
         return parameter
 
     @plainly
-    def whole(self, array: Any) -> NumpyArray:
+    def to_numpy(self, array: Any) -> NumpyArray:
         """All values of a tensor, gathered from all processes that hold some; they must all ask."""
         return to_numpy(whole(array))
 
-    def gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+    def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """The values of each process, one row each; they must all ask."""
         return gathered(values)
 

@@ -72,7 +72,7 @@ class JaxBackend:
 
     def read(self, variable: Any) -> Any:
         """The whole value of a variable."""
-        return get_engine("jax").whole(variable.value)
+        return get_engine("jax").to_numpy(variable.value)
 
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """In a trace a constraint; else the array is moved."""
@@ -141,7 +141,7 @@ class JaxBackend:
             )
         ]
         loss, gradients = jax.jit(jax.value_and_grad(loss_of))(*values)
-        whole = get_engine("jax").whole
+        whole = get_engine("jax").to_numpy
         return whole(loss), [whole(gradient) for gradient in gradients]
 
 
@@ -218,7 +218,7 @@ def _assign(variable: Any, value: Any) -> None:
 
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
     # JAX would keep what it has put together, with the array: after a save the host would hold the whole model.
-    return np.asarray(gathered_value(variable, get_engine("jax").whole), dtype=dtype)
+    return np.asarray(gathered_value(variable, get_engine("jax").to_numpy), dtype=dtype)
 
 
 def _pin(values: Any, variables: Any) -> list[Any]:

@@ -109,7 +109,7 @@ class TorchBackend:
 
     def read(self, variable: Any) -> Any:
         """The whole value of a variable."""
-        return get_engine("torch").whole(variable.value)
+        return get_engine("torch").to_numpy(variable.value)
 
     def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Layers know their parameters by the tensor, which is another one now."""

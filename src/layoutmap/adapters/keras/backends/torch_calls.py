@@ -30,7 +30,7 @@ __all__ = ["calling", "on_mesh", "own_losses", "placed", "plain", "running", "wh
 
 def whole(array: Any) -> Any:
     """All values of a tensor, as a numpy array."""
-    return get_engine("torch").whole(array)
+    return get_engine("torch").to_numpy(array)
 
 
 def placed(values: Any, session: KerasSession) -> Any:
