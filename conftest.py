@@ -11,7 +11,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -73,7 +73,12 @@ elif RUNNING:
     # The engine was asked for. If it does not load, that is a failure, and here, not a skip in each file.
     importlib.import_module(RUNNING)
 
-settings.register_profile("layoutmap", deadline=None, print_blob=True, max_examples=100 if EVERYTHING else 25)
+settings.register_profile(
+    "layoutmap",
+    deadline=None,
+    print_blob=True,
+    max_examples=100 if EVERYTHING else 20 if RUNNING == "core" else 12,
+)
 settings.register_profile("ci", settings.get_profile("layoutmap"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "layoutmap")
 
@@ -99,32 +104,73 @@ def _set_up_tensorflow() -> None:
     dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=NUM_DEVICES)
 
 
-# Laws of the Keras adapter whose code knows no backend: in `make test` all of a file run on JAX, on the others these.
+# What `make test` leaves to `make test-all`; docs/decisions/0039-which-tests-run-at-each-change.md has the reasons.
+# Files of which each case takes a moment: all cases are tried.
+CHEAP = {
+    "test_cli",
+    "test_devices",
+    "test_docs",
+    "test_dtensor",
+    "test_joining",
+    "test_keras_draws",
+    "test_keras_hooks",
+    "test_keras_lint",
+    "test_keras_processes",  # cases look at what one run of two processes told
+    "test_replay",
+    "test_scope_belongs",
+    "test_tape",
+    "test_tensorflow_canary",  # these two: what one run of processes told
+    "test_tensorflow_guards",
+    "test_tensorflow_variable",
+    "test_tiles",
+    "test_torch_errors",
+    "test_torch_tp_plan",
+    "test_wrong_numbers",
+}
+# Files of the Keras adapter run on each backend: on the first all laws, on the others these, or else the first two.
 SMOKE = {
+    "test_keras_disagreements": (),  # on torch, the laws of its own adapter; on both, test_keras_processes_whole_batch
+    "test_keras_draws": ...,
     "test_keras_errors": (
         "test_a_layout_longer_than_the_rank",
-        "test_all_problems_are_in_one_error",
         "test_a_scope_inside_a_compiled_function",
-        "test_a_scope_that_an_exception_leaves",
         "test_an_interrupt_while_values_are_made",
-        "test_a_planned_model_has_no_values",
-        "test_an_error_in_one_thread_leaves_the_others_alone",
     ),
+    "test_keras_hooks": ...,
+    "test_keras_processes_whole_batch": ...,
 }
+NUM_SMOKE = 2
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as long what `make test` leaves out because it tries the same law on another backend, model or mesh."""
+    laws: dict[Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        name, case = getattr(item, "originalname", item.name), getattr(item, "callspec", None)
-        if RUNNING in ("tensorflow", "torch") and name not in SMOKE.get(item.path.stem, (name,)):
+        law = item.nodeid.partition("[")[0]
+        laws.setdefault(item.path, {}).setdefault(law, []).append(item)
+    for path, of_file in laws.items():
+        for item in _left_out(path, list(of_file.values())):
             item.add_marker(pytest.mark.long)
-        contract = getattr(item, "cls", None)
-        if case and {"name", "mesh"} <= case.params.keys() and hasattr(contract, "models"):
-            first, *_ = contract().models()
-            if case.params["name"] != first and case.params["mesh"] not in contract.meshes[:2]:
-                item.add_marker(pytest.mark.long)
+
+
+def _left_out(path: Path, laws: list[list[pytest.Item]]) -> Iterator[pytest.Item]:
+    """The tests of a file that are long because others of it try the same; each of its laws is a list of cases."""
+    if RUNNING == "core" or not frameworks.is_test(path):
+        return
+    first, *_ = frameworks.processes_of(path)
+    smoke = SMOKE.get(path.stem, laws[:NUM_SMOKE])
+    for number, cases in enumerate(laws):
+        name = getattr(cases[0], "originalname", cases[0].name)
+        elsewhere = path.parent.name == "adapters" and RUNNING not in ("", first)
+        if elsewhere and smoke is not ... and name not in smoke and cases not in smoke:
+            yield from cases
+            continue
+        chosen = any(case.get_closest_marker("long") for case in cases)  # by `few`, or the law is long
+        if not chosen and path.stem not in CHEAP:
+            # Laws of a contract share their cases: each takes another one.
+            kept = number % len(cases) if getattr(cases[0], "cls", None) else 0
+            yield from (case for i, case in enumerate(cases) if i != kept)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,3 +19,8 @@ def few(cases: Iterable[Any], *usual: Any) -> list[Any]:
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
         for case in cases
     ]
+
+
+def examples(number: int) -> int:
+    """How many examples of a property to try that wants more than others: in `make test` a fifth of them."""
+    return number if os.environ.get("LAYOUTMAP_TEST_ALL") else max(number // 5, 5)

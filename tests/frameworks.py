@@ -7,6 +7,7 @@ out who loads one. Which part of the source may import which is in pyproject.tom
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class ProcessError(Exception):
     """A file that no test process, or more than one, can run."""
 
 
+@functools.cache
 def processes_of(path: Path) -> tuple[str, ...]:
     """The test processes that run a file.
 
@@ -100,7 +102,11 @@ def _process_imported(target: str) -> str | None:
 
 def is_collected(path: Path) -> bool:
     """Whether pytest collects something from a file: it is one of the tests, or source with its doctests."""
-    return path.suffix == ".py" and (path.name.startswith("test_") or PACKAGE in path.parents)
+    return path.suffix == ".py" and (is_test(path) or PACKAGE in path.parents)
+
+
+def is_test(path: Path) -> bool:
+    return path.name.startswith("test_")
 
 
 def collected_files() -> list[Path]:

@@ -7,6 +7,7 @@ import os
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 
 from layoutmap.core.errors import EngineError, LayoutError, LayoutMapError, MeshError
@@ -53,7 +54,7 @@ def test_the_documents_example_of_pack():
     assert [[0, 1], [2, 3], [4, 5]] == whole(tensor).tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(data=st.data())
 def test_pack_undoes_unpack(data):
     """A tensor taken apart has one component for each device, and put together again is the same tensor."""

@@ -63,6 +63,7 @@ class Queue:
         self.wanted = wanted
         self.arguments = arguments if everything else ["-m", "not long", *arguments]
         self.environment = {**os.environ, **({"LAYOUTMAP_TEST_ALL": "1"} if everything else {})}
+        self.environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles src and tests again
         self.claims = claims
         self.running: list[Worker] = []
         self.ended: list[Worker] = []

@@ -60,7 +60,7 @@ def test_what_optimizers_add_trains_like_one_device(optimizer):
 
 @pytest.mark.parametrize(
     "options",
-    [{"jit_compile": False}, {"run_eagerly": True}, *([] if ON_TORCH else [{"steps_per_execution": 2}])],
+    [*([] if ON_TORCH else [{"steps_per_execution": 2}]), {"run_eagerly": True}, {"jit_compile": False}],
     ids=str,
 )
 def test_every_way_of_running_a_step_gives_the_same(options):

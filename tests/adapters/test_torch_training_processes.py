@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from cases import few
 from engines import several_processes
 
 PROCESSES = ("torch",)
@@ -13,10 +15,11 @@ PROCESSES = ("torch",)
 WORKER = Path(__file__).with_name("torch_training_process.py")
 
 
-def test_processes_train_one_model(tmp_path):
+@pytest.mark.parametrize("number", few([2, 4], 2))
+def test_processes_train_one_model(tmp_path, number):
     """Weights begin bit-equal, each process holds its shards alone, and steps, norms and saved states are right."""
     (port,) = several_processes.free_ports(1)
-    results = several_processes.run(WORKER, tmp_path, [{}] * 4, str(port), "4")
+    results = several_processes.run(WORKER, tmp_path, [{}] * number, str(port), str(number))
 
     for told, _ in results:
         for what in told.values():

@@ -64,7 +64,7 @@ def train(model, inputs):
             ("llama", 3),
             ("bert", 3),
         ],
-        *(("llama", 4), ("mixtral", 4), ("bert", 3)),
+        ("llama", 4),
     ),
 )
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")  # rules for what a plan does not speak of

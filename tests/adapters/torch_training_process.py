@@ -88,8 +88,8 @@ def main():
     os.environ |= {"RANK": str(number), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     tokens, targets = map(torch.from_numpy, batch("transformer"))
     told = {
-        "mixed": train(RULES["transformer"], "batch=2,model=2", tokens, targets),
-        "by the batch": train(FSDP, "batch=4", tokens, targets),
+        "mixed": train(RULES["transformer"], f"batch={int(size) // 2},model=2", tokens, targets),
+        "by the batch": train(FSDP, f"batch={size}", tokens, targets),
     }
     (folder / f"{number}.json").write_text(json.dumps(told))
     np.savez(folder / f"{number}.npz")

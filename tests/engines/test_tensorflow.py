@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import few
+from cases import examples, few
 from hypothesis import given, settings
 
 import layoutmap as lm
@@ -119,7 +119,7 @@ def test_a_draw_in_pieces_has_the_bits_of_the_whole(source, dtype, monkeypatch):
             assert_same_bits(expected, engine().to_numpy(made))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_any_run_of_a_draw_has_the_bits_of_the_whole(data):
     """Wherever a run of random numbers starts and ends, it has the bits that stand there in the whole."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from cases import few
 from engines import several_processes
 
 PROCESSES = ("torch",)
@@ -10,7 +11,7 @@ PROCESSES = ("torch",)
 WORKER = Path(__file__).with_name("torch_process.py")
 
 
-@pytest.mark.parametrize("number", [4, 8])
+@pytest.mark.parametrize("number", few([2, 4, 8], 2))
 def test_processes_hold_one_array(tmp_path, number):
     """On several processes, values are those of one process, each element is held once, wrong draws are noticed."""
     (port,) = several_processes.free_ports(1)

@@ -8,6 +8,7 @@ import subprocess
 from urllib.parse import urlencode
 
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from selenium import webdriver
@@ -356,7 +357,7 @@ def test_a_device_tells_its_slice_and_a_slice_its_devices(browser, show, path):
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_the_arithmetic_of_the_page_is_that_of_layout(compute, data):
     """For every device of any mesh and layout: which shard, from where to where, and who else holds it."""
     mesh = data.draw(strategies.meshes())
@@ -394,7 +395,7 @@ def test_the_arithmetic_of_the_page_is_that_of_layout(compute, data):
 
 
 @given(strategies.meshes(max_size=64), st.integers(60, 1500), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_device_has_a_cell_of_its_own(compute, mesh, width, data):
     """Whichever dims go down and across, in any width: its cell is in the drawing, and what is there is that device."""
     dims = [*range(len(mesh.shape)), None]
@@ -420,7 +421,7 @@ def test_every_device_has_a_cell_of_its_own(compute, mesh, width, data):
 
 
 @given(st.lists(st.integers(0, 10**12), max_size=30), st.integers(1, 900), st.integers(1, 900))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_tiles_are_as_large_as_what_they_stand_for(compute, weights, width, height):
     """Each has its share of the area, and all lie side by side in the rectangle."""
     told = compute(
@@ -449,7 +450,7 @@ def test_tiles_are_as_large_as_what_they_stand_for(compute, weights, width, heig
 @given(
     strategies.paths(), st.lists(st.lists(st.integers(0, 40), min_size=6, max_size=6), min_size=1, max_size=6)
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_paths_are_merged_as_in_the_terminal(compute, path, numbers):
     """Those of repeated blocks, in which only numbers differ."""
     words = re.split(r"\d+", path)
@@ -459,7 +460,7 @@ def test_paths_are_merged_as_in_the_terminal(compute, path, numbers):
 
 
 @given(st.data())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_what_the_page_says_of_a_device_is_what_it_holds(browser, show, data):
     """From a plan to the text below the drawing, on any mesh, of any rank."""
     layout = data.draw(strategies.layouts())

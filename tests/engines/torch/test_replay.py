@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -139,7 +140,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return torch.cat([tensor.detach().reshape(-1), tensor.new_empty(0)]).view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(st.data(), programs(), st.sampled_from([16, 48, 1 << 18]))
 def test_blocks_are_parts_of_the_plain_tensor(
     data: Any, program: tuple[Callable[[], torch.Tensor], str], piece: int
@@ -269,7 +270,7 @@ def test_this_torch_lets_its_generator_jump():
     assert jump.works()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2000), st.integers(1, 100_000))
 def test_a_jump_is_as_many_words_ahead(before: int, words: int):
     """From any place of the stream, a jump over some words leaves the state that drawing them leaves."""
@@ -281,7 +282,7 @@ def test_a_jump_is_as_many_words_ahead(before: int, words: int):
     assert torch.equal(drawn.get_state(), jumped.get_state())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(DRAWS), st.integers(1, 400), st.sampled_from([16, 64, 1 << 18]))
 def test_a_stream_gives_the_numbers_of_the_whole(data: Any, draw: RandomFill, numel: int, piece: int):
     """Any runs, further on each time, are those of one draw of all."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -59,7 +60,7 @@ def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 18, seed: int 
     return tape.recipe(tensor)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(sorted(MAKERS)), st.sampled_from([1 << 10, 1 << 18]))
 def test_any_part_is_a_part_of_the_same_whole(data: Any, name: str, piece: int):
     """Blocks at any index, made in any order and piece, agree with the whole."""
@@ -141,7 +142,7 @@ RUNS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(RUNS, st.integers(0, 30), st.integers(0, 30))
 def test_part_of_a_run(run: Run, low: int, high: int):
     """The part of a run between two elements is those of its elements that lie there; rows that are cut are refused."""
