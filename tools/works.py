@@ -54,8 +54,8 @@ FILES = {
 }
 # Test with one case for each layer -> what it shows of them.
 LAYERS = {
-    "test_what_is_wanted_whole_is_put_together": "weights stay cut, and are put together when the layer is called",
-    "test_what_cannot_run_is_known_before_the_first_step": "does not run, or not train; the plan says so, and the fix",
+    "test_what_is_wanted_whole_is_put_together": "weights stay sharded, and are gathered when the layer is called",
+    "test_what_cannot_run_is_known_before_the_first_step": "does not run or train; the plan says so, with the fix",
 }
 
 BACKENDS = {"jax": "Keras 3 on JAX", "tensorflow": "Keras 3 on TensorFlow", "torch": "Keras 3 on PyTorch"}
@@ -140,7 +140,7 @@ DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
         f"{ACTIVATIONS}.test_a_model_with_them_trains_like_one_device",
         f"{ACTIVATIONS}.test_a_layer_puts_out_what_its_rule_says",
     ),
-    "`uneven=`: one head of keys on 2, 4 and 8 devices": (
+    "`uneven=`: one key head on 2, 4 and 8 devices": (
         "test_keras_uneven.test_one_head_of_keys_on_many_devices"
     ),
     "LoRA, int4, float8, int8 embeddings: they follow their weights, by loose rules and strict ones": (

@@ -236,7 +236,7 @@ class AdapterContract:
         assert not any(hasattr(v, "layout") for v in self.adapter.variables(made[0]).values())
 
     def test_the_inner_of_two_scopes_counts(self):
-        """A model that is built in two scopes lies in the layouts of the inner one."""
+        """A model that is built in two scopes has the layouts of the inner one."""
         name, make_model = next(iter(self.models().items()))
         outer = lm.LayoutMap(lm.create_mesh("batch=2,model=4"))
         with (
@@ -249,7 +249,7 @@ class AdapterContract:
         assert len(full.plan) > 0
 
     def test_all_problems_are_told_and_nothing_is_made(self, name: str):
-        """A rule that does not fit raises once with every variable concerned, before any value is drawn."""
+        """A rule that does not fit raises once with every variable concerned, before any value is made."""
         make_model = self.models()[name]
         mesh = lm.create_mesh("batch=2,model=4")
         layout_map = lm.LayoutMap(mesh, {".*": ("model", None, None, None, None, None)})
