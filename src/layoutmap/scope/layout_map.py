@@ -13,7 +13,8 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.report.html import table
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
-from layoutmap.scope.scope import Scope, apply, build, plan, scope
+from layoutmap.scope.context import Scope
+from layoutmap.scope.scope import apply, build, plan, scope
 
 __all__ = ["LayoutMap"]
 
