@@ -101,10 +101,10 @@ def test_a_batch_is_cut_where_it_divides():
     with make_map().scope(batch_dim="batch") as scope, make_map().scope() as whole:
         pass
 
-    assert ("batch", "unsharded") == scope.batch_layout((6, 3)).sharding_specs
-    assert scope.batch_layout((7, 3)).is_fully_replicated()
-    assert 0 == scope.batch_layout(()).rank
-    assert whole.batch_layout((6, 3)).is_fully_replicated()
+    assert ("batch", "unsharded") == scope.policy.batch_layout((6, 3)).sharding_specs
+    assert scope.policy.batch_layout((7, 3)).is_fully_replicated()
+    assert 0 == scope.policy.batch_layout(()).rank
+    assert whole.policy.batch_layout((6, 3)).is_fully_replicated()
 
 
 def test_strict_scopes_raise_what_others_warn_of():

@@ -1,8 +1,8 @@
 """What an adapter must do, and what it is given to do it with.
 
 An adapter knows one model library: how to build a model without its values, what its variables are called, how each
-gets its value, and how the library trains. It knows no rule, no mesh and no device: the scope's `Home` answers those.
-Its laws are in `layoutmap.testing.adapter_contract`.
+gets its value, and how the library trains. It knows no rule, no mesh and no device: those are behind its
+`ScopeContext`, with the engine and the layout policy. Its laws are in `layoutmap.testing.adapter_contract`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from layoutmap.core.initializers import Initializer
-from layoutmap.core.layout import Layout
+from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines.protocol import Engine
 
-__all__ = ["Adapter", "Home", "Session"]
+__all__ = ["Adapter", "ScopeContext", "Session"]
 
 
-class Home(Protocol):
-    """What a scope offers to its adapter."""
+class ScopeContext(Protocol):
+    """What a scope offers to its adapter: the engine, a policy for layouts, and the checks that need the plan."""
 
     plan_only: bool
-    """Whether this is a dry run: nothing may get a value."""
+    """Whether this is a dry run: no variable may get a value, and there is no engine."""
 
     across: bool
     """Whether the mesh has devices of other processes: then all of them do the same, each with its own data."""
@@ -32,7 +33,15 @@ class Home(Protocol):
     """Whether processes compare the data that they bring, where it must be the same in all of them."""
 
     draws: str
-    """How first values are drawn: `"exact"`, or one of the adapter's `other_inits`."""
+    """How initial values are drawn: `"exact"`, or one of the adapter's `other_inits`."""
+
+    policy: LayoutPolicy
+    """The layouts of batches, of weights in a computation and of what layers return."""
+
+    @property
+    def engine(self) -> Engine:
+        """What holds the arrays; a plan has none."""
+        ...
 
     def assign(
         self,
@@ -43,70 +52,30 @@ class Home(Protocol):
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
     ) -> Sequence[Assignment]:
-        """A layout for each variable, in order; raises with all problems, before anything is made.
+        """Return a layout for each variable, in order; raises with all problems, before anything is materialized.
 
         Args:
             variables: The variables, in the order of the model; no two with one `key`.
-            global_init: For each variable, by its `key`, whose first value must be drawn whole: why.
+            global_init: Why the global value of a variable must be made on one device, by its `key`, where it must.
             limits: What the library's backend cannot do.
             complete: Whether these are all variables there will be.
             layers: The paths of all layers, so that rules for activations of none of them are found.
-            free_activations: Whether a compiler chooses how activations lie where no rule says it.
-        """
-        ...
-
-    @property
-    def lays_out_activations(self) -> bool:
-        """Whether there are rules for what layers put out."""
-        ...
-
-    def activation_layout(self, path: str) -> Layout | None:
-        """The layout of what the layer at a path puts out; `None`: as it comes."""
-        ...
-
-    def output_layouts(
-        self, layout: Layout, shapes: Sequence[tuple[int, ...]], path: str
-    ) -> Sequence[Layout | None]:
-        """The layout of each array that a layer puts out; `None`: as it comes.
-
-        Args:
-            layout: The layout of the layer's rule.
-            shapes: The arrays' shapes. Those of another rank than the layout's stay as they come.
-            path: The layer's path.
-
-        Raises:
-            LayoutError: No array has the layout's rank, or an axis of one does not divide, and it is not the batch's.
+            free_activations: Whether a compiler chooses the layouts of activations without a rule.
         """
         ...
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
-        """A layout for a variable that is needed before all are known: its rule's where that fits, else replicated."""
+        """Return a layout for a variable that is needed before all are known: its rule's if that fits."""
         ...
 
     def create(
         self, assignments: Mapping[str, Assignment], draws: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
-        """First values, each in its layout, by the keys given."""
-        ...
-
-    def place(self, array: Any, layout: Layout) -> Any:
-        """An array, of the framework or of numpy, in a layout."""
-        ...
-
-    def variable(self, array: Any, *, name: str, trainable: bool) -> Any:
-        """What a variable of the framework holds an array in."""
-        ...
-
-    def whole(self, array: Any) -> Any:
-        """All values of an array, as a numpy array."""
-        ...
-
-    def gather(self, values: Any) -> Any:
-        """The numpy values of each process of the mesh, one row each; they must all ask."""
+        """Return initial values, each in its layout, by the keys given; all processes of the mesh must ask."""
         ...
 
     def check_alike(self, text: str, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
-        """What the processes of the mesh say if they do not all say the same, else nothing; and all their checksums.
+        """Return the texts of all processes of the mesh if they are not all the same, else none; and their checksums.
 
         They must all ask.
         """
@@ -124,26 +93,6 @@ class Home(Protocol):
 
         They must all ask, each with its arrays of numpy.
         """
-        ...
-
-    def run_on_mesh(self) -> AbstractContextManager[Any]:
-        """While open, what is computed here and now is computed on the mesh."""
-        ...
-
-    def native(self, layout: Layout, rank: int) -> Any:
-        """The framework's own form of a layout."""
-        ...
-
-    def replicated(self, rank: int) -> Layout:
-        """The layout of a small thing that every device holds whole."""
-        ...
-
-    def computing_layout(self, layout: Layout) -> Layout:
-        """The layout in which a weight takes part in a computation: not cut over the dim that cuts the batch."""
-        ...
-
-    def batch_layout(self, shape: Sequence[int]) -> Layout:
-        """The layout of a batch: cut along its first axis where it divides, else whole."""
         ...
 
 
@@ -203,7 +152,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def begin(self, home: Home) -> Session:
+    def begin(self, context: ScopeContext) -> Session:
         """A session for one scope."""
         ...
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from layoutmap.rules.yaml_file import RulesFields
-    from layoutmap.scope.scope import Scope
+    from layoutmap.scope.context import Scope
 
 __all__ = ["Activations", "LayoutMap"]
 

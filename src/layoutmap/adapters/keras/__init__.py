@@ -16,7 +16,7 @@ from layoutmap.adapters.keras.hooks import check_keras, global_seed_state, insta
 from layoutmap.adapters.keras.paths import find_variables, slot_path
 from layoutmap.adapters.keras.session import KerasSession
 from layoutmap.adapters.keras.training import complete, parents_by_name
-from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.errors import ScopeError
 
 __all__ = ["KerasAdapter", "adapter"]
@@ -56,11 +56,11 @@ class KerasAdapter:
         """While open, Keras layers that are built here are refused: the scope is one for another library."""
         return installed()
 
-    def begin(self, home: Home) -> KerasSession:
+    def begin(self, context: ScopeContext) -> KerasSession:
         """A session for one scope."""
         backend = backend_of(backend_name())
         check_keras(backend.private_names())
-        return KerasSession(home, backend)
+        return KerasSession(context, backend)
 
     @contextmanager
     def undisturbed(self) -> Generator[None]:

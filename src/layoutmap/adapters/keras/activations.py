@@ -29,7 +29,7 @@ def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> 
     def call(*args: Any, **kwargs: Any) -> Any:
         outputs = plain(*args, **kwargs)
         # Keras finds out shapes with sizes that it makes up, and a plan has no arrays.
-        if in_symbolic_scope() or session.home.plan_only:
+        if in_symbolic_scope() or session.context.plan_only:
             return outputs
         path, layout = session.output_layout(layer)
         if layout is None:
@@ -37,7 +37,7 @@ def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> 
         flat = keras.tree.flatten(outputs)
         arrays = [each for each in flat if keras.ops.is_tensor(each)]
         shapes = [tuple(int(n) for n in array.shape) for array in arrays]
-        layouts = session.home.output_layouts(layout, shapes, path)
+        layouts = session.policy.output_layouts(layout, shapes, path)
         chosen = {id(array): each for array, each in zip(arrays, layouts, strict=True) if each is not None}
         placed = [
             session.backend.lay_out(each, chosen[id(each)], session) if id(each) in chosen else each

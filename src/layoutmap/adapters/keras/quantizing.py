@@ -23,14 +23,14 @@ def weights_off_mesh(layer: Any, session: KerasSession, as_plain: Callable[[Any]
         session: The scope.
         as_plain: Makes a plain tensor of the backend of a numpy array.
     """
-    if session.home.plan_only:
+    if session.context.plan_only:
         yield
         return
     before: list[tuple[Any, Any, Any]] = []
     for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
         if session.knows(variable) and variable.value is not None:
             held = variable._value
-            variable._value = as_plain(session.home.whole(held))
+            variable._value = as_plain(session.engine.whole(held))
             before.append((variable, held, variable._value))
     try:
         yield

@@ -32,13 +32,14 @@ from layoutmap.adapters.keras.pending import is_pending, make_pending, settle
 from layoutmap.adapters.keras.reading import is_in_a_call, read_by
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
-from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
 from layoutmap.core.current import entered, is_entered
 from layoutmap.core.errors import PlanError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
+from layoutmap.engines.protocol import Engine
 
 __all__ = ["KerasSession"]
 
@@ -59,14 +60,15 @@ class KerasSession:
     """One scope's work in Keras.
 
     Args:
-        home: The scope, which knows rules, meshes and arrays.
+        context: The scope, which knows rules, meshes and arrays.
         backend: The Keras backend.
     """
 
     library = "keras"
 
-    def __init__(self, home: Home, backend: Backend):
-        self.home = home
+    def __init__(self, context: ScopeContext, backend: Backend):
+        self.context = context
+        self.policy = context.policy
         self.backend = backend
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[Any]] = []
@@ -80,6 +82,11 @@ class KerasSession:
         self._settling = False
         self._failed = False
         self.lock = threading.RLock()
+
+    @property
+    def engine(self) -> Engine:
+        """What holds the arrays; a plan has none."""
+        return self.context.engine
 
     # -- births
 
@@ -205,7 +212,7 @@ class KerasSession:
 
     def _outside(self) -> AbstractContextManager[Any]:
         """Leave any tracing that goes on. A plan makes no arrays, and to leave some tracing starts a backend."""
-        return nullcontext() if self.home.plan_only else self.backend.outside()
+        return nullcontext() if self.context.plan_only else self.backend.outside()
 
     def settle(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value.
@@ -218,7 +225,7 @@ class KerasSession:
             news = self._num_created != self._num_planned  # also of what an early read has made by itself
             if not news and not any(is_pending(v) or self._layout_of(v) is None for v in waiting):
                 return
-            if self.home.across:
+            if self.context.across:
                 del waiting
                 gc.collect()  # what one process has forgotten, all have: they describe the same variables
                 waiting = self._known()
@@ -233,14 +240,14 @@ class KerasSession:
         entries = self._describe()
         assignments = self._assign(entries, complete=not self.unbuilt())
         self._num_planned = self._num_created
-        if self.home.plan_only:
+        if self.context.plan_only:
             return
         pairs = list(zip(entries, assignments, strict=True))
         self._make([(e, a) for e, a in pairs if is_pending(e.variable)])
-        if self.home.across:
+        if self.context.across:
             named = zip(full_names([e.spec for e in entries]), entries, strict=True)
             new = [(name, e.variable) for name, e in named if self._layout_of(e.variable) is None]
-            self.home.check_values((name, checksum(self.home.whole(v._value))) for name, v in new)
+            self.context.check_values((name, checksum(self.engine.whole(v._value))) for name, v in new)
         for entry, assignment in pairs:
             if self._layout_of(entry.variable) != assignment.layout:
                 self._place(entry.variable, assignment, entry.variable._value)
@@ -250,12 +257,12 @@ class KerasSession:
         self.backend.settled(self._living_optimizers(), self._alive())
 
     def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
-        return self.home.assign(
+        return self.context.assign(
             [e.spec for e in entries],
             {e.spec.key: why for e in entries if (why := self._why_global(e))},
             unsupported_of(self.backend, self._alive(), entries),
             complete,
-            [path for path, _ in layer_paths(self._alive())] if self.home.lays_out_activations else None,
+            [path for path, _ in layer_paths(self._alive())] if self.policy.activations else None,
             self.backend.chooses_layouts,
         )
 
@@ -268,7 +275,7 @@ class KerasSession:
             for path, each in layer_paths(self._alive()):
                 # A shared layer has the rule of any of its paths.
                 if found.get(id(each), ("", None))[1] is None:
-                    found[id(each)] = path, self.home.activation_layout(path)
+                    found[id(each)] = path, self.policy.activation_layout(path)
             self._outputs = self._num_created, found
         return self._outputs[1].get(id(layer), ("", None))
 
@@ -303,7 +310,7 @@ class KerasSession:
                 self.settle()
             if not is_pending(variable):
                 return
-            if self.home.plan_only:
+            if self.context.plan_only:
                 self._check_read(variable)
                 return
             entry = self._entry_of(variable)
@@ -314,7 +321,7 @@ class KerasSession:
         with self.lock, self._outside():
             if self._failed and not self._is_open and not self._settling:
                 self.settle()
-            if self.home.plan_only and self._is_open:
+            if self.context.plan_only and self._is_open:
                 if tuple(variable.shape) != tuple(value.shape):
                     check_shape(variable, self.path_of(variable), value)
                 return
@@ -325,7 +332,7 @@ class KerasSession:
                 check_shape(variable, entry.spec.path, value)
                 array = from_host(assignment, value)
             else:
-                array = self.home.place(value, assignment.layout)
+                array = self.engine.relayout(value, assignment.layout)
             self._store(variable, assignment, array)
             settle(variable)  # after that: an interrupt before leaves it pending
             variable._initializer = None
@@ -351,7 +358,7 @@ class KerasSession:
     def _assignment_of(self, entry: Entry) -> Assignment:
         """The layout of a variable that gets its value before all are planned, or as planned ahead."""
         known = self._ahead[1].get(id(entry.variable)) if self._ahead[0] == self._num_created else None
-        return known or self.home.assign_one(entry.spec)
+        return known or self.context.assign_one(entry.spec)
 
     def refuse_in_a_plan(self, name: str) -> None:
         """Raise if this is a dry run, in which nothing gets a value.
@@ -359,7 +366,7 @@ class KerasSession:
         Raises:
             PlanError: It is; names the variable or model whose value was wanted.
         """
-        if self.home.plan_only:
+        if self.context.plan_only:
             raise PlanError(
                 f"{name}: this model is only a plan, it has no values",
                 facts={"read by": read_by()},
@@ -396,7 +403,7 @@ class KerasSession:
         todo = sorted(todo, key=lambda pair: birth.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
         draws = {key: self._draw_of(v) for key, (v, _) in keyed.items()}
-        arrays = self.home.create({key: a for key, (_, a) in keyed.items()}, draws)
+        arrays = self.context.create({key: a for key, (_, a) in keyed.items()}, draws)
         for key, (variable, assignment) in keyed.items():
             self._store(variable, assignment, arrays[key])
             settle(variable)  # after that: an interrupt before leaves it pending
@@ -404,12 +411,12 @@ class KerasSession:
 
     def _draw_of(self, variable: Any) -> Initializer:
         shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)
-        if self.home.across and hooks.is_seed_state(variable):
+        if self.context.across and hooks.is_seed_state(variable):
             return initializer_of_seed(variable._initializer, shape, dtype)
         return initializer_of(variable._initializer, shape, dtype, self._off_mesh)
 
     def _off_mesh(self, seed: Any) -> Any:
-        return keras.ops.convert_to_tensor(self.home.whole(seed))
+        return keras.ops.convert_to_tensor(self.engine.whole(seed))
 
     def _make_plain(self, variable: Any) -> None:
         settle(variable)
@@ -419,12 +426,12 @@ class KerasSession:
         self._forget(id(variable))
 
     def _place(self, variable: Any, assignment: Assignment, value: Any) -> None:
-        self._store(variable, assignment, self.home.place(value, assignment.layout))
+        self._store(variable, assignment, self.engine.relayout(value, assignment.layout))
 
     def _store(self, variable: Any, assignment: Assignment, array: Any) -> None:
         record = self._know(variable)
         self._tagged.pop(id(record.tag), None)
-        held = self.home.variable(array, name=variable.name, trainable=variable.trainable)
+        held = self.engine.variable(array, name=variable.name, trainable=variable.trainable)
         record.tag = self.backend.store(variable, held, assignment, self)
         cut_on_the_host(variable, assignment)
         record.layout = variable.layout = assignment.layout

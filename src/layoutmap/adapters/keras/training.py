@@ -72,7 +72,7 @@ def place_batch(batch: Any, session: KerasSession) -> Any:
     def place(array: Any) -> Any:
         if array is None or not hasattr(array, "shape"):
             return array
-        return session.home.place(array, session.home.batch_layout(tuple(array.shape)))
+        return session.engine.relayout(array, session.policy.batch_layout(tuple(array.shape)))
 
     return keras.tree.map_structure(place, batch, none_is_leaf=True)
 
@@ -83,9 +83,9 @@ def check_same_batch(batch: Any, session: KerasSession) -> None:
     Raises:
         ScopeError: It is; in all processes.
     """
-    if session.home.across and session.home.check_batches:
+    if session.context.across and session.context.check_batches:
         leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
-        session.home.check_batch(list(map(keras.ops.convert_to_numpy, leaves)))
+        session.context.check_batch(list(map(keras.ops.convert_to_numpy, leaves)))
 
 
 def parents_by_name(slots: Iterable[Any], weights: Iterable[Any]) -> list[Any]:

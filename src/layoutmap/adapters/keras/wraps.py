@@ -48,7 +48,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         wraps["quantize"] = _quantizing(layer, session)
     wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
     wraps["load_own_variables"] = loading(layer, session)
-    if session.home.lays_out_activations:
+    if session.policy.activations:
         _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
     wraps |= session.backend.layer_wraps(layer, session)
     if isinstance(layer, keras.Model):

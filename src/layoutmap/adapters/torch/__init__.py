@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.forward import is_planned
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
@@ -63,9 +63,9 @@ class TorchAdapter:
         """While open, torch modules that are built here are refused: the scope is one for another library."""
         return module_hooks.installed()
 
-    def begin(self, home: Home) -> TorchSession:
+    def begin(self, context: ScopeContext) -> TorchSession:
         """A session for one scope."""
-        return TorchSession(home)
+        return TorchSession(context)
 
     @contextmanager
     def undisturbed(self) -> Generator[None]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled, whole
 from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
@@ -48,16 +48,16 @@ def map_tensors(change: Callable[[torch.Tensor], Any], values: Any) -> Any:
     return tree_map(of_leaf, values)
 
 
-def on_mesh(values: Any, home: Home) -> Any:
+def on_mesh(values: Any, home: ScopeContext) -> Any:
     """Plain tensors on the mesh: each cut along its first axis where the batch is split and it divides, or whole."""
 
     def place(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, DTensor):
             return tensor
-        layout = home.batch_layout(tuple(tensor.shape))
+        layout = home.policy.batch_layout(tuple(tensor.shape))
         if not tensor.requires_grad or not torch.is_grad_enabled():
-            return home.place(tensor, layout)
-        mesh, placements = home.native(layout, tensor.ndim)
+            return home.engine.relayout(tensor, layout)
+        mesh, placements = home.engine.native(layout, tensor.ndim)
         return plainly(_cut)(tensor, mesh, placements)
 
     return map_tensors(place, values)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors, on_mesh, plain, summed_up, tensors_in
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
@@ -50,7 +50,7 @@ class Forward:
         self,
         module: torch.nn.Module,
         path: str,
-        home: Home,
+        home: ScopeContext,
         *,
         gather: Gathering | None = None,
         valueless: str = "",
@@ -61,7 +61,7 @@ class Forward:
         self.home = home
         self.gather = gather
         self.valueless = valueless
-        self._output = home.activation_layout(path) if path else None
+        self._output = home.policy.activation_layout(path) if path else None
         self._watch: Watch | None = None
         self._num_checked = 0
 
@@ -107,8 +107,8 @@ class Forward:
             return
         self._num_checked += 1
         given = tensors_in((args, kwargs))
-        home.check_batch([home.whole(t) for t in given if not isinstance(t, DTensor)])
-        with same_draws(home.native(home.replicated(0), 0)[0], home.check_alike):
+        home.check_batch([home.engine.whole(t) for t in given if not isinstance(t, DTensor)])
+        with same_draws(home.engine.native(home.policy.replicated(0), 0)[0], home.check_alike):
             yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -125,10 +125,14 @@ class Forward:
     def _laid_out(self, result: Any, layout: Layout) -> Any:
         """What the layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
         found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
-        layouts = self.home.output_layouts(layout, [tuple(tensor.shape) for tensor in found], self.path)
+        layouts = self.home.policy.output_layouts(
+            layout, [tuple(tensor.shape) for tensor in found], self.path
+        )
         chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
         # Also what lies right already: backwards, its gradient comes to the same layout.
-        return map_tensors(lambda t: self.home.place(t, chosen[id(t)]) if id(t) in chosen else t, result)
+        return map_tensors(
+            lambda t: self.home.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
+        )
 
     def _the_module(self) -> torch.nn.Module:
         module = self._module()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.paths import Place
 from layoutmap.core.errors import format_message
 from layoutmap.core.layout import Layout
@@ -58,7 +58,7 @@ class Gathering:
 
 
 def weights_to_gather(
-    root: torch.nn.Module, layouts: Mapping[int, Layout], home: Home
+    root: torch.nn.Module, layouts: Mapping[int, Layout], home: ScopeContext
 ) -> dict[int, Gathering]:
     """What each module of a model gathers when it is called, by the module's id.
 
@@ -75,7 +75,7 @@ def weights_to_gather(
     for module, block in modules:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             layout = layouts.get(id(parameter))
-            computing = None if layout is None else home.computing_layout(layout)
+            computing = None if layout is None else home.policy.computing_layout(layout)
             if computing is not None and computing != layout:
                 weight = Weight(Place(module, name), computing)
                 gather.setdefault(id(block or module), []).append(weight)
@@ -108,7 +108,7 @@ def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Modul
 
 
 @contextmanager
-def gathered(gathering: Gathering, home: Home) -> Generator[None]:
+def gathered(gathering: Gathering, home: ScopeContext) -> Generator[None]:
     """While open, some weights are in the layouts in which they compute."""
     held, together, again = _gather(gathering.weights, home)
     if not together:  # the model's own call has gathered them
@@ -127,7 +127,7 @@ def gathered(gathering: Gathering, home: Home) -> Generator[None]:
 
 @plainly
 def _gather(
-    weights: Sequence[Weight], home: Home
+    weights: Sequence[Weight], home: ScopeContext
 ) -> tuple[list[tuple[Weight, Any]], dict[int, Any], Callable[[], list[Any]]]:
     """What the modules hold, that put together by its id, and what puts it together once more."""
     held = [(weight, _held(weight)) for weight in weights]
@@ -157,19 +157,19 @@ def _held(weight: Weight) -> Any:
     return members_of_module(weight.place.module)[0][weight.place.name]
 
 
-def _put_together(cut: Mapping[int, tuple[Any, Layout]], home: Home) -> dict[int, Any]:
+def _put_together(cut: Mapping[int, tuple[Any, Layout]], home: ScopeContext) -> dict[int, Any]:
     """Tensors in the layouts given: those that can, by one collective for all of one mesh dim and element type."""
     together: dict[int, Any] = {}
     groups: dict[Any, list[tuple[int, Any]]] = {}
     for key, (tensor, layout) in cut.items():
-        mesh, placements = home.native(layout, tensor.ndim)
+        mesh, placements = home.engine.native(layout, tensor.ndim)
         if tensor.device_mesh != mesh:
             continue  # it was laid out anew, and computes as it is
         changed = [i for i, (a, b) in enumerate(zip(tensor.placements, placements, strict=True)) if a != b]
         if len(changed) == 1 and placements[changed[0]].is_replicate() and can_gather(tensor, changed[0]):
             groups.setdefault((changed[0], tensor.dtype, tensor.requires_grad), []).append((key, tensor))
         elif changed:
-            together[key] = home.place(tensor, layout)
+            together[key] = home.engine.relayout(tensor, layout)
     for (mesh_dim, _, _), members in groups.items():
         whole = gather_over([tensor for _, tensor in members], mesh_dim)
         together.update(zip((key for key, _ in members), whole, strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.patches import Patches
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
 from layoutmap.engines.torch.private import checkpoints
@@ -30,12 +30,12 @@ def is_running() -> bool:
 
 
 @contextmanager
-def running(home: Home) -> Generator[None]:
+def running(home: ScopeContext) -> Generator[None]:
     """While open, this thread computes on the mesh of a scope."""
     before = getattr(_here, "home", None)
     _here.home = home
     try:
-        with _CHECKPOINTS.used(), _with_versions(), home.run_on_mesh():
+        with _CHECKPOINTS.used(), _with_versions(), home.engine.run_on(home.policy.mesh):
             yield
     finally:
         _here.home = before

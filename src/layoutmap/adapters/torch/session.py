@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from layoutmap.adapters.protocol import Home
+from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.forward import Forward, forward_of
 from layoutmap.adapters.torch.fsdp_units import weights_to_gather
@@ -75,7 +75,7 @@ class TorchSession:
 
     library = "torch"
 
-    def __init__(self, home: Home):
+    def __init__(self, home: ScopeContext):
         self.home = home
         self._tape = self._new_tape()
         self._recording: Any = None
@@ -248,7 +248,9 @@ class TorchSession:
         kept: dict[int, Any] = {}  # while ids stand for the tensors
         for key, (entry, assignment) in pairs.items():
             old = entry.found.tensor
-            array = made[key] if key in deferred else self.home.place(old.detach(), assignment.layout)
+            array = (
+                made[key] if key in deferred else self.home.engine.relayout(old.detach(), assignment.layout)
+            )
             replaced[id(old)] = self._held(entry, array, assignment.layout)
             kept[id(old)] = old
             for place in entry.found.places:
@@ -275,7 +277,7 @@ class TorchSession:
             if tensor in paths and isinstance(value, torch.Tensor)
         ]
         plain = [(path, tensor) for path, tensor in found if not isinstance(tensor, DTensor)]
-        self.home.check_values((path, checksum(self.home.whole(tensor))) for path, tensor in plain)
+        self.home.check_values((path, checksum(self.home.engine.whole(tensor))) for path, tensor in plain)
 
     def _draw(self, tensor: Any) -> Initializer:
         recipe = self._tape.recipe(tensor)
@@ -288,10 +290,10 @@ class TorchSession:
         old = entry.found.tensor
         new = array
         if isinstance(old, torch.nn.Parameter):
-            new = self.home.variable(array, name=entry.spec.path, trainable=old.requires_grad)
+            new = self.home.engine.variable(array, name=entry.spec.path, trainable=old.requires_grad)
         carry_over(old, new)
         if not isinstance(old, FakeTensor) and old.is_leaf and old.grad is not None:
-            new.grad = self.home.place(old.grad, layout)
+            new.grad = self.home.engine.relayout(old.grad, layout)
         return new
 
     def _replace_references(
@@ -323,7 +325,7 @@ class TorchSession:
 
     def _in_layout(self, tensor: Any, layout: Layout) -> Any:
         if not self._tape.holds(tensor):
-            return self.home.place(tensor, layout)
+            return self.home.engine.relayout(tensor, layout)
         spec = VariableSpec("slot", tuple(tensor.shape), _dtype_of(tensor), Kind.SLOT)
         return self.home.create({"slot": Assignment(spec, layout)}, {"slot": self._draw(tensor)})["slot"]
 

@@ -56,7 +56,7 @@ class JaxBackend:
 
     def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
         """Give a variable its value and the sharding that later values keep."""
-        native = session.home.native(assignment.layout, assignment.layout.rank)
+        native = session.engine.native(assignment.layout, assignment.layout.rank)
         # A sharding object of its own for each variable: Keras hands a variable's `_layout` to the optimizer's slots,
         # and by that very object a slot's weight is known again.
         tag = jax.sharding.NamedSharding(native.mesh, native.spec)
@@ -66,7 +66,7 @@ class JaxBackend:
         own = variable.__dict__
         own["__array__"] = functools.partial(_as_array, variable)
         own.pop("_direct_assign", None)
-        if session.home.across:
+        if session.context.across:
             own["_direct_assign"] = functools.partial(_assign, variable)
         return tag
 
@@ -76,7 +76,7 @@ class JaxBackend:
 
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """In a trace a constraint; else the array is moved."""
-        return jax.lax.with_sharding_constraint(array, session.home.native(layout, layout.rank))
+        return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
     def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Optimizers know variables by the variable, which stays."""
@@ -108,7 +108,7 @@ class JaxBackend:
         }
         steps = ("train_step", "test_step", "predict_step")
         wraps = making | {name: _pinned(model, getattr(model, name), session) for name in steps}
-        if session.home.across:
+        if session.context.across:
             wraps |= {name: telling(model, session, name) for name in ("fit", "evaluate", "predict")}
             wraps |= {name: saving(model, session, name) for name in ("save", "save_weights")}
         return wraps
@@ -155,7 +155,7 @@ def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
         if getattr(model, attribute) is None or force:
             plain(force=force)
             step = getattr(model, attribute)
-            if session.home.across:
+            if session.context.across:
                 run = _across(step, Rows(session, name), name)
             else:
 
@@ -187,7 +187,7 @@ def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Cal
     @functools.wraps(plain)
     def step(state: Any, data: Any) -> Any:
         result, new = plain(state, data)
-        if session.home.across:  # each process is to find its rows, and all numbers, on its own devices
+        if session.context.across:  # each process is to find its rows, and all numbers, on its own devices
             by_rows = plain.__name__ == "predict_step"
             result = keras.tree.map_structure(lambda array: _readable(array, session, by_rows), result)
         if plain.__name__ == "predict_step":
@@ -202,11 +202,10 @@ def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Cal
 
 
 def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
-    home = session.home
     if not isinstance(array, jax.Array):
         return array  # a number that a step of one's own gives
-    layout = home.batch_layout(array.shape) if by_rows else home.replicated(array.ndim)
-    return jax.lax.with_sharding_constraint(array, home.native(layout, layout.rank))
+    layout = session.policy.batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
+    return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
 
 def _assign(variable: Any, value: Any) -> None:

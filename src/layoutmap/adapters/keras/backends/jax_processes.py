@@ -47,13 +47,13 @@ class Rows:
     """
 
     def __init__(self, session: KerasSession, name: str):
-        self._home = session.home
+        self._context, self._policy, self._engine = session.context, session.policy, session.engine
         self._verb = _VERBS[name]
-        layout = self._home.replicated(0)
-        devices: Any = self._home.native(layout, 0).mesh.devices
+        layout = self._policy.replicated(0)
+        devices: Any = self._engine.native(layout, 0).mesh.devices
         self._processes = _processes(session)
         self.on_cpus = devices.flat[0].platform == "cpu"
-        blocks = _blocks(self._home.batch_layout((layout.mesh.size,)), devices)
+        blocks = _blocks(self._policy.batch_layout((layout.mesh.size,)), devices)
         self._parts = sorted(set(blocks.values()))
         _check_parts(self._parts, blocks, layout.mesh)
         self._part_of = [self._parts.index(blocks[process]) for process in self._processes]
@@ -81,11 +81,11 @@ class Rows:
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
         told = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes)
-        self._compare(told, checksum(*arrays) if shared and self._home.check_batches else 0)
+        self._compare(told, checksum(*arrays) if shared and self._context.check_batches else 0)
         self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
     def _compare(self, told: str, own: int) -> None:
-        said, checksums = self._home.check_alike(f"{self._verb}: {told}", own)
+        said, checksums = self._context.check_alike(f"{self._verb}: {told}", own)
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
@@ -94,7 +94,7 @@ class Rows:
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows bring different ones",
-                facts={"mesh": str(self._home.replicated(0).mesh), "parts": len(self._parts)},
+                facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)},
                 why="the batch is not cut between these processes, so each of them brings all of its rows",
                 fix="read the same data in them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
                 "before; or cut the batch: scope(batch_dim=..) with a dim that goes over the processes",
@@ -110,18 +110,18 @@ class Rows:
         if array is None or not hasattr(array, "shape"):
             return array
         if not _is_here(array):
-            return self._home.place(array, self._home.batch_layout(array.shape))
+            return self._engine.relayout(array, self._policy.batch_layout(array.shape))
         own = np.asarray(array)
         if not own.ndim:
-            return self._home.place(own, self._home.replicated(0))
+            return self._engine.relayout(own, self._policy.replicated(0))
         shape = (len(own) * len(self._parts), *own.shape[1:])
-        layout = self._home.batch_layout(shape)
+        layout = self._policy.batch_layout(shape)
         if len(self._parts) == 1:
-            return self._home.place(own, layout)
+            return self._engine.relayout(own, layout)
         if layout.is_fully_replicated():
-            rows = self._home.gather(own)
+            rows = self._engine.gather(own, self._policy.mesh)
             parts = [rows[self._part_of.index(part)] for part in range(len(self._parts))]
-            return self._home.place(np.concatenate(parts), layout)
+            return self._engine.relayout(np.concatenate(parts), layout)
         blocks = self._parts[self._own]
         size = len(own) // len(blocks)
         own = own.astype(jax.dtypes.canonicalize_dtype(own.dtype), copy=False)
@@ -130,18 +130,18 @@ class Rows:
             place = blocks.index((index[0].start or 0) // size)
             return own[place * size : (place + 1) * size]
 
-        return jax.make_array_from_callback(shape, self._home.native(layout, own.ndim), rows_at)
+        return jax.make_array_from_callback(shape, self._engine.native(layout, own.ndim), rows_at)
 
     # -- reading
 
     def _own_rows(self, output: Any) -> Any:
         rows, number = self.placed, sum(self.placed)
         if not np.ndim(output) or len(output) != number:
-            return self._home.whole(output)
+            return self._engine.whole(output)
         if len(rows) == 1 and not output.is_fully_replicated:
             shards = {shard.index[0].start or 0: shard for shard in output.addressable_shards}
             return np.concatenate([np.asarray(shards[start].data) for start in sorted(shards)])
-        whole = self._home.whole(output)  # several batches in one array, or a batch that every device has
+        whole = self._engine.whole(output)  # several batches in one array, or a batch that every device has
         starts = np.cumsum([0, *rows[:-1]])
         return np.concatenate(
             [whole[part] for n, start in zip(rows, starts, strict=True) for part in self._slices(n, start)]
@@ -159,7 +159,7 @@ class Rows:
 
 def _processes(session: KerasSession) -> list[int]:
     """The numbers of the mesh's processes, in the order in which they gather."""
-    devices: Any = session.home.native(session.home.replicated(0), 0).mesh.devices
+    devices: Any = session.engine.native(session.policy.replicated(0), 0).mesh.devices
     return sorted({device.process_index for device in devices.flat})
 
 
@@ -231,7 +231,7 @@ def telling(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
             if not hasattr(error, _TOLD):  # by all, or by an `evaluate` inside of `fit`
                 setattr(error, _TOLD, True)
                 with suppress(EngineError):  # nobody is there to be told
-                    session.home.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
+                    session.context.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
             raise
 
     return told
@@ -248,20 +248,20 @@ def gathered_value(variable: Any, whole: Callable[[Any], NumpyArray]) -> NumpyAr
 
 def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     """`save` or `save_weights` of all processes together: of those that name one file, the first writes it."""
-    plain, home = getattr(model, name), session.home
+    plain = getattr(model, name)
 
     @functools.wraps(plain)
     def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path = os.path.abspath(os.fspath(filepath))
         numbers = _processes(session)
-        paths = home.check_alike(f"{name}: {path}")[0] or [f"{name}: {path}"] * len(numbers)
+        paths = session.context.check_alike(f"{name}: {path}")[0] or [f"{name}: {path}"] * len(numbers)
         writes = numbers[paths.index(f"{name}: {path}")] == jax.process_index()
         result = error = None
         variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
         try:
             for variable in variables:
                 if not variable.value.is_fully_replicated:
-                    value = home.whole(variable.value)
+                    value = session.engine.whole(variable.value)
                     if writes:
                         variable.__dict__[_WHOLE] = value
             if writes:
@@ -271,7 +271,7 @@ def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
         finally:
             for variable in variables:
                 variable.__dict__.pop(_WHOLE, None)
-        told, _ = home.check_alike("" if error is None else f"{type(error).__name__}: {error}")
+        told, _ = session.context.check_alike("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         if any(told):

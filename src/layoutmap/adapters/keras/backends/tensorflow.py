@@ -104,7 +104,9 @@ class TensorFlowBackend:
 
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """A tensor that is computed on the mesh, in a layout; an export has no mesh."""
-        return array if getattr(session.inside, "exporting", False) else session.home.place(array, layout)
+        return (
+            array if getattr(session.inside, "exporting", False) else session.engine.relayout(array, layout)
+        )
 
     def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
         """Keras hands weights to numpy."""
@@ -174,7 +176,7 @@ class TensorFlowBackend:
 
 
 def _numpy(tensor: Any, session: KerasSession | None) -> Any:
-    return tensor.numpy() if session is None else session.home.whole(tensor)
+    return tensor.numpy() if session is None else session.engine.whole(tensor)
 
 
 # -- calls
@@ -196,7 +198,7 @@ def _calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]
             # The session's lock first, as where weights are made: two threads would else wait for each other.
             with session.lock:
                 args, kwargs = place_batch((args, kwargs), session)
-                with explained(f"{layer.name}: the call"), session.home.run_on_mesh():
+                with explained(f"{layer.name}: the call"), session.engine.run_on(session.policy.mesh):
                     results = plain(*args, **kwargs)
                 return keras.tree.map_structure(lambda each: _off_mesh(each, session), results)
 
@@ -248,7 +250,7 @@ def _gathering(held: Any, layout: Layout, session: KerasSession) -> Callable[[],
     over all dims where the layer that is being called needs that.
     """
     plain = held.value
-    usual = session.home.computing_layout(layout)
+    usual = session.policy.computing_layout(layout)
 
     def value() -> Any:
         read = plain()
@@ -257,7 +259,7 @@ def _gathering(held: Any, layout: Layout, session: KerasSession) -> Callable[[],
         reading = getattr(session.inside, "reading", None)
         wanted = reading(usual) if reading else usual
         held.read_layout = wanted
-        return read if wanted == layout else session.home.place(read, wanted)
+        return read if wanted == layout else session.engine.relayout(read, wanted)
 
     return value
 
@@ -284,9 +286,9 @@ def _off_mesh(value: Any, session: KerasSession) -> Any:
 
     def off_mesh(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
         def back(upstream: Any) -> Any:
-            return session.home.place(upstream, session.home.batch_layout(tuple(upstream.shape)))
+            return session.engine.relayout(upstream, session.policy.batch_layout(tuple(upstream.shape)))
 
-        return tf.constant(session.home.whole(tensor)), back
+        return tf.constant(session.engine.whole(tensor)), back
 
     return tf.custom_gradient(off_mesh)(value) if value.dtype.is_floating else off_mesh(value)[0]
 
@@ -295,7 +297,7 @@ def _whole(value: Any, session: KerasSession) -> Any:
     """A tensor, of which every device holds all."""
     if not isinstance(value, tf.Tensor):
         return value
-    return session.home.place(value, session.home.replicated(len(value.shape)))
+    return session.engine.relayout(value, session.policy.replicated(len(value.shape)))
 
 
 # -- optimizers
@@ -326,7 +328,7 @@ def _applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
         with contextlib.ExitStack() as stack:
             if tf.executing_eagerly():
                 stack.enter_context(session.lock)
-                stack.enter_context(session.home.run_on_mesh())
+                stack.enter_context(session.engine.run_on(session.policy.mesh))
             stack.enter_context(computing_for_a_mesh(functools.partial(_whole, session=session)))
             laid_out = [_laid_out(g, v, session) for g, v in zip(grads, weights, strict=True)]
             return plain(laid_out, trainable_variables)
@@ -340,12 +342,12 @@ def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
         return _rows(gradient, weight, session)
     # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
     gradient = _as_read(gradient, weight.value, session)
-    return session.home.place(gradient, layout)
+    return session.engine.relayout(gradient, layout)
 
 
 def _as_read(gradient: Any, held: Any, session: KerasSession) -> Any:
     """A gradient in the layout in which its weight took part in the computation."""
-    return gradient if held.read_layout is None else session.home.place(gradient, held.read_layout)
+    return gradient if held.read_layout is None else session.engine.relayout(gradient, held.read_layout)
 
 
 def _assigning(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
@@ -440,7 +442,7 @@ class _Step:
         batch = _placed(batch, self._session)
         with explained(f"{self._model.name}: the {self._name} step"):
             if self._model.run_eagerly:
-                with self._session.lock, self._session.home.run_on_mesh():
+                with self._session.lock, self._session.engine.run_on(self._session.policy.mesh):
                     return self._step(batch)
             if signature not in self._known:
                 self._check_captured(batch)
@@ -479,7 +481,7 @@ class _Step:
         """A result as a plain tensor, which callbacks and `predict` can read."""
         if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
             return value
-        return tf.constant(self._session.home.whole(value))
+        return tf.constant(self._session.engine.whole(value))
 
 
 def _signature(value: Any) -> Any:
@@ -500,7 +502,7 @@ class _Unoptimized(Closing):
     """
 
     def __init__(self, session: KerasSession) -> None:
-        mesh = session.home.native(session.home.replicated(0), 0).mesh
+        mesh = session.engine.native(session.policy.replicated(0), 0).mesh
         self._is_on_cpu = mesh.device_type() == "CPU"
 
     def open(self) -> None:
@@ -529,7 +531,7 @@ def _symbolic(array: Any) -> Any:
 
 def _by_rows(output: Any, session: KerasSession) -> Any:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
-    return output if None in shape else session.home.place(output, session.home.batch_layout(shape))
+    return output if None in shape else session.engine.relayout(output, session.policy.batch_layout(shape))
 
 
 @contextmanager

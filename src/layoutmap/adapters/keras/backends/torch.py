@@ -128,7 +128,7 @@ class TorchBackend:
 
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """A tensor that is computed on the mesh, in a layout."""
-        return session.home.place(array, layout)
+        return session.engine.relayout(array, layout)
 
     def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
         """Keras hands weights to numpy."""

@@ -39,7 +39,7 @@ def placed(values: Any, session: KerasSession) -> Any:
     def place(value: Any) -> Any:
         if not _is_plain(value):
             return value
-        return session.home.place(value, session.home.batch_layout(tuple(value.shape)))
+        return session.engine.relayout(value, session.policy.batch_layout(tuple(value.shape)))
 
     return keras.tree.map_structure(place, values, none_is_leaf=True)
 
@@ -60,8 +60,7 @@ def _is_plain(value: Any) -> bool:
 @contextmanager
 def on_mesh(session: KerasSession) -> Generator[None]:
     """While open, what is computed with DTensors of the scope's mesh is computed right."""
-    home = session.home
-    native = home.native(home.replicated(0), 0)[0]
+    native = session.engine.native(session.policy.replicated(0), 0)[0]
     with simulation.on_mesh(native), computing(native):
         yield
 
@@ -94,7 +93,7 @@ def _each(change: Callable[[Any], Any], values: Any) -> Any:
 
 def _has_no_values(session: KerasSession) -> bool:
     """Whether Keras only finds out shapes: with symbols, or with placeholders where symbols do not do."""
-    return get_device() == "meta" or (session.home.plan_only and in_stateless_scope())
+    return get_device() == "meta" or (session.context.plan_only and in_stateless_scope())
 
 
 # -- calls
@@ -141,7 +140,7 @@ def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[...,
         before = [variable._value for variable, _ in cut]
         try:
             for variable, layout in cut:
-                variable._value = session.home.place(variable._value, layout)
+                variable._value = session.engine.relayout(variable._value, layout)
             return function(*args, **kwargs)
         finally:
             for (variable, _), value in zip(cut, before, strict=True):
@@ -156,7 +155,7 @@ def _computing_layouts(layer: Any, session: KerasSession) -> list[tuple[Any, Lay
     for variable in layer._trainable_variables:
         layout = getattr(variable, "layout", None)
         if layout is not None:
-            computing_layout = session.home.computing_layout(layout)
+            computing_layout = session.policy.computing_layout(layout)
             if computing_layout != layout:
                 found.append((variable, computing_layout))
     return found
@@ -183,7 +182,7 @@ def _by_rows(outputs: Any, layer: Any, session: KerasSession) -> Any:
     def by_rows(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return session.home.place(value, session.home.batch_layout(tuple(value.shape)))
+        return session.engine.relayout(value, session.policy.batch_layout(tuple(value.shape)))
 
     return keras.tree.map_structure(by_rows, outputs, none_is_leaf=True)
 

@@ -63,10 +63,11 @@ class _Step:
             return plain(results)
 
     def _same_draws(self) -> AbstractContextManager[Any]:
-        home = self._session.home
-        if not (home.across and home.check_batches):
+        session = self._session
+        if not (session.context.across and session.context.check_batches):
             return nullcontext()
-        return same_draws(home.native(home.replicated(0), 0)[0], home.check_alike)
+        native = session.engine.native(session.policy.replicated(0), 0)
+        return same_draws(native[0], session.context.check_alike)
 
     def _build(self, batch: Any) -> None:
         """Have a model that was never called make its weights before the step."""
@@ -128,4 +129,4 @@ def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, torch.Tensor):
         return gradient
-    return session.home.place(gradient.detach(), layout)
+    return session.engine.relayout(gradient.detach(), layout)

@@ -1,0 +1,71 @@
+"""The layouts that are not in a plan: of batches, of weights in a computation, of what layers return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+
+__all__ = ["LayoutPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPolicy:
+    """What a scope's mesh, its batch dim and its rules for activations say of layouts. Knows no array and no device.
+
+    Args:
+        mesh: The mesh.
+        batch_dim: The mesh dim over which batches are sharded; `None`: they are replicated.
+        activations: Looks up the rule for what the layer at a path returns; `None`: there are no such rules.
+    """
+
+    mesh: Mesh
+    batch_dim: str | None = None
+    activations: Callable[[str], Layout | None] | None = None
+
+    def replicated(self, rank: int) -> Layout:
+        """Return the layout of an array that every device holds all of."""
+        return Layout.replicated(self.mesh, rank)
+
+    def computing_layout(self, layout: Layout) -> Layout:
+        """Return the layout in which a weight takes part in a computation: not sharded over the batch's dim."""
+        dims = ([d for d in layout.mesh_dims_of(axis) if d != self.batch_dim] for axis in range(layout.rank))
+        return Layout([tuple(each) for each in dims], layout.mesh)
+
+    def batch_layout(self, shape: Sequence[int]) -> Layout:
+        """Return the layout of a batch: sharded along its first axis where that divides, else replicated."""
+        dim = self.batch_dim
+        if dim is None or not shape or shape[0] % self.mesh.dim_size(dim):
+            return self.replicated(len(shape))
+        return Layout.batch_sharded(self.mesh, dim, len(shape))
+
+    def activation_layout(self, path: str) -> Layout | None:
+        """Return the layout that a rule gives to what the layer at a path returns; `None`: no rule does."""
+        return self.activations(path) if self.activations else None
+
+    def output_layouts(
+        self, layout: Layout, shapes: Sequence[tuple[int, ...]], path: str
+    ) -> Sequence[Layout | None]:
+        """Return the layout of each array that a layer returns; `None`: it stays as it is.
+
+        Args:
+            layout: The layout of the layer's rule.
+            shapes: The arrays' shapes. Those of another rank than the layout's stay as they are.
+            path: The layer's path.
+
+        Raises:
+            LayoutError: No array has the layout's rank, or an axis of one does not divide, and it is not the batch's.
+        """
+        if shapes and all(len(shape) != layout.rank for shape in shapes):
+            raise layout.rank_error(shapes[0], f"the output of {path}")
+        return [self._output_layout(layout, s, path) if len(s) == layout.rank else None for s in shapes]
+
+    def _output_layout(self, layout: Layout, shape: tuple[int, ...], path: str) -> Layout:
+        if not layout.uneven_axes(shape):
+            return layout
+        without_batch = self.computing_layout(layout)  # a last batch that does not divide is replicated
+        for axis in without_batch.uneven_axes(shape):
+            raise without_batch.uneven_error(shape, axis, f"the output of {path}")
+        return without_batch

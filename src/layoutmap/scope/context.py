@@ -1,0 +1,223 @@
+"""An open or finished scope: its plan for whoever opened it, and what its adapter needs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from layoutmap.adapters import REFUSED, Adapter
+from layoutmap.adapters.protocol import Session
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
+from layoutmap.engines import Engine, get_engine
+from layoutmap.plan.planner import make_plan
+from layoutmap.plan.table import Plan, Problem
+from layoutmap.report.text import warning_text
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.progress import Progress
+
+__all__ = ["Scope"]
+
+
+class Scope:
+    """An open or finished scope: its plan, and what it offers its adapter.
+
+    Attributes:
+        layout_map: A copy of the rules, as they were when the scope was opened.
+        plan: What has been planned so far; grows as models make their weights.
+        layers: The paths of all layers so far, if the adapter tells them.
+    """
+
+    def __init__(
+        self,
+        layout_map: LayoutMap,
+        adapter: Adapter,
+        engine: Engine | None,
+        *,
+        strict: bool = False,
+        batch_dim: str | None = None,
+        progress: bool | None = None,
+        draws: str = "exact",
+        check_batches: bool = True,
+    ):
+        self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
+        self.strict = strict
+        mesh, activations = _mesh_of(layout_map), self.layout_map.activations
+        self.policy = LayoutPolicy(mesh, batch_dim, activations.__getitem__ if activations else None)
+        self.plan = Plan(mesh, ())
+        self.plan_only = engine is None  # a dry run: nothing may get a value
+        self.across = False  # whether the mesh has devices of other processes
+        self._engine = engine
+        self.draws = draws
+        self.check_batches = check_batches
+        self._progress = progress
+        self._warned: set[str] = set()
+        self.layers: Sequence[str] | None = None
+        self.free_activations = False
+        self.adapter = adapter
+        self._engine_name = adapter.engine_name
+        self.session: Session = adapter.begin(self)
+
+    @property
+    def engine(self) -> Engine:
+        """What holds the arrays."""
+        assert self._engine is not None, "a plan makes no arrays"
+        return self._engine
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the layout map."""
+        return self.policy.mesh
+
+    def assign(
+        self,
+        variables: Sequence[VariableSpec],
+        global_init: Mapping[tuple[str, str], str],
+        limits: Sequence[Unsupported],
+        complete: bool,
+        layers: Sequence[str] | None = None,
+        free_activations: bool = False,
+    ) -> Sequence[Assignment]:
+        """A layout for each variable, in order; raises with all problems, before anything is made."""
+        self.layers, self.free_activations = layers, free_activations
+        plan = make_plan(
+            variables,
+            self.layout_map,
+            global_init=global_init,
+            limits=limits,
+            complete=complete,
+            layers=layers,
+            free_activations=free_activations,
+        )
+        self.plan = plan.with_problems(list(self._not_held(plan)))
+        if not self.plan_only:
+            if self.across:
+                # Late, here and below: numpy takes as long to load as all the rest.
+                from layoutmap.scope.processes import check_plans
+
+                check_plans(self.plan, self.gather, strict=self.strict)
+            self.plan.check(strict=self.strict)
+            if complete:
+                self._warn()
+        return self.plan.assignments
+
+    def assign_one(self, variable: VariableSpec) -> Assignment:
+        """A layout for one variable that is needed before all are known: its rule's where that fits."""
+        plan = make_plan([variable], self.layout_map, complete=False)
+        if plan.errors:
+            return Assignment(variable, self.policy.replicated(len(variable.shape)))
+        return plan.assignments[0]
+
+    def create(
+        self, assignments: Mapping[str, Assignment], draws: Mapping[str, Initializer]
+    ) -> Mapping[str, Any]:
+        """First values, each in its layout, by the keys given; with several processes, all must ask."""
+        if self.across:
+            from layoutmap.scope.processes import check_recipes
+
+            recipes = {key: draws[key].recipe for key in assignments}
+            told = [(assignments[key].variable.path, make() if make else "") for key, make in recipes.items()]
+            check_recipes(told, self.gather)
+        with Progress(assignments, enabled=self._progress) as progress:
+            return self.engine.create(assignments, draws, progress=progress)
+
+    def gather(self, values: Any) -> Any:
+        """The numpy values of each process of the mesh, one row each; they must all ask."""
+        return self.engine.gather(values, self.mesh)
+
+    def check_alike(self, text: str, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
+        """What the processes of the mesh say if they do not all say the same, else nothing; and all their checksums.
+
+        They must all ask.
+        """
+        from layoutmap.scope.processes import check_alike
+
+        return check_alike(text, self.gather, checksum)
+
+    def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:
+        """Raise if values that each process of the mesh has for itself are not the same in all of them."""
+        from layoutmap.scope.processes import check_values
+
+        check_values(checksums, self.gather)
+
+    def check_batch(self, arrays: Sequence[Any]) -> None:
+        """Raise if the processes of the mesh bring different batches, where each of them brings all of it."""
+        from layoutmap.scope.processes import check_batch
+
+        check_batch(arrays, self.gather)
+
+    def _not_held(self, plan: Plan) -> Iterator[Problem]:
+        """A problem for each variable whose layout the engine cannot hold; no device is asked for."""
+        engine = get_engine(self._engine_name)
+        refusals: dict[Layout, EngineError | None] = {}
+        several = has_several_models(a.variable for a in plan.assignments)
+        for assignment in plan.assignments:
+            layout, path = assignment.layout, assignment.variable.path
+            if assignment.match is None:
+                continue  # it follows another variable, whose problem is told there
+            if layout not in refusals:
+                refusals[layout] = None
+                try:
+                    engine.check_layout(layout)
+                except EngineError as error:
+                    refusals[layout] = error
+            error = refusals[layout]
+            if error is not None:
+                facts = tuple((name, str(value)) for name, value in error.facts.items())
+                problem = Problem(
+                    "not held", "error", path, f"{path}: {error.what}", facts, error.why, error.fix
+                )
+                yield problem.of_model(assignment.variable.model if several else "")
+
+    def warn_of_nothing(self) -> None:
+        """Warn if nothing was made here, and a library is imported whose models a scope cannot see."""
+        unseen = [name for name in REFUSED if name in sys.modules]
+        if unseen and not len(self.plan) and not self.session.unbuilt():
+            why, fix = REFUSED[unseen[0]]
+            text = format_message(
+                f"the scope saw no layer and no variable; models of {unseen[0]} are not laid out",
+                {},
+                why,
+                fix,
+            )
+            warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
+
+    def _warn(self) -> None:
+        text = warning_text(self.plan)
+        if text and text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name, "jax"}))
+
+    def __repr__(self) -> str:
+        return f"<Scope: {self.plan!r}>"
+
+
+def _mesh_of(layout_map: LayoutMap) -> Mesh:
+    if layout_map.mesh is None:
+        raise ScopeError(
+            "the layout map has no mesh",
+            why="it was made without one and has no rule",
+            fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
+        )
+    return layout_map.mesh
+
+
+def level_of_user(inner: Set[str]) -> int:
+    """The `stacklevel` at which a warning names the user's line, past this library and those that it works inside."""
+    frame, level = inspect.currentframe(), 0
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in {
+        "layoutmap",
+        "contextlib",
+        *inner,
+    }:
+        frame, level = frame.f_back, level + 1
+    return level
