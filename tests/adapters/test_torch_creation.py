@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
+from layoutmap.adapters.torch import optimizer_hooks
 from layoutmap.engines import get_engine
 from layoutmap.testing.engine_contract import all_specs
 
@@ -306,29 +307,75 @@ class TestWhatElseRefersToATensor:
         assert lm.dtensor.fetch_layout(model.weight) == lm.dtensor.fetch_layout(slot)
         assert {0.5} == set(get_engine("torch").to_numpy(slot).flat)
 
-    def test_optimizers_are_found_without_taking_hold_of_what_other_threads_have(self, monkeypatch):
-        """To list all objects keeps them alive, and torch aborts when one of another thread goes in this one."""
-        monkeypatch.setattr(gc, "get_objects", lambda *_: pytest.fail("all objects were listed"))
+    def test_optimizers_are_known_without_a_search(self, monkeypatch):
+        """Each is noted as it is given parameters: a search of the heap is slow, and has made torch abort."""
+        for search in ("get_objects", "get_referrers"):
+            monkeypatch.setattr(gc, search, lambda *_: pytest.fail("the heap was searched"))
         with make_map(rules={"weight": ("model", None)}).scope(library="torch"):
             model = nn.Linear(96, 96)
             groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.0}]
             optimizers = [torch.optim.SGD(groups), torch.optim.Adam([model.weight])]
+            optimizers[1].add_param_group({"params": [model.bias]})
 
         held = [[id(p) for g in optimizer.param_groups for p in g["params"]] for optimizer in optimizers]
-        assert [[id(model.weight), id(model.bias)], [id(model.weight)]] == held
+        assert [[id(model.weight), id(model.bias)]] * 2 == held
 
     def test_an_optimizer_made_before_apply(self):
-        """It goes on with the laid out parameters."""
+        """It is refused before it steps, and a new one goes on with its state, as the message says."""
+
+        def step(model, optimizer, times=1):
+            for _ in range(times):
+                optimizer.zero_grad()
+                model(torch.ones(2, 96)).square().sum().backward()
+                optimizer.step()
+
+        def make():
+            model = seeded(lambda: nn.Linear(96, 96))
+            return model, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+        (plain, its), (model, old) = make(), make()
+        step(plain, its, 2)
+        step(model, old)
+        make_map(rules={"weight": ("model", None)}).apply(model)
+        before = get_engine("torch").whole(model.weight)
+        with pytest.raises(lm.ScopeError) as caught:
+            step(model, old)
+
+        assert (
+            "SGD was made before its weights were laid out\n"
+            "  weight  weight\n"
+            "  why     the model holds another tensor now, in its layout, and this step would not train it\n"
+            "  fix     make the optimizer after apply, and take its state along: "
+            "new = SGD(model.parameters(), ...); new.load_state_dict(old.state_dict())"
+        ) == str(caught.value)
+        assert (before == get_engine("torch").whole(model.weight)).all()
+
+        new = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+        new.load_state_dict(old.state_dict())
+        step(model, new)
+        torch.testing.assert_close(
+            torch.as_tensor(get_engine("torch").whole(model.weight)), plain.weight.data
+        )
+        slot = new.state[model.weight]["momentum_buffer"]
+        assert lm.dtensor.fetch_layout(model.weight) == lm.dtensor.fetch_layout(slot)
+
+    def test_gradients_made_before_apply(self):
+        """They go along, in the layouts of their weights."""
         model = nn.Linear(96, 96)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         model(torch.ones(2, 96)).sum().backward()
-        optimizer.step()
+        expected = model.weight.grad.numpy()
         make_map(rules={"weight": ("model", None)}).apply(model)
 
-        assert [id(p) for p in model.parameters()] == [id(p) for p in optimizer.param_groups[0]["params"]]
-        slot = optimizer.state[model.weight]["momentum_buffer"]
-        assert lm.dtensor.fetch_layout(model.weight) == lm.dtensor.fetch_layout(slot)
         assert lm.dtensor.fetch_layout(model.weight) == lm.dtensor.fetch_layout(model.weight.grad)
+        assert (expected == get_engine("torch").whole(model.weight.grad)).all()
+
+    def test_an_optimizer_of_tensors_that_are_gone_from_memory(self):
+        """Nothing is kept of the tensors that were replaced, so that no new tensor is taken for one."""
+        model = nn.Linear(96, 96)
+        make_map(rules={"weight": ("model", None)}).apply(model)
+        gc.collect()
+
+        assert not [path for ref, path in optimizer_hooks._replaced.values() if ref() is None]
 
     def test_lists_and_attributes_of_a_module(self):
         """Parameters in lists and dicts are the new ones; a tensor that is no buffer has its value, plain."""

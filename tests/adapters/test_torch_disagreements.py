@@ -47,16 +47,17 @@ SCOPE = {
     "rows that are not compared": AGREE,
     "masks": NUMBERS,
     "no masks": AGREE,
+    "slots": values("up.bias.sum"),
 }
 # A model that exists has values, whatever they came from.
-APPLY = {name: expected for name, expected in SCOPE.items() if "tiles" not in name and name != "draws"} | {
+ONLY_IN_A_SCOPE = ("tiles", "seed of tiles", "draws", "slots")
+APPLY = {name: expected for name, expected in SCOPE.items() if name not in ONLY_IN_A_SCOPE} | {
     "seed": values("up.weight"),
     "argument": values("up.weight"),
     "constant": values("up.weight"),
     "constant in one place": values("up.weight"),
     "existing": values("up.weight"),
     "gradients": values("up.weight.grad"),
-    "slots": values("down.bias.momentum_buffer"),
 }
 
 

@@ -19,15 +19,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 FILES = (
-    "layoutmap/patches.py",
-    "layoutmap/active.py",
-    "layoutmap/scope.py",
+    "core/patches.py",
+    "core/current.py",
+    "scope/scope.py",
     "torch/session.py",
-    "torch/births.py",
-    "drawing/interception.py",
-    "drawing/tape.py",
+    "torch/module_hooks.py",
+    "deferred_init/interception.py",
+    "deferred_init/tape.py",
 )
 PLACES = [(torch.nn.Module, "__setstate__"), (torch.nn.Module, "_apply")]
+PLACES += [(torch.optim.Optimizer, "add_param_group")]
 HOOKS = [
     getattr(of_modules, f"_global_{kind}_registration_hooks") for kind in ("module", "parameter", "buffer")
 ]

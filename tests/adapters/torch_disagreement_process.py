@@ -111,20 +111,15 @@ def main():
                 parameter.grad = torch.full_like(parameter, 1.0 + number)
             return of(lm.LayoutMap(lm.create_mesh("model=2"), RULES).apply(model))
 
-        def slots(how):
-            torch.manual_seed(0)
+    def slots():
+        torch.manual_seed(0)
+        with lm.LayoutMap(lm.create_mesh("model=2"), RULES).scope():
             model = Model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-            (model(torch.ones(1, 64)).sum() * (1 + number)).backward()
-            optimizer.step()
-            torch.manual_seed(0)
-            for parameter, plain in zip(model.parameters(), Model().parameters(), strict=True):
-                parameter.grad = None
-                parameter.data.copy_(plain)
-            return of(lm.LayoutMap(lm.create_mesh("model=2"), RULES).apply(model))
+            made = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5 + number)
+        return of(model) if made.state else {}
 
     add("gradients", gradients)
-    add("slots", slots)
+    cases["scope slots"] = slots
     run(cases, number, folder)
     dist.destroy_process_group()
 

@@ -1,8 +1,10 @@
-"""Which modules come to life while a scope is open: torch's registration hooks report them.
+"""Which modules and optimizers are made while a scope is open: torch's registration hooks report them.
 
-A module is reported when it is given a parameter, a buffer or a child, or when it is copied; one that has none of them
-has nothing to lay out. The hooks are torch's own, and `Module.__setstate__`, which copies and unpickled modules go
-through. They are in place while a scope is open on some thread, and look at the scope of their own thread.
+A module is reported when it is given a parameter, a buffer or a child, or when it is copied; one that
+has none of them has nothing to lay out. The hooks are torch's own, and `Module.__setstate__`, which
+copies and unpickled modules go through. Torch has no hook for a new optimizer: each adds a group of
+parameters, and `add_param_group` reports it. All are in place while a scope is open on some thread,
+and look at the scope of their own thread.
 """
 
 from __future__ import annotations
@@ -54,6 +56,17 @@ def _setting_state(plain: Callable[..., None]) -> Callable[..., None]:
     return setstate
 
 
+def _adding_group(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        plain(optimizer, param_group)
+        watcher = current()
+        if watcher is not None and watcher.library == "torch":
+            watcher.optimizer_created(optimizer)
+
+    return add_param_group
+
+
 _modules, _parameters, _buffers = registration_hooks()
 _PATCHES = Patches(
     [
@@ -61,5 +74,6 @@ _PATCHES = Patches(
         Item(_parameters, "layoutmap", _parameter_registered),
         Item(_buffers, "layoutmap", _registered),
         Attribute(torch.nn.Module, "__setstate__", _setting_state),
+        Attribute(torch.optim.Optimizer, "add_param_group", _adding_group),
     ]
 )

@@ -1,12 +1,14 @@
 """Before an optimizer steps: what it would do wrongly is refused, and slots that came plain get their layouts.
 
 Most of torch's optimizers are sums and products, which `DTensor`s compute right, or raise where they cannot. One that
-reads numbers in order to decide, as `Adafactor` does, reads those of one process's piece and goes on silently.
+reads numbers in order to decide, as `Adafactor` does, reads those of one process's piece and goes on silently. So does
+one that still holds the parameters that a model had before it was laid out: it would step those, and train nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -16,9 +18,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
 
-__all__ = ["look_after_optimizers"]
+__all__ = ["look_after_optimizers", "note_replaced"]
 
 _READ = (torch.optim.Adafactor,)
+_replaced: dict[
+    int, tuple[weakref.ref[torch.Tensor], str]
+] = {}  # by id: what is no model's any more, and its path
+
+
+def note_replaced(tensor: torch.Tensor, path: str) -> None:
+    """From now on, refuse optimizers that step a tensor: its model holds another one, in a layout.
+
+    Args:
+        tensor: The tensor; nothing is kept of it.
+        path: Its path in the model, for the message.
+    """
+    key = id(tensor)
+    _replaced[key] = weakref.ref(tensor, lambda _: _replaced.pop(key, None)), path
+    look_after_optimizers()
 
 
 @functools.cache
@@ -34,6 +51,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     state = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if id(parameter) in _replaced:
+                _refuse_stale(optimizer, _replaced[id(parameter)][1])
             if isinstance(parameter, DTensor):
                 if isinstance(optimizer, _READ):
                     _refuse(optimizer)
@@ -46,6 +65,17 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         f"{type(optimizer).__name__} cannot step weights in layouts",
         why="it reads norms of weights and updates, and each process would read that of its own pieces",
         fix="use another optimizer, as torch.optim.AdamW, whose slots are cut as the weights are",
+    )
+
+
+def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
+    kind = type(optimizer).__name__
+    raise ScopeError(
+        f"{kind} was made before its weights were laid out",
+        facts={"weight": path},
+        why="the model holds another tensor now, in its layout, and this step would not train it",
+        fix=f"make the optimizer after apply, and take its state along: "
+        f"new = {kind}(model.parameters(), ...); new.load_state_dict(old.state_dict())",
     )
 
 

@@ -23,6 +23,7 @@ from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.forward import Forward, forward_of
 from layoutmap.adapters.torch.fsdp_units import weights_to_gather
 from layoutmap.adapters.torch.loading import accept_any_layout
+from layoutmap.adapters.torch.optimizer_hooks import note_replaced
 from layoutmap.adapters.torch.paths import (
     Found,
     below,
@@ -36,7 +37,6 @@ from layoutmap.adapters.torch.paths import (
 from layoutmap.adapters.torch.roles import head_sizes, use_of
 from layoutmap.adapters.torch.swap import (
     carry_over,
-    optimizers_of,
     put,
     replace_in_module,
     replace_in_optimizer,
@@ -80,6 +80,7 @@ class TorchSession:
         self._tape = self._new_tape()
         self._recording: Any = None
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id, in the order of birth
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # likewise
         self._unbuilt: list[str] = []
 
     def _new_tape(self) -> Tape:
@@ -137,6 +138,14 @@ class TorchSession:
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
 
+    def optimizer_created(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was given parameters."""
+        key = id(optimizer)
+        self._optimizers.setdefault(key, weakref.ref(optimizer, lambda _: self._optimizers.pop(key, None)))
+
+    def _optimizers_created(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for ref in list(self._optimizers.values()) if (optimizer := ref()) is not None]
+
     def _created(self) -> list[torch.nn.Module]:
         """The models that were made: modules that are inside no other."""
         modules = [module for ref in list(self._modules.values()) if (module := ref()) is not None]
@@ -181,6 +190,7 @@ class TorchSession:
         finally:
             self._tape = self._new_tape()  # the one that was holds on to much
             self._modules.clear()
+            self._optimizers.clear()
 
     def _refuse_lazy(self, roots: Sequence[torch.nn.Module]) -> None:
         self._mark_valueless(roots, _FAILED)
@@ -246,8 +256,9 @@ class TorchSession:
             for place in entry.found.places:
                 put(place, replaced[id(old)])
         layouts = {id(replaced[id(e.found.tensor)]): a.layout for e, a in pairs.values()}
-        # Not in a list: those of optimizers are looked for, and any other costs a pass over all objects.
-        self._replace_references(roots, tuple(kept.values()), replaced, layouts)
+        self._replace_references(roots, replaced, layouts)
+        for entry, _ in pairs.values():
+            note_replaced(entry.found.tensor, entry.spec.path)
         self._attach(roots, layouts)
 
     def _check_values(self, entries: Iterable[_Entry]) -> None:
@@ -258,14 +269,13 @@ class TorchSession:
             found.append((path, tensor.detach()))
             if tensor.is_leaf and tensor.grad is not None:
                 found.append((f"{path}.grad", tensor.grad))
-        slots = [
+        found += [
             (f"{paths[tensor]}.{name}", value)
-            for optimizer in optimizers_of(tuple(paths))
-            for tensor in paths.keys() & optimizer.state.keys()
-            for name, value in optimizer.state[tensor].items()
-            if isinstance(value, torch.Tensor)
+            for optimizer in self._optimizers_created()
+            for tensor, slots in optimizer.state.items()
+            for name, value in slots.items()
+            if tensor in paths and isinstance(value, torch.Tensor)
         ]
-        found += sorted(slots, key=lambda each: each[0])  # optimizers are found in any order
         plain = [(path, tensor) for path, tensor in found if not isinstance(tensor, DTensor)]
         self.home.check_values((path, checksum(self.home.engine.to_numpy(tensor))) for path, tensor in plain)
 
@@ -289,7 +299,6 @@ class TorchSession:
     def _replace_references(
         self,
         roots: Sequence[torch.nn.Module],
-        olds: Sequence[torch.Tensor],
         replaced: dict[int, Any],
         layouts: Mapping[int, Layout],
     ) -> None:
@@ -311,7 +320,7 @@ class TorchSession:
         for root in roots:
             for module in (root, *below(root)):
                 replace_in_module(module, swap)
-        for optimizer in optimizers_of((*olds, *kept.values())):
+        for optimizer in self._optimizers_created():
             replace_in_optimizer(optimizer, swap, slot)
 
     def _in_layout(self, tensor: Any, layout: Layout) -> Any:

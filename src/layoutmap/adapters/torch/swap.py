@@ -1,13 +1,13 @@
 """Put the tensors of a layout in the places of those that a model was built with, wherever these are referred to.
 
 A parameter that becomes a `DTensor` is another object. Modules get it by name; what else holds the old one, a list in a
-module (as in `torch.nn.LSTM`) or the groups of an optimizer, is looked through, so that nothing trains a stale one.
+module (as in `torch.nn.LSTM`) or the groups of an optimizer that was made in the scope, is looked through. An optimizer
+that was made before is refused at its first step, by `optimizer_hooks`: so nothing trains a stale parameter.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from layoutmap.adapters.torch.paths import Place
 from layoutmap.engines.torch.private import hooks_of_tensor, members_of_module, own_attributes
 
-__all__ = ["carry_over", "optimizers_of", "put", "replace_in_module", "replace_in_optimizer"]
+__all__ = ["carry_over", "put", "replace_in_module", "replace_in_optimizer"]
 
 Swap = Callable[[Any], Any]
 
@@ -52,37 +52,6 @@ def replace_in_module(module: torch.nn.Module, swap: Swap) -> None:
             new = _replaced(value, swap)
             if new is not value:
                 vars(module)[name] = new
-
-
-def optimizers_of(tensors: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """All optimizers of this process that hold one of some tensors.
-
-    They are found upwards, from a tensor to the list of a group's parameters, to the group, to the list of groups. To
-    take hold of all objects there are, and look among them, would keep alive what other threads are done with, until it
-    goes in this thread; torch has been seen to abort the process then.
-    """
-    lists = _holders(tensors, list)
-    params = set(map(id, lists))
-    groups = [group for group in _holders(lists, dict) if id(dict.get(group, "params")) in params]
-    of_groups = _holders(groups, list)
-    attributes = _holders(of_groups, dict)
-    found = _holders([*of_groups, *attributes], torch.optim.Optimizer)
-    ids = {id(tensor) for tensor in tensors}
-    return [
-        optimizer
-        for optimizer in found
-        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-    ]
-
-
-def _holders(things: Sequence[Any], kind: type) -> list[Any]:
-    """The objects of a type that refer to one of some things themselves, each once."""
-    if not things:
-        return []
-    # By their types: to ask an object what it is may run code of its own.
-    return [
-        thing for thing in gc.get_referrers(*things) if thing is not things and issubclass(type(thing), kind)
-    ]
 
 
 def replace_in_optimizer(
