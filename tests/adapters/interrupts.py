@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,3 +53,9 @@ class Interrupter:
     def _is_lock(self, frame: Any) -> bool:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         return "with" in line and "lock:" in line
+
+
+def run_alone(file: str, step: int) -> None:
+    """Run a file in a process of its own: what an interrupt leaves in a framework's C++ is not for other tests."""
+    run = subprocess.run([sys.executable, "-W", "ignore", file, str(step)], capture_output=True, text=True)
+    assert 0 == run.returncode, run.stderr

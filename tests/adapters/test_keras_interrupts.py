@@ -1,9 +1,11 @@
 """An interrupt at any line of what opens and closes a scope of Keras leaves nothing behind."""
 
+import sys
+
 import keras
 import numpy as np
 import pytest
-from interrupts import Interrupter
+from interrupts import Interrupter, run_alone
 from keras.src.backend.common.variables import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -13,18 +15,8 @@ from layoutmap.core.current import current
 
 PROCESSES = ("jax",)
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # An interrupt of a finalizer, which Python cannot raise.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-FILES = (
-    "layoutmap/patches.py",
-    "layoutmap/active.py",
-    "layoutmap/scope.py",
-    "keras/session.py",
-    "keras/hooks.py",
-)
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+FILES = ("core/patches.py", "core/current.py", "scope/scope.py", "keras/session.py", "keras/hooks.py")
 READING = ("check_names", "_names_in", "_lineage", "_file_of", "<setcomp>", "<listcomp>", "<genexpr>")
 PLACES = [(Variable, "__init__"), (L.Layer, "__new__"), (BaseOptimizer, "__init__")]
 PLAIN = [vars(owner)[name] for owner, name in PLACES]
@@ -71,6 +63,10 @@ def sweep(function, step=1):
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 13])
 def test_an_interrupt_at_any_line_leaves_keras_plain(step):
     """Wherever a scope is interrupted, Keras's classes are plain, no scope is open, and the next one works."""
+    run_alone(__file__, step)
+
+
+def check(step):
     layout_map = make_map()
     keras.utils.set_random_seed(3)
     expected = values_of(make_layer().kernel)
@@ -113,3 +109,7 @@ def test_a_patch_without_wraps_is_no_other_keras(monkeypatch):
     monkeypatch.setattr(Variable, "__init__", lambda self, *args, **kwargs: plain(self, *args, **kwargs))
     layer = in_a_scope(make_map())
     assert ("unsharded", "model") == layer.kernel.layout.sharding_specs
+
+
+if __name__ == "__main__":
+    check(int(sys.argv[1]))

@@ -1,9 +1,11 @@
 """An interrupt at any line of what opens and closes a scope of torch leaves nothing behind."""
 
+import sys
+
 import keras
 import pytest
 import torch
-from interrupts import Interrupter
+from interrupts import Interrupter, run_alone
 from torch.nn.modules import module as of_modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -13,11 +15,7 @@ from layoutmap.core.current import current
 from layoutmap.engines.torch.deferred_init import interception
 
 PROCESSES = ("torch",)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # An interrupt of a finalizer, which Python cannot raise.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 FILES = (
     "core/patches.py",
     "core/current.py",
@@ -58,6 +56,10 @@ def in_a_scope(layout_map):
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 41])
 def test_an_interrupt_at_any_line_leaves_torch_plain(step):
     """Wherever a scope is interrupted, torch's classes, hooks and modes are as before, and the next scope works."""
+    run_alone(__file__, step)
+
+
+def check(step):
     layout_map = make_map()
     torch.manual_seed(3)
     expected = torch.nn.Linear(64, 64).weight
@@ -82,3 +84,7 @@ def test_a_keras_model_in_a_scope_for_torch_is_refused():
     with refused, make_map().scope(library="torch"):
         keras.layers.Dense(4)
     keras.layers.Dense(4).build((None, 4))
+
+
+if __name__ == "__main__":
+    check(int(sys.argv[1]))
