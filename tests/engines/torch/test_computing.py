@@ -11,7 +11,9 @@ from cases import few
 from engines.torch.dtensors import MESH, place, run_on, summands, whole
 from engines.torch.function_cases import CASES
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layoutmap.core.errors import LayoutMapWarning
@@ -19,6 +21,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.engine import engine
+from layoutmap.engines.torch.private import NO_RULE, lacks_rule
 
 PROCESSES = ("torch",)
 
@@ -339,3 +342,91 @@ def test_layers_train_as_on_one_device(name):
         )
 
     torch.testing.assert_close(outcomes[1], outcomes[0])
+
+
+# -- errors
+
+
+calls = []
+
+
+@torch.library.custom_op("layoutmap_tests::refuse", mutates_args=())
+def refuse(x: torch.Tensor) -> torch.Tensor:
+    calls.append("refuse")
+    raise ValueError("the program's own")
+
+
+@torch.library.custom_op("layoutmap_tests::refuse_", mutates_args=("x",))
+def refuse_(x: torch.Tensor) -> None:
+    x.add_(1)
+    raise RuntimeError("the program's own")
+
+
+@refuse.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+for _op, _outputs in ((refuse, [Replicate()]), (refuse_, [])):
+
+    @register_sharding(_op._opoverload)
+    def _rule(x, outputs=tuple(_outputs)):
+        return [(list(outputs), [Replicate()])]
+
+
+torch.library.define("layoutmap_tests::add_tril_", "(Tensor(a!) x) -> Tensor(a!)")
+
+
+@torch.library.impl("layoutmap_tests::add_tril_", "CompositeImplicitAutograd")
+def _add_tril(x):
+    return x.add_(1).tril_()
+
+
+def test_an_error_of_the_program_is_raised_once():
+    """An error that is not DTensor's is no reason to compute again, gathered."""
+    calls.clear()
+    with run_on(), pytest.raises(ValueError, match="the program's own"):
+        torch.ops.layoutmap_tests.refuse(place(torch.ones(8, 6), None, None))
+
+    assert ["refuse"] == calls
+
+
+def test_no_change_in_place_is_made_twice():
+    """What was changed before an error, of the program or of DTensor, is not changed again."""
+    x, y = (place(torch.ones(8, 6), None, None) for _ in range(2))
+    with run_on():
+        with pytest.raises(RuntimeError, match="the program's own"):
+            torch.ops.layoutmap_tests.refuse_(x)
+        with pytest.raises(NotImplementedError, match=r"aten\.tril_"):
+            torch.ops.layoutmap_tests.add_tril_(y)
+
+    assert torch.equal(torch.full((8, 6), 2.0), whole(x))
+    assert torch.equal(torch.full((8, 6), 2.0), whole(y))
+
+
+NO_RULE_CASES = {
+    "does not have a sharding strategy registered": lambda x: x.unfold(0, 2, 2),
+    "Sharding propagation failed": lambda x: torch.unbind(x),
+    "as_strided not supported with DTensor": lambda x: x.as_strided((2, 2), (1, 1)),
+}
+
+
+def test_errors_for_want_of_a_rule_are_known():
+    """DTensor says that it has no rule in the words that are listed; other errors are not taken for that."""
+
+    def error_of(function):
+        x, kinds = place(torch.ones(8, 6), "batch", None), (RuntimeError, IndexError)
+        with run_on(), torch._C.DisableTorchFunction(), pytest.raises(kinds) as caught:
+            function(x)
+        return caught.value
+
+    found = {text: error_of(function) for text, function in NO_RULE_CASES.items()}
+    assert set(NO_RULE) == set(found)
+    assert [] == [text for text, error in found.items() if text not in str(error) or not lacks_rule(error)]
+    own = [
+        error_of(lambda x: x[20]),
+        error_of(lambda x: torch.linalg.cholesky(-(x @ x.T))),
+        error_of(lambda x: torch.einsum("ij,jk", x, torch.ones(5, 5))),
+        error_of(lambda x: x.requires_grad_().mul_(2)),
+    ]
+    assert [] == [error for error in own if lacks_rule(error)]

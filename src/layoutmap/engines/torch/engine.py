@@ -51,7 +51,7 @@ from layoutmap.engines.torch.deferred_init.tape import trace
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.malloc import give_back
-from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
+from layoutmap.engines.torch.private import is_view_of_another, plainly, tree_leaves, tree_map
 from layoutmap.engines.torch.processes import (
     across,
     check_equal_everywhere,
@@ -380,7 +380,7 @@ class _OnMesh(TorchFunctionMode):
         return tree_map(lambda value: self._placed(value, given), result)
 
     def _placed(self, value: Any, given: set[int]) -> Any:
-        if type(value) is not torch.Tensor or id(value) in given or value._is_view():
+        if type(value) is not torch.Tensor or id(value) in given or is_view_of_another(value):
             return value
         return plainly(cut)(value, Layout.replicated(self._mesh, value.ndim))
 

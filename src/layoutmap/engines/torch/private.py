@@ -7,6 +7,7 @@ torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNo
 simulated in one process
 _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the list of modes that are active, of the process or of each thread
 torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was cut from
+torch.distributed.tensor                what it raises where it has no rule, as text: NO_RULE
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse
 ShardOrderEntry: one axis that is cut over several mesh dims, in any order
 torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
@@ -14,7 +15,8 @@ torch.overrides                         _get_current_function_mode_stack, _push_
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
 torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
 torch.nn.Module                         _apply, _parameters, _buffers
-torch.Tensor                            _backward_hooks, _post_accumulate_grad_hooks, _version, the _cdata of storages
+torch.Tensor                            _backward_hooks, _post_accumulate_grad_hooks, _version, the _cdata of storages,
+_base and _is_view: what a view is of
 torch.utils._python_dispatch            _get_current_dispatch_mode_stack
 torch.utils._pytree                     tree_leaves, tree_map
 """
@@ -42,12 +44,14 @@ __all__ = [
     "LocalIntNode",
     "LocalTensor",
     "LocalTensorMode",
+    "NO_RULE",
     "ShardOrderEntry",
     "TorchDispatchMode",
     "UNFORESEEN",
     "argument_names",
     "at_end_of_backward",
     "backward_pass",
+    "base_of",
     "dispatch_modes",
     "dtensor",
     "enabled_local_tensor_mode",
@@ -61,6 +65,8 @@ __all__ = [
     "leave_mode",
     "hooks_of_tensor",
     "is_view",
+    "is_view_of_another",
+    "lacks_rule",
     "members_of_module",
     "overload_name",
     "checkpoints",
@@ -299,6 +305,25 @@ def without_function_modes() -> Generator[None]:
             _push_mode(mode)
 
 
+NO_RULE = (
+    "does not have a sharding strategy registered",
+    "Sharding propagation failed",
+    "as_strided not supported with DTensor",
+)
+"""What `DTensor` says, before it computes anything, if it has no rule for a function of these arguments."""
+
+
+def lacks_rule(error: Exception) -> bool:
+    """Whether an error is `DTensor`'s own, raised before it computes anything, for want of a rule."""
+    traceback = error.__traceback__
+    if traceback is None or type(error) not in (NotImplementedError, RuntimeError):
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    raised_in = traceback.tb_frame.f_globals.get("__name__", "")
+    return raised_in.startswith("torch.distributed.tensor.") and any(text in str(error) for text in NO_RULE)
+
+
 # -- modules, and the tensors in them
 
 top_saving_hooks: Any = getattr(
@@ -306,6 +331,8 @@ top_saving_hooks: Any = getattr(
 )
 if top_saving_hooks is None:
     raise _moved("torch._C._autograd._top_saved_tensors_default_hooks")
+if not hasattr(torch.Tensor, "_base") or not hasattr(torch.Tensor, "_is_view"):
+    raise _moved("torch.Tensor._base, torch.Tensor._is_view")
 
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
 
@@ -335,8 +362,18 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return tensor._version
+    """How often a tensor was changed in place; always 0 where torch does not count, under `inference_mode`."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a tensor is a view of; itself if it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def is_view_of_another(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of another."""
+    return tensor._is_view()
 
 
 def leave_mode(mode: Any) -> None:

@@ -60,10 +60,13 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
 )
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled
 from layoutmap.engines.torch.private import (
+    base_of,
+    lacks_rule,
     plainly,
     replicates_plain_tensors,
     set_replicates_plain_tensors,
     tree_leaves,
+    version_of,
     without_function_modes,
 )
 
@@ -136,7 +139,7 @@ class _Computing(TorchFunctionMode):
         result = _compute(func, args, kwargs, mesh if is_mixed else None)
         if type(result) is DTensor and result.ndim == 0 and not in_place:
             result = settled(result)  # it is a loss, or becomes one, and may be read where no mode looks
-        if in_place and isinstance(args[0], DTensor) and args[0]._base is not None:
+        if in_place and isinstance(args[0], DTensor) and base_of(args[0]) is not args[0]:
             keep_gradient(args[0])
         if func in VIEWS:
             mark_copies(args[0] if args else kwargs.get("input"), result)
@@ -165,7 +168,11 @@ _PROPERTY = types.MethodWrapperType
 
 @plainly
 def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
-    """DTensor's own way, or on whole tensors if it has none; there are plain tensors only if there is a mesh."""
+    """Compute in DTensor's own way, or gathered if it has no rule; there are plain tensors only if there is a mesh.
+
+    Any other error is the program's own and is raised as it is. So is one for want of a rule that comes after a part
+    of a function has changed its target: to compute all of it again would make that change twice.
+    """
     if args and changes_in_place(function) and not _are_dtensors(args[0]):
         return on_whole(function, args, kwargs)
     if mesh is not None:
@@ -175,16 +182,18 @@ def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
         args = (whole_where_strided(args[0]), *args[1:])
     if function in JOINS:
         args, kwargs = without_empty(args, kwargs)
+    changed = _dtensors(args[0]) if args and changes_in_place(function) else []
+    versions = [version_of(each) for each in changed]
     try:
         return function(*args, **kwargs)
-    except torch.OutOfMemoryError:
-        raise
-    except (NotImplementedError, RuntimeError, AssertionError, ValueError, IndexError) as error:
+    except (NotImplementedError, RuntimeError) as error:
+        if not lacks_rule(error) or versions != [version_of(each) for each in changed]:
+            raise
         try:
             result = on_whole(function, args, kwargs)
         except Exception as same:
             raise same from None
-        if function not in _QUIET and not (changes_in_place(function) and _waits(args[0])):
+        if function not in _QUIET and not any(p.is_partial() for each in changed for p in each.placements):
             warn_of_gathering(name_of(function), str(error))
         return result
 
@@ -194,9 +203,8 @@ def _are_dtensors(target: Any) -> bool:
     return all(isinstance(each, DTensor) for each in (target if type(target) in (list, tuple) else [target]))
 
 
-def _waits(target: Any) -> bool:
-    """Whether what is changed in place waits to be summed up."""
-    return any(p.is_partial() for each in tree_leaves(target) for p in each.placements)
+def _dtensors(value: Any) -> list[Any]:
+    return [each for each in tree_leaves(value) if isinstance(each, DTensor)]
 
 
 def _survey(values: Any) -> tuple[Any, bool]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_whole
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled
-from layoutmap.engines.torch.private import tree_leaves
+from layoutmap.engines.torch.private import base_of, tree_leaves
 
 __all__ = [
     "RESHAPES",
@@ -82,7 +82,7 @@ def fill(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def keep_gradient(changed: Any) -> None:
     """Have the gradient of a DTensor of which a view was changed come in the layout in which that was a view."""
-    base = changed._base if changed._base is not None else changed
+    base = base_of(changed)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
         placements = settled(base.detach()).placements
         base.register_hook(lambda gradient: placed(settled(gradient), placements))
