@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, MeshError, brief
 
 __all__ = ["MATCH", "LayoutFields", "MeshFields"]
@@ -121,7 +122,7 @@ def mesh_from_text(text: str) -> MeshFields:
     """
     try:
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"it is of type {type(text).__name__}")
+            raise ValueError(f"it is {kind_of(text)}")
         parts = text.split("|")
         if len(parts) not in (2, 5, 6):
             raise ValueError(f"bars cut it into {len(parts)} fields, and a mesh has 2, 5 or 6")
@@ -197,7 +198,7 @@ def layout_from_text(text: str) -> LayoutFields:
     if isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         specs, found, mesh = text.removeprefix(_LAYOUT_PREFIX).partition(_MESH_PREFIX)
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        why = f"it is of type {type(text).__name__}"
+        why = f"it is {kind_of(text)}"
     elif not text.startswith(_LAYOUT_PREFIX):
         why = f"it does not start with {_LAYOUT_PREFIX!r}"
     elif not found:
@@ -257,7 +258,7 @@ def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) 
         if isinstance(message, bytes):
             return kind.FromString(message)
         if not hasattr(message, "SerializeToString"):
-            raise TypeError(f"it is of type {type(message).__name__}")
+            raise TypeError(f"it is {kind_of(message)}")
         if message.DESCRIPTOR.name != wanted:  # its bytes might parse, into nonsense
             raise TypeError(f"it is a {message.DESCRIPTOR.name} message")
         return kind.FromString(message.SerializeToString())

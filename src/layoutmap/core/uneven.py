@@ -17,8 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from layoutmap.core.arguments import as_shape
 from layoutmap.core.errors import RuleError, brief
-from layoutmap.core.layout import Layout, as_shape
+from layoutmap.core.layout import Layout
 
 __all__ = ["Axes", "Uneven", "as_uneven", "derived_layout", "fitted"]
 

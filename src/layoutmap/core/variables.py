@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 
+from layoutmap.core.arguments import as_shape
 from layoutmap.core.errors import LayoutError
-from layoutmap.core.layout import Layout, as_shape
+from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match
 from layoutmap.core.uneven import Axes
 

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Self
 
+from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh import Mesh, as_mesh
-from layoutmap.core.mesh_dims import kind_of
 from layoutmap.core.uneven import Uneven
 from layoutmap.rules import presets, yaml_file
 from layoutmap.rules.rules import WRITING, MeshSlot, Rules

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.core.errors import RuleError, brief
-from layoutmap.core.layout import UNSHARDED, ShardingSpec
+from layoutmap.core.layout import UNSHARDED
+from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.uneven import Uneven, as_uneven
 from layoutmap.rules.strict_yaml import read_yaml
 
