@@ -78,7 +78,7 @@ def as_axis(axis: int, rank: int) -> int:
         raise LayoutError(
             f"axis {found} of a layout of rank {rank}",
             why=why,
-            fix="count axes from 0, forwards" if rank else "a scalar's layout cannot be cut",
+            fix="count axes from 0, forwards" if rank else "a scalar's layout cannot be sharded",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""A layout: for each axis of a tensor, the mesh dimension that cuts it, or `UNSHARDED`.
+"""A layout: for each axis of a tensor, the mesh dimension over which it is sharded, or `UNSHARDED`.
 
 Shard arithmetic lives here too: how many shards, which device holds which, how large they are. It is plain integer
 arithmetic on values; no framework is needed and nothing is allocated.
@@ -25,7 +25,7 @@ class Layout:
     """One sharding spec for each axis of a tensor, on a mesh.
 
     Args:
-        sharding_specs: For each axis the name of a mesh dim, a tuple of names (major to minor: the first cuts
+        sharding_specs: For each axis the name of a mesh dim, a tuple of names (major to minor: the first splits
             coarsest), or `UNSHARDED`; `None` means `UNSHARDED`. A tuple of one name is that name.
         mesh: The mesh, or one of `tf.experimental.dtensor`.
 
@@ -84,13 +84,13 @@ class Layout:
 
     @classmethod
     def batch_sharded(cls, mesh: Mesh, batch_dim: str, rank: int, axis: int = 0) -> Layout:
-        """One axis, by default the first, is cut over one mesh dim.
+        """One axis, by default the first, is sharded over one mesh dim.
 
         Args:
             mesh: The mesh.
             batch_dim: The mesh dim.
             rank: The number of axes.
-            axis: The axis that is cut, 0 to `rank - 1`.
+            axis: The axis that is sharded, 0 to `rank - 1`.
 
         Raises:
             LayoutError: There is no such axis or mesh dim.
@@ -105,7 +105,7 @@ class Layout:
 
     @classmethod
     def inner_sharded(cls, mesh: Mesh, inner_dim: str, rank: int) -> Layout:
-        """The last axis is cut over one mesh dim.
+        """The last axis is sharded over one mesh dim.
 
         Raises:
             LayoutError: The rank is 0, or there is no such mesh dim.
@@ -114,7 +114,7 @@ class Layout:
         if not rank:
             raise LayoutError(
                 "a layout of rank 0 has no inner axis",
-                why="a scalar has no axes to cut",
+                why="a scalar has no axes to shard",
                 fix="use Layout.replicated(mesh, 0)",
             )
         return cls.batch_sharded(mesh, inner_dim, rank, axis=rank - 1)
@@ -144,7 +144,7 @@ class Layout:
         return len(self.sharding_specs)
 
     def mesh_dims_of(self, axis: int) -> tuple[str, ...]:
-        """The mesh dims that cut an axis, major to minor; empty if it is whole.
+        """The mesh dims over which an axis is sharded, major to minor; empty if it is not.
 
         Raises:
             LayoutError: There is no such axis.
@@ -152,7 +152,7 @@ class Layout:
         return dims_of(self.sharding_specs[as_axis(axis, self.rank)])
 
     def num_shards(self, axis: int) -> int:
-        """Into how many pieces an axis is cut.
+        """The number of shards along an axis.
 
         Raises:
             LayoutError: There is no such axis.
@@ -165,7 +165,7 @@ class Layout:
         return math.prod(self.shard_counts)
 
     def is_fully_replicated(self) -> bool:
-        """Whether every device holds the whole tensor. A mesh dim of size 1 cuts nothing."""
+        """Whether every device holds the whole tensor. A mesh dim of size 1 shards nothing."""
         return self.num_distinct_shards == 1
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
@@ -213,7 +213,11 @@ class Layout:
             why = f"the layout has rank {self.rank}, not {len(offset_tuple)}"
         for axis, (i, count) in enumerate(zip(offset_tuple, counts, strict=not why)):
             if not why and not 0 <= i < count:
-                why = f"axis {axis} is cut into {count} pieces" if count > 1 else f"axis {axis} is not cut"
+                why = (
+                    f"axis {axis} is sharded into {count} pieces"
+                    if count > 1
+                    else f"axis {axis} is not sharded"
+                )
         if why:
             raise LayoutError(
                 f"there is no shard {tuple(offset_tuple)}",
@@ -230,10 +234,10 @@ class Layout:
         """The shape of a shard.
 
         Args:
-            global_shape: The shape of the whole tensor; `None` or -1 stands for an unknown size and stays.
+            global_shape: The global shape; `None` or -1 stands for an unknown size and stays.
 
         Raises:
-            LayoutError: The rank differs, an axis cannot be cut evenly, or a size is below -1.
+            LayoutError: The rank differs, an axis cannot be split evenly, or a size is below -1.
         """
         shape = as_shape(global_shape)
         self.check_rank(shape)
@@ -244,7 +248,7 @@ class Layout:
         )
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """The shape of the whole tensor, from that of a shard; unknown sizes stay.
+        """The global shape, from that of a shard; unknown sizes stay.
 
         Raises:
             LayoutError: The rank differs, or a size is below -1.
@@ -259,7 +263,7 @@ class Layout:
         """The shape of a shard of a tensor whose shape is known.
 
         Raises:
-            LayoutError: The rank differs, an axis cannot be cut evenly, or a size is unknown.
+            LayoutError: The rank differs, an axis cannot be split evenly, or a size is unknown.
         """
         shape = self.local_shape_from_global_shape(global_shape)
         if any(n is None or n < 0 for n in shape):
@@ -275,11 +279,11 @@ class Layout:
         """Which part of a tensor one device holds; each slice has both ends.
 
         Args:
-            global_shape: The shape of the whole tensor.
+            global_shape: The global shape.
             device_index: The device's place in the mesh order.
 
         Raises:
-            LayoutError: The rank differs, or an axis cannot be cut evenly.
+            LayoutError: The rank differs, or an axis cannot be split evenly.
             MeshError: There is no such device.
 
         Example:
@@ -291,7 +295,7 @@ class Layout:
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True))
 
     def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
-        """The axes of a shape of this rank that cannot be cut evenly."""
+        """The axes of a shape of this rank that cannot be split evenly."""
         sizes = zip(as_shape(global_shape), self.shard_counts, strict=True)
         return tuple(axis for axis, (n, count) in enumerate(sizes) if n is not None and n >= 0 and n % count)
 
@@ -315,7 +319,7 @@ class Layout:
         )
 
     def uneven_error(self, shape: tuple[int | None, ...], axis: int, name: str = "layout") -> LayoutError:
-        """The error that says that one axis of a tensor cannot be cut evenly."""
+        """The error that says that one axis of a tensor cannot be split evenly."""
         size, count = as_shape(shape)[axis] or 0, self.num_shards(axis)
         whole = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
         return LayoutError(
@@ -330,7 +334,7 @@ class Layout:
     def to_string(self) -> str:
         """The text form, byte-compatible with TensorFlow's.
 
-        An axis cut over several mesh dims, which TensorFlow cannot express, is written `x:y`.
+        An axis sharded over several mesh dims, which TensorFlow cannot express, is written `x:y`.
 
         Example:
             >>> Layout(["x", None], Mesh(["CPU:0", "CPU:1"], "x=2")).to_string()

@@ -255,7 +255,7 @@ def _check_name(name: str) -> None:
     if _FORBIDDEN.search(name):
         raise MeshError(
             f"mesh name {name!r} has a bar or a blank",
-            why="the text form of a mesh is cut at them",
+            why="they separate the fields of a mesh's text form",
             fix=f"name it {_FORBIDDEN.sub('_', name)!r}",
         )
 

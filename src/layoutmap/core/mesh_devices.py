@@ -84,7 +84,7 @@ def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ..
         raise MeshError(
             f"device {split!r} has a comma, a bar or a blank",
             facts=facts,
-            why="the text form of a mesh is cut at them",
+            why="they separate the fields of a mesh's text form",
             fix=f"name it {_FORBIDDEN.sub('_', split)!r}",
         )
     repeated = next((name for name, count in Counter(known).items() if count > 1), None)

@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 UNSHARDED = "unsharded"
-"""The sharding spec of an axis that is not cut: every device holds all of it."""
+"""The sharding spec of an axis that is not sharded: every device holds all of it."""
 
 _FORBIDDEN = re.compile(r"[,|=:\s]")
 _FIX_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
-_MOST_DEVICES = 1 << 20  # more is a slip of the pen, and each place of a mesh takes memory
+_MOST_DEVICES = 1 << 20  # more is a mistake, and each place of a mesh takes memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class MeshDimension:
 
     Args:
         name: Its name, as used in layouts.
-        size: How many devices lie along it.
+        size: How many devices are along it.
 
     Example:
         >>> MeshDimension("model", 4)
@@ -130,7 +130,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
             why = "blanks and the characters , | = : separate the parts of a mesh written as text"
             fix = f"name it {_FORBIDDEN.sub('_', dim.name)!r}"
         elif dim.size < 1:
-            why, fix = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that cuts nothing"
+            why, fix = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that shards nothing"
             if dim.size == -1:
                 fix = "only create_mesh works a size of -1 out, from the devices there are"
         check_encodable(dim.name, "mesh dim")
@@ -152,7 +152,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
             f"mesh of {size} devices is not allowed",
             facts={"mesh": ", ".join(map(str, dims))},
             why=f"a mesh has at most {_MOST_DEVICES} devices",
-            fix="look at the sizes: is one of them a slip?",
+            fix="check the sizes: one of them may be a mistake",
         )
 
 

@@ -94,11 +94,11 @@ def _refused_dim(
     if dim == tf_format.MATCH:
         why = "'match' is for TensorFlow's own use and lays nothing out"
     elif dim == UNSHARDED:  # beside other dims: alone it never comes here
-        why = "an axis that is cut over a mesh dim is not unsharded"
+        why = "an axis that is sharded over a mesh dim is not unsharded"
         fix = f"name mesh dims only, or {UNSHARDED!r} alone"
     elif dim in used:
-        why = f"mesh dim {dim!r} is used twice, and one dim can cut only one axis"
-        fix = f"leave axis {axis} unsharded, or cut it over another dim"
+        why = f"mesh dim {dim!r} is used twice, and one dim can shard only one axis"
+        fix = f"leave axis {axis} unsharded, or shard it over another dim"
     return LayoutError(
         f"layout {format_specs(specs)}: spec {dim!r} of axis {axis} is not allowed",
         facts={"mesh": str(mesh)},
