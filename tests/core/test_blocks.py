@@ -80,7 +80,7 @@ def test_a_gap_and_an_overlap_of_one_size_do_not_make_up_for_each_other():
     assert """\
 2 blocks overlap at [0:2, 0:3]
   shape  (4, 3)
-  why    each element of an array lies in exactly one block
+  why    each element of an array is in exactly one block
   fix    pass each block of the array exactly once""" == str(raised.value)
 
 
@@ -99,7 +99,7 @@ def test_a_block_of_another_shape_than_its_place_is_an_error():
 a block of shape (1,) does not fit its place [0:4]
   shape  (4,)
   why    the place has the shape (4,)
-  fix    pass each block with the index of where it lies in the whole array""" == str(raised.value)
+  fix    pass each block with its index in the global array""" == str(raised.value)
 
 
 @given(strategies.layouts(), st.data())

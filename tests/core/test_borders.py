@@ -26,7 +26,7 @@ def test_numbers_of_numpy_do_not_wrap():
     small, large = np.int8(100), np.array([50_000, 50_000], np.int32)
     mesh = lm.Mesh(None, {"x": np.int8(100), "y": np.int8(100)}, local_device_ids=None)
 
-    assert 10_000_000_000 == VariableSpec("k", large, "float32").nbytes
+    assert 10_000_000_000 == VariableSpec("k", large, "float32").global_bytes
     assert (400,) == ROW.global_shape_from_local_shape((small,))
     assert (25,) == ROW.shard_shape((small,))
     assert (slice(25, 50),) == ROW.shard_slices((small,), np.int8(1))

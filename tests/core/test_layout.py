@@ -189,23 +189,23 @@ layout (unsharded, modle): spec 'modle' of axis 1 is not allowed
         """\
 layout (model, model): spec 'model' of axis 1 is not allowed
   mesh  batch=2, model=4
-  why   mesh dim 'model' is used twice, and one dim can cut only one axis
-  fix   leave axis 1 unsharded, or cut it over another dim""",
+  why   mesh dim 'model' is used twice, and one dim can shard only one axis
+  fix   leave axis 1 unsharded, or shard it over another dim""",
     ),
     "a dim repeated in a tuple": (
         lambda: Layout([("batch", "batch")], MESH),
         """\
 layout ((batch, batch),): spec 'batch' of axis 0 is not allowed
   mesh  batch=2, model=4
-  why   mesh dim 'batch' is used twice, and one dim can cut only one axis
-  fix   leave axis 0 unsharded, or cut it over another dim""",
+  why   mesh dim 'batch' is used twice, and one dim can shard only one axis
+  fix   leave axis 0 unsharded, or shard it over another dim""",
     ),
     "unsharded among dims": (
         lambda: Layout([("batch", UNSHARDED)], MESH),
         """\
 layout ((batch, unsharded),): spec 'unsharded' of axis 0 is not allowed
   mesh  batch=2, model=4
-  why   an axis that is cut over a mesh dim is not unsharded
+  why   an axis that is sharded over a mesh dim is not unsharded
   fix   name mesh dims only, or 'unsharded' alone""",
     ),
     "match": (
@@ -295,13 +295,13 @@ axis -1 of a layout of rank 1
         """\
 axis 0 of a layout of rank 0
   why   it has no axes
-  fix   a scalar's layout cannot be cut""",
+  fix   a scalar's layout cannot be sharded""",
     ),
     "the inner axis of a scalar": (
         lambda: Layout.inner_sharded(MESH, "batch", 0),
         """\
 a layout of rank 0 has no inner axis
-  why   a scalar has no axes to cut
+  why   a scalar has no axes to shard
   fix   use Layout.replicated(mesh, 0)""",
     ),
     "a name for an axis": (
@@ -324,16 +324,16 @@ axis 2 of a layout of rank 2
 there is no shard (2, 0)
   layout  (batch, unsharded)
   mesh    batch=2, model=4
-  why     axis 0 is cut into 2 pieces
+  why     axis 0 is sharded into 2 pieces
   fix     give one number for each axis; the last shard is (1, 0)""",
     ),
-    "a shard of an axis that is whole": (
+    "a shard of an axis that is not sharded": (
         lambda: Layout(["batch", None], MESH).offset_tuple_to_global_index((0, 1)),
         """\
 there is no shard (0, 1)
   layout  (batch, unsharded)
   mesh    batch=2, model=4
-  why     axis 1 is not cut
+  why     axis 1 is not sharded
   fix     give one number for each axis; the last shard is (1, 0)""",
     ),
     "a shard of another rank": (
@@ -399,7 +399,7 @@ None is no layout
 
 
 @pytest.mark.parametrize("mistake", BAD_LAYOUTS)
-def test_a_layout_that_cannot_be_is_refused_with_the_mend(mistake: str):
+def test_a_layout_that_cannot_be_is_refused_with_the_fix(mistake: str):
     """Every mistake has its whole message: what, where, why and the fix."""
     make, message = BAD_LAYOUTS[mistake]
 

@@ -241,7 +241,7 @@ BAD_MESHES = {
             "mesh dim 'model' of size 0 is not allowed\n"
             "  mesh  batch=2, model=0\n"
             "  why   a dim has at least one device\n"
-            "  fix   ('model', 1) is a dim that cuts nothing"
+            "  fix   ('model', 1) is a dim that shards nothing"
         ),
     ),
     "size -1": (
@@ -253,13 +253,13 @@ BAD_MESHES = {
             "  fix   only create_mesh works a size of -1 out, from the devices there are"
         ),
     ),
-    "a slip in a size": (
+    "a mistake in a size": (
         lambda: Mesh(None, "batch=2,model=4000000000"),
         (
             "mesh of 8000000000 devices is not allowed\n"
             "  mesh  batch=2, model=4000000000\n"
             "  why   a mesh has at most 1048576 devices\n"
-            "  fix   look at the sizes: is one of them a slip?"
+            "  fix   check the sizes: one of them may be a mistake"
         ),
     ),
     "a repeated name": (
@@ -363,7 +363,7 @@ BAD_MESHES = {
             "device '/job:a,b/device:CPU:0' has a comma, a bar or a blank\n"
             "  mesh     x=1\n"
             "  devices  /job:a,b/device:CPU:0\n"
-            "  why      the text form of a mesh is cut at them\n"
+            "  why      they separate the fields of a mesh's text form\n"
             "  fix      name it '/job:a_b/device:CPU:0'"
         ),
     ),
@@ -371,7 +371,7 @@ BAD_MESHES = {
         lambda: Mesh(None, "x=2", "my mesh"),
         (
             "mesh name 'my mesh' has a bar or a blank\n"
-            "  why   the text form of a mesh is cut at them\n"
+            "  why   they separate the fields of a mesh's text form\n"
             "  fix   name it 'my_mesh'"
         ),
     ),
@@ -446,7 +446,7 @@ BAD_MESHES = {
 
 
 @pytest.mark.parametrize("mistake", BAD_MESHES)
-def test_a_mesh_that_cannot_be_is_refused_with_the_mend(mistake: str):
+def test_a_mesh_that_cannot_be_is_refused_with_the_fix(mistake: str):
     """Every mistake has its whole message: what, where, why and the fix."""
     make, message = BAD_MESHES[mistake]
 

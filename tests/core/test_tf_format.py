@@ -109,9 +109,9 @@ MESH_FORM = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"
 LAYOUT_FORM = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_string() does"
 
 BAD_MESH_TEXTS = {
-    "": "bars cut it into 1 fields, and a mesh has 2, 5 or 6",
-    "x=2": "bars cut it into 1 fields, and a mesh has 2, 5 or 6",
-    "m|x=2|0,1": "bars cut it into 3 fields, and a mesh has 2, 5 or 6",
+    "": "bars split it into 1 fields, and a mesh has 2, 5 or 6",
+    "x=2": "bars split it into 1 fields, and a mesh has 2, 5 or 6",
+    "m|x=2|0,1": "bars split it into 3 fields, and a mesh has 2, 5 or 6",
     "m|x|0,1|0,1|CPU:0,CPU:1": "'x' is not name=size",
     "m|x=two": "'two' is not a whole number",
     "m|x= 2": "' 2' is not a whole number",
@@ -173,7 +173,7 @@ local device ids and local devices differ in number: 2 and 1
         (
             "|x=2|0,1|0,2|CPU:0,CPU:1",
             """\
-local device ids [0, 2] lie outside the mesh
+local device ids [0, 2] are outside the mesh
   why   they are places in the mesh, and it has 2
   fix   use ids from 0 to 1""",
         ),
@@ -234,14 +234,14 @@ layout message has no mesh
         lambda: layout_pb2.LayoutProto(type="PARTED", mesh_config=MESH.as_proto()),
         """\
 layout message is of type PARTED
-  why   only static layouts are supported: each axis cut over named mesh dims or whole
+  why   only static layouts are supported: each axis sharded over named mesh dims or replicated
   fix   use Layout(sharding_specs, mesh)""",
     ),
     "a type of the future": (
         lambda: b"\x12\x00\x18\x07",
         """\
 layout message is of type 7
-  why   only static layouts are supported: each axis cut over named mesh dims or whole
+  why   only static layouts are supported: each axis sharded over named mesh dims or replicated
   fix   use Layout(sharding_specs, mesh)""",
     ),
 }

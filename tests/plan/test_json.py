@@ -40,7 +40,7 @@ GOLDEN = r"""{"format": "layoutmap plan", "version": 1,
   {"path": "optimizer.d1.kernel.momentum", "shape": [8, 32], "dtype": "float32", "kind": "slot", "parent": "d1.kernel", "layout": [null, ["model", "batch"]]}
  ],
  "activations": [
-  {"path": "d1", "rule": [1, "d1"], "layout": ["batch", null], "otherwise": "what it puts out stays as it comes"}
+  {"path": "d1", "rule": [1, "d1"], "layout": ["batch", null], "otherwise": "its output stays as it is"}
  ],
 """  # noqa: E501
 

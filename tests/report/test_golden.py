@@ -489,7 +489,7 @@ def test_what_activations_say_of_a_path():
 
     assert (
         r"""
-block.1: no rule matches, so what it puts out stays as it comes
+block.1: no rule matches, so its output stays as it is
   near miss  blocks\.\d+
 """.strip()
         == str(activations.match("block.1"))

@@ -84,7 +84,7 @@ there is no preset 'lama'
     assert """\
 preset 'llama': the mesh has no dim 'model'
   mesh  data=2, tp=4
-  why   model_dim says over which dim weights are cut
+  why   model_dim says over which dim weights are sharded
   fix   model_dim: one of 'data', 'tp', or none""" == str(missing.value)
 
     with pytest.raises(RuleError, match="the mesh has no dim 'batch'"):

@@ -155,13 +155,14 @@ def test_packed_weights_are_cut_in_one_piece_and_it_is_said():
             r"mlp\.experts\.gate_up_proj$": ("unsharded", "model", "unsharded"),
             r"mlp\.experts\.down_proj$": ("unsharded", "unsharded", "model"),
         } == specs(layout_map)
-        assert textwrap.dedent("""\
-            tp_plan: packed weights are cut in consecutive pieces
+        assert (
+            textwrap.dedent("""\
+            tp_plan: packed weights are sharded in consecutive pieces
               entries  mlp.experts.gate_up_proj (packed_colwise)
-              why      a layout cuts an axis as one; transformers cuts each of the weights in it for itself. The \
+              why      a layout shards an axis as one; transformers shards each of the weights in it by itself. The \
 numbers are the same, and taking the weights apart moves them between devices
-              fix      cut the experts instead, with the config's base_model_ep_plan, or let it be""") == str(
-            caught[0].message
+              fix      shard the experts instead, with the config's base_model_ep_plan, or let it be""")
+            == str(caught[0].message)
         )
         assert [__file__] == [w.filename for w in caught]
 
@@ -196,7 +197,7 @@ def test_every_style_is_listed():
     """Each style makes rules, or is of a layer that only computes and makes none."""
     for style in STYLES:
         shapes = {"a.weight": (8, 8)}
-        if STYLES[style].cut == "none of its own":
+        if STYLES[style].sharded == "none of its own":
             assert {} == specs(converted({"a": style, "a.weight": "replicate"}, shapes)).get("a$", {})
         elif not STYLES[style].packed:
             assert 1 == len(converted({"a": style}, shapes))
@@ -277,7 +278,7 @@ BAD = {
     "a star that is no layer's number": (
         lambda: converted({"layer*": "colwise"}),
         """
-        tp_plan entry 'layer*': its * stands beside other signs
+        tp_plan entry 'layer*': its * is next to other characters
           why   * stands for the number of a layer, alone between dots
           fix   write it as in 'layers.*.mlp.up_proj'
         """,
@@ -287,7 +288,7 @@ BAD = {
         """
         from_tp_plan: the mesh has no dim 'tp'
           mesh  batch=2, model=4
-          why   weights are cut over dim, and batches over batch_dim
+          why   weights are sharded over dim, and batches over batch_dim
           fix   use one of 'batch', 'model'
         """,
     ),

@@ -387,7 +387,7 @@ LayoutMap on batch=2, model=4, 1 rules
 Activations on batch=2, model=4, 1 rules
    1  blocks\\.\\d+  (batch, unsharded)""" == str(layout_map)
     assert r"blocks\.\d+" in layout_map._repr_html_()
-    assert "blocks.x: no rule matches, so what it puts out stays as it comes" == str(
+    assert "blocks.x: no rule matches, so its output stays as it is" == str(
         LayoutMap(MESH).activations.match("blocks.x")
     )
 
@@ -488,8 +488,8 @@ rule 'new': layout (unsharded, modle): spec 'modle' of axis 1 is not allowed
         """\
 rule 'new': layout (model, model): spec 'model' of axis 1 is not allowed
   mesh  batch=2, model=4
-  why   mesh dim 'model' is used twice, and one dim can cut only one axis
-  fix   leave axis 1 unsharded, or cut it over another dim""",
+  why   mesh dim 'model' is used twice, and one dim can shard only one axis
+  fix   leave axis 1 unsharded, or shard it over another dim""",
     ),
     "another mesh": (
         lambda m: m.__setitem__("new", Layout(["model"], Mesh(None, "model=8"))),

@@ -1,4 +1,4 @@
-"""Index arithmetic on blocks of an array: cut, cover, put together.
+"""Index arithmetic on blocks of an array: split, cover, assemble.
 
 A block's index is a tuple of slices, one for each axis, each with both ends and no step. Engines hand out their
 shards with such indices, and everything that moves values between layouts, processes and files speaks in them.
@@ -17,7 +17,7 @@ from layoutmap.core.errors import LayoutMapError
 __all__ = ["Index", "assemble", "block_shape", "intersect", "whole_index", "with_ends"]
 
 Index = tuple[slice, ...]
-"""Where a block lies: one slice for each axis, with both ends."""
+"""Where a block is: one slice for each axis, with both ends."""
 
 
 def whole_index(shape: Sequence[int]) -> Index:
@@ -78,11 +78,11 @@ def assemble(
     dtype: npt.DTypeLike,
     index: Index | None = None,
 ) -> npt.NDArray[np.generic]:
-    """The part of an array at an index, put together from blocks that may lie across it in any way.
+    """The part of an array at an index, assembled from blocks that may overlap it in any way.
 
     Args:
         blocks: Pairs of index and values.
-        shape: The shape of the whole array.
+        shape: The global shape.
         dtype: Its element type.
         index: The part that is wanted; `None` means all of it.
 
@@ -103,7 +103,7 @@ def assemble(
                 f"a block of shape {values.shape} does not fit its place {_text(place)}",
                 facts={"shape": tuple(shape)},
                 why=f"the place has the shape {block_shape(place)}",
-                fix="pass each block with the index of where it lies in the whole array",
+                fix="pass each block with its index in the global array",
             )
         both = intersect(place, wanted)
         if both is None:
@@ -142,7 +142,7 @@ def _check_cover(places: Sequence[Index], wanted: Index, shape: tuple[int, ...])
             if not times
             else f"{times} blocks overlap at {_text(cell)}",
             facts={"shape": shape},
-            why="each element of an array lies in exactly one block",
+            why="each element of an array is in exactly one block",
             fix="pass each block of the array exactly once",
         )
 

@@ -69,7 +69,7 @@ def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -
     )
 
 
-class _Told(Exception):
+class _Message(Exception):
     """What errors and warnings have in common: their parts, and the text made of them."""
 
     def __init__(self, what: str, *, facts: Mapping[str, object] | None = None, why: str = "", fix: str = ""):
@@ -80,7 +80,7 @@ class _Told(Exception):
         super().__init__(format_message(what, self.facts, why, fix))
 
 
-class LayoutMapError(_Told, ValueError):
+class LayoutMapError(_Message, ValueError):
     """Any error of this library.
 
     Args:
@@ -136,5 +136,5 @@ class ParityError(LayoutMapError):
     """A sharded model whose numbers are not those of one device."""
 
 
-class LayoutMapWarning(_Told, UserWarning):
+class LayoutMapWarning(_Message, UserWarning):
     """A layout map that works and may not do what was meant; it has the parts of a `LayoutMapError`."""

@@ -1,4 +1,4 @@
-"""A layout: for each axis of a tensor, the mesh dimension that cuts it, or `UNSHARDED`.
+"""A layout: for each axis of a tensor, the mesh dimension over which it is sharded, or `UNSHARDED`.
 
 Shard arithmetic lives here too: how many shards, which device holds which, how large they are. It is plain integer
 arithmetic on values; no framework is needed and nothing is allocated.
@@ -7,19 +7,17 @@ arithmetic on values; no framework is needed and nothing is allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from layoutmap.core import tf_format
+from layoutmap.core.arguments import as_axis, as_int, as_rank, as_shape, kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapError
 from layoutmap.core.mesh import UNSHARDED, Mesh, as_mesh, is_tensorflows
-from layoutmap.core.mesh_dims import as_int, as_text
+from layoutmap.core.specs import ShardingSpec, dims_of, format_specs, read_specs
 
-__all__ = ["UNSHARDED", "Layout", "ShardingSpec", "as_shape"]
-
-ShardingSpec = str | tuple[str, ...]
-"""How one axis is cut: a mesh dim, several (major to minor), or `UNSHARDED`."""
+__all__ = ["UNSHARDED", "Layout", "as_layout"]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -27,7 +25,7 @@ class Layout:
     """One sharding spec for each axis of a tensor, on a mesh.
 
     Args:
-        sharding_specs: For each axis the name of a mesh dim, a tuple of names (major to minor: the first cuts
+        sharding_specs: For each axis the name of a mesh dim, a tuple of names (major to minor: the first splits
             coarsest), or `UNSHARDED`; `None` means `UNSHARDED`. A tuple of one name is that name.
         mesh: The mesh, or one of `tf.experimental.dtensor`.
 
@@ -59,22 +57,14 @@ class Layout:
         if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(
                 f"a layout needs a mesh, not {mesh!r}",
-                why=f"it is {_kind(mesh)}, not a layoutmap.Mesh",
+                why=f"it is {kind_of(mesh)}, not a layoutmap.Mesh",
                 fix='make one: layoutmap.create_mesh("batch=2,model=4")',
             )
-        _check_specs(sharding_specs, mesh)
-        specs = tuple(_normalize(spec, mesh) for spec in sharding_specs)
-        used: set[str] = set()
-        known = {UNSHARDED, *mesh.dim_names}
-        for axis, spec in enumerate(specs):
-            for dim in _dims_of(spec):
-                if dim == UNSHARDED or dim in used or dim not in known:
-                    _refuse_dim(dim, used, specs, axis, mesh)
-                used.add(dim)
+        specs = read_specs(sharding_specs, mesh)
         object.__setattr__(self, "sharding_specs", specs)
         object.__setattr__(self, "mesh", mesh)
         sizes = mesh.dim_sizes
-        counts = tuple(math.prod(sizes[dim] for dim in _dims_of(spec)) for spec in specs)
+        counts = tuple(math.prod(sizes[dim] for dim in dims_of(spec)) for spec in specs)
         object.__setattr__(self, "shard_counts", counts)
 
     # -- making layouts
@@ -90,17 +80,17 @@ class Layout:
         Raises:
             LayoutError: The rank is negative.
         """
-        return cls((UNSHARDED,) * _check_rank(rank), mesh)
+        return cls((UNSHARDED,) * as_rank(rank), mesh)
 
     @classmethod
     def batch_sharded(cls, mesh: Mesh, batch_dim: str, rank: int, axis: int = 0) -> Layout:
-        """One axis, by default the first, is cut over one mesh dim.
+        """One axis, by default the first, is sharded over one mesh dim.
 
         Args:
             mesh: The mesh.
             batch_dim: The mesh dim.
             rank: The number of axes.
-            axis: The axis that is cut, 0 to `rank - 1`.
+            axis: The axis that is sharded, 0 to `rank - 1`.
 
         Raises:
             LayoutError: There is no such axis or mesh dim.
@@ -109,22 +99,22 @@ class Layout:
             >>> Layout.batch_sharded(Mesh(None, "x=2"), "x", rank=3).sharding_specs
             ('x', 'unsharded', 'unsharded')
         """
-        rank = _check_rank(rank)
-        axis = _check_axis(axis, rank)
+        rank = as_rank(rank)
+        axis = as_axis(axis, rank)
         return cls([batch_dim if i == axis else UNSHARDED for i in range(rank)], mesh)
 
     @classmethod
     def inner_sharded(cls, mesh: Mesh, inner_dim: str, rank: int) -> Layout:
-        """The last axis is cut over one mesh dim.
+        """The last axis is sharded over one mesh dim.
 
         Raises:
             LayoutError: The rank is 0, or there is no such mesh dim.
         """
-        rank = _check_rank(rank)
+        rank = as_rank(rank)
         if not rank:
             raise LayoutError(
                 "a layout of rank 0 has no inner axis",
-                why="a scalar has no axes to cut",
+                why="a scalar has no axes to shard",
                 fix="use Layout.replicated(mesh, 0)",
             )
         return cls.batch_sharded(mesh, inner_dim, rank, axis=rank - 1)
@@ -143,7 +133,7 @@ class Layout:
             ('y',)
         """
         given: Iterable[Any] = dims if isinstance(dims, Iterable) and not isinstance(dims, str) else [dims]
-        gone = {_check_axis(axis, self.rank) for axis in given}
+        gone = {as_axis(axis, self.rank) for axis in given}
         return Layout([s for i, s in enumerate(self.sharding_specs) if i not in gone], self.mesh)
 
     # -- asking a layout
@@ -154,20 +144,20 @@ class Layout:
         return len(self.sharding_specs)
 
     def mesh_dims_of(self, axis: int) -> tuple[str, ...]:
-        """The mesh dims that cut an axis, major to minor; empty if it is whole.
+        """The mesh dims over which an axis is sharded, major to minor; empty if it is not.
 
         Raises:
             LayoutError: There is no such axis.
         """
-        return _dims_of(self.sharding_specs[_check_axis(axis, self.rank)])
+        return dims_of(self.sharding_specs[as_axis(axis, self.rank)])
 
     def num_shards(self, axis: int) -> int:
-        """Into how many pieces an axis is cut.
+        """The number of shards along an axis.
 
         Raises:
             LayoutError: There is no such axis.
         """
-        return self.shard_counts[_check_axis(axis, self.rank)]
+        return self.shard_counts[as_axis(axis, self.rank)]
 
     @property
     def num_distinct_shards(self) -> int:
@@ -175,7 +165,7 @@ class Layout:
         return math.prod(self.shard_counts)
 
     def is_fully_replicated(self) -> bool:
-        """Whether every device holds the whole tensor. A mesh dim of size 1 cuts nothing."""
+        """Whether every device holds the whole tensor. A mesh dim of size 1 shards nothing."""
         return self.num_distinct_shards == 1
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
@@ -198,7 +188,7 @@ class Layout:
         offset: list[int] = []
         for spec in self.sharding_specs:
             number = 0
-            for dim in _dims_of(spec):
+            for dim in dims_of(spec):
                 number = number * sizes[dim] + at[dim]
             offset.append(number)
         return tuple(offset)
@@ -223,7 +213,11 @@ class Layout:
             why = f"the layout has rank {self.rank}, not {len(offset_tuple)}"
         for axis, (i, count) in enumerate(zip(offset_tuple, counts, strict=not why)):
             if not why and not 0 <= i < count:
-                why = f"axis {axis} is cut into {count} pieces" if count > 1 else f"axis {axis} is not cut"
+                why = (
+                    f"axis {axis} is sharded into {count} pieces"
+                    if count > 1
+                    else f"axis {axis} is not sharded"
+                )
         if why:
             raise LayoutError(
                 f"there is no shard {tuple(offset_tuple)}",
@@ -240,10 +234,10 @@ class Layout:
         """The shape of a shard.
 
         Args:
-            global_shape: The shape of the whole tensor; `None` or -1 stands for an unknown size and stays.
+            global_shape: The global shape; `None` or -1 stands for an unknown size and stays.
 
         Raises:
-            LayoutError: The rank differs, an axis cannot be cut evenly, or a size is below -1.
+            LayoutError: The rank differs, an axis cannot be split evenly, or a size is below -1.
         """
         shape = as_shape(global_shape)
         self.check_rank(shape)
@@ -254,7 +248,7 @@ class Layout:
         )
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """The shape of the whole tensor, from that of a shard; unknown sizes stay.
+        """The global shape, from that of a shard; unknown sizes stay.
 
         Raises:
             LayoutError: The rank differs, or a size is below -1.
@@ -269,7 +263,7 @@ class Layout:
         """The shape of a shard of a tensor whose shape is known.
 
         Raises:
-            LayoutError: The rank differs, an axis cannot be cut evenly, or a size is unknown.
+            LayoutError: The rank differs, an axis cannot be split evenly, or a size is unknown.
         """
         shape = self.local_shape_from_global_shape(global_shape)
         if any(n is None or n < 0 for n in shape):
@@ -285,11 +279,11 @@ class Layout:
         """Which part of a tensor one device holds; each slice has both ends.
 
         Args:
-            global_shape: The shape of the whole tensor.
+            global_shape: The global shape.
             device_index: The device's place in the mesh order.
 
         Raises:
-            LayoutError: The rank differs, or an axis cannot be cut evenly.
+            LayoutError: The rank differs, or an axis cannot be split evenly.
             MeshError: There is no such device.
 
         Example:
@@ -301,7 +295,7 @@ class Layout:
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True))
 
     def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
-        """The axes of a shape of this rank that cannot be cut evenly."""
+        """The axes of a shape of this rank that cannot be split evenly."""
         sizes = zip(as_shape(global_shape), self.shard_counts, strict=True)
         return tuple(axis for axis, (n, count) in enumerate(sizes) if n is not None and n >= 0 and n % count)
 
@@ -325,7 +319,7 @@ class Layout:
         )
 
     def uneven_error(self, shape: tuple[int | None, ...], axis: int, name: str = "layout") -> LayoutError:
-        """The error that says that one axis of a tensor cannot be cut evenly."""
+        """The error that says that one axis of a tensor cannot be split evenly."""
         size, count = as_shape(shape)[axis] or 0, self.num_shards(axis)
         whole = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
         return LayoutError(
@@ -340,7 +334,7 @@ class Layout:
     def to_string(self) -> str:
         """The text form, byte-compatible with TensorFlow's.
 
-        An axis cut over several mesh dims, which TensorFlow cannot express, is written `x:y`.
+        An axis sharded over several mesh dims, which TensorFlow cannot express, is written `x:y`.
 
         Example:
             >>> Layout(["x", None], Mesh(["CPU:0", "CPU:1"], "x=2")).to_string()
@@ -405,142 +399,6 @@ class Layout:
         return f"Layout({list(self.sharding_specs)!r}, {self.mesh!r})"
 
 
-def format_specs(specs: Sequence[ShardingSpec]) -> str:
-    """Sharding specs as one reads them in a message: `(unsharded, model)`, `((batch, model), unsharded)`."""
-    shown = [s if isinstance(s, str) else f"({', '.join(s)})" for s in specs]
-    return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
-
-
-def _dims_of(spec: ShardingSpec) -> tuple[str, ...]:
-    if isinstance(spec, tuple):
-        return spec
-    return () if spec == UNSHARDED else (spec,)
-
-
-def _kind(value: Any) -> str:
-    """What a wrong argument is, with its module where that tells it from a class of this library."""
-    if value is None:
-        return "None"
-    module = type(value).__module__.partition(".")[0]
-    prefix = "" if module in ("builtins", "layoutmap") else f"{module}."
-    return f"of type {prefix}{type(value).__name__}"
-
-
-def _choices(mesh: Mesh) -> str:
-    return f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
-
-
-def _check_specs(specs: Any, mesh: Mesh) -> None:
-    """Refuse what can be iterated but has no order of axes, and what cannot be iterated."""
-    if isinstance(specs, str):
-        what, why = "are one text", "a layout has one sharding spec for each axis"
-        fix = f"write a list: [{specs!r}]"
-    elif isinstance(specs, (Set, Mapping)):
-        what, why = (
-            "have no order",
-            f"they are {_kind(specs)}, and which spec is for which axis goes by order",
-        )
-        fix = "write a list or a tuple"
-    elif not isinstance(specs, Iterable):
-        what, why = "are no list", f"they are {_kind(specs)}"
-        fix = "write one spec for each axis, as in [None, None], or use Layout.replicated(mesh, rank)"
-    else:
-        return
-    raise LayoutError(f"sharding specs {specs!r} {what}", facts={"mesh": str(mesh)}, why=why, fix=fix)
-
-
-def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
-    if spec is None:
-        return UNSHARDED
-    if isinstance(spec, str):
-        return as_text(spec)
-    names: tuple[Any, ...] = tuple(spec) if isinstance(spec, (tuple, list)) else (None,)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if all(isinstance(dim, str) for dim in names):
-        names = tuple(map(as_text, names))
-        return names[0] if len(names) == 1 else names or UNSHARDED
-    raise LayoutError(
-        f"sharding spec {spec!r} cannot be read",
-        facts={"mesh": str(mesh)},
-        why="a spec is a mesh dim, a tuple of mesh dims, or UNSHARDED",
-        fix=_choices(mesh),
-    )
-
-
-def _refuse_dim(dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh) -> None:
-    why, fix = f"the mesh has no dim {dim!r}", _choices(mesh)
-    if dim == tf_format.MATCH:
-        why = "'match' is for TensorFlow's own use and lays nothing out"
-    elif dim == UNSHARDED:  # beside other dims: alone it never comes here
-        why = "an axis that is cut over a mesh dim is not unsharded"
-        fix = f"name mesh dims only, or {UNSHARDED!r} alone"
-    elif dim in used:
-        why = f"mesh dim {dim!r} is used twice, and one dim can cut only one axis"
-        fix = f"leave axis {axis} unsharded, or cut it over another dim"
-    raise LayoutError(
-        f"layout {format_specs(specs)}: spec {dim!r} of axis {axis} is not allowed",
-        facts={"mesh": str(mesh)},
-        why=why,
-        fix=fix,
-    )
-
-
-def _check_rank(rank: int) -> int:
-    found = as_int(rank)
-    if found is None or found < 0:
-        raise LayoutError(
-            f"a layout of rank {rank!r}",
-            why="the rank is the number of a tensor's axes, 0 or more",
-            fix="pass the tensor's number of axes",
-        )
-    return found
-
-
-def _check_axis(axis: int, rank: int) -> int:
-    found = as_int(axis)
-    if found is None:
-        raise LayoutError(
-            f"axis {axis!r} of a layout of rank {rank}",
-            why=f"it is {_kind(axis)}, and axes are numbered",
-            fix="pass the axis's number, from 0",
-        )
-    if not 0 <= found < rank:
-        why = (
-            f"its axes are 0 to {rank - 1}"
-            if rank > 1
-            else "its only axis is 0"
-            if rank
-            else "it has no axes"
-        )
-        raise LayoutError(
-            f"axis {found} of a layout of rank {rank}",
-            why=why,
-            fix="count axes from 0, forwards" if rank else "a scalar's layout cannot be cut",
-        )
-    return found
-
-
-def as_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
-    """A shape in Python's ints, those of numpy wrap; `None` and -1 stand for a size that is not known.
-
-    Raises:
-        LayoutError: A size is no whole number, or below -1.
-    """
-    sizes = tuple(shape)
-    if all(type(n) is int and n >= 0 for n in sizes):
-        return sizes
-    found = tuple(None if n is None else as_int(n) for n in sizes)
-    why = ""
-    for given, n in zip(sizes, found, strict=True):
-        if n is None and given is not None:
-            why = f"{given!r} is {_kind(given)}, not a whole number"
-        elif n is not None and n < -1:
-            why = "an axis has 0 elements or more; None or -1 stands for a size that is not known"
-    if why:
-        kind = "a negative size" if why.startswith("an axis") else "a size that is no number of elements"
-        raise LayoutError(f"the shape {sizes} has {kind}", why=why, fix="give the sizes of the tensor")
-    return found
-
-
 def as_layout(value: Any, mesh: Mesh | None = None) -> Layout:
     """A layout from a `Layout`, one of TensorFlow's, or a tuple or list of specs and a mesh.
 
@@ -556,7 +414,7 @@ def as_layout(value: Any, mesh: Mesh | None = None) -> Layout:
         fix = 'use a Layout, or a tuple of sharding specs such as (None, "model")'
         if isinstance(value, str):
             fix = f"for a tensor of one axis write ({value!r},), of two (None, {value!r})"
-        raise LayoutError(f"{value!r} is no layout", why=f"it is {_kind(value)}", fix=fix)
+        raise LayoutError(f"{value!r} is no layout", why=f"it is {kind_of(value)}", fix=fix)
     if mesh is None:
         raise LayoutMapError(
             f"sharding specs {value!r} have no mesh",

@@ -11,42 +11,20 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from layoutmap.core import tf_format
+from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
 from layoutmap.core.errors import MeshError
-from layoutmap.core.mesh_dims import (
-    UNSHARDED,
-    MeshDimension,
-    as_int,
-    as_text,
-    check_dims,
-    check_encodable,
-    kind_of,
-    parse_mesh_dims,
-)
+from layoutmap.core.mesh_devices import check_devices, device_names, device_type_of, known_ids, local_ids
+from layoutmap.core.mesh_dims import UNSHARDED, MeshDimension, check_dims, parse_mesh_dims
 
-__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "device_names", "is_tensorflows"]
+__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "is_tensorflows"]
 
-_DEVICE_TYPE = re.compile(r"(?:^|device:)([A-Za-z]+):\d+$", re.IGNORECASE)
-_FORBIDDEN_IN_DEVICE = re.compile(r"[,|\s]")
-_FORBIDDEN_IN_NAME = re.compile(r"[|\s]")
-
-
-def device_type_of(device: str) -> str:
-    """The type in a device name: `"CPU"` of `"CPU:0"` and of `"/job:w/replica:0/task:0/device:CPU:0"`."""
-    found = _DEVICE_TYPE.search(device)
-    if not found:
-        raise MeshError(
-            f"device {device!r} has no type",
-            why="a device name ends in TYPE:NUMBER",
-            fix='write "CPU:0", "GPU:3" or "/job:worker/replica:0/task:1/device:TPU:0"',
-        )
-    return found.group(1).upper()
+_FORBIDDEN = re.compile(r"[|\s]")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -97,9 +75,9 @@ class Mesh:
         check_dims(dims)
         names = None if devices is None else device_names(devices, dims)
         size = math.prod(dim.size for dim in dims)
-        _check_devices(names, dims, size)
+        check_devices(names, dims, size)
         _check_name(mesh_name)
-        local = _local_ids(local_device_ids, names, dims, size)
+        local = local_ids(local_device_ids, names, dims, size)
         object.__setattr__(self, "devices", names)
         object.__setattr__(self, "mesh_dims", dims)
         object.__setattr__(self, "name", as_text(mesh_name))
@@ -261,39 +239,11 @@ class Mesh:
     def __repr__(self) -> str:
         devices = self.devices if self.devices is None else list(self.devices)
         name = f", {self.name!r}" if self.name else ""
-        usual = _known_ids(self.devices, self.size)
+        usual = known_ids(self.devices, self.size)
         local = (
             "" if self.local_device_ids == usual else f", local_device_ids={list(self.local_device_ids)!r}"
         )
         return f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local})"
-
-
-def device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
-    """The names of a mesh's devices, checked.
-
-    Raises:
-        MeshError: They are one text, or cannot be iterated, or one of them is no text.
-    """
-    fix = 'pass names, as in ["CPU:0", "CPU:1"], or None for an abstract mesh'
-    why = ""
-    names: tuple[Any, ...] = ()
-    if isinstance(devices, str):
-        why, fix = "a mesh has one name for each device", f"write a list: [{devices!r}]"
-    elif not isinstance(devices, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        why = f"they are {kind_of(devices)}"
-    else:
-        names = tuple(devices)
-    if why:
-        raise MeshError(f"mesh devices {devices!r} cannot be read", why=why, fix=fix)
-    for name in names:
-        if not isinstance(name, str):
-            raise MeshError(
-                f"device {name!r} is not a name",
-                facts={"mesh": ", ".join(map(str, dims))},
-                why=f"it is {kind_of(name)}; a mesh is a value, and holds the names of devices",
-                fix=fix,
-            )
-    return tuple(map(as_text, names))
 
 
 def _check_name(name: str) -> None:
@@ -302,93 +252,12 @@ def _check_name(name: str) -> None:
             f"mesh name {name!r} is not text", why=f"it is {kind_of(name)}", fix='leave it out, or pass ""'
         )
     check_encodable(name, "mesh name")
-    if _FORBIDDEN_IN_NAME.search(name):
+    if _FORBIDDEN.search(name):
         raise MeshError(
             f"mesh name {name!r} has a bar or a blank",
-            why="the text form of a mesh is cut at them",
-            fix=f"name it {_FORBIDDEN_IN_NAME.sub('_', name)!r}",
+            why="they separate the fields of a mesh's text form",
+            fix=f"name it {_FORBIDDEN.sub('_', name)!r}",
         )
-
-
-def _known_ids(devices: tuple[str, ...] | None, size: int) -> tuple[int, ...]:
-    """The places whose device has a name; all of them on an abstract mesh."""
-    return tuple(range(size)) if devices is None else tuple(i for i, name in enumerate(devices) if name)
-
-
-def _local_ids(
-    given: Iterable[int] | None, devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int
-) -> tuple[int, ...]:
-    if given is None:
-        return _known_ids(devices, size)
-    ids = tuple(given)
-    local = tuple(-1 if (i := as_int(id_)) is None else i for id_ in ids)
-    if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):
-        raise MeshError(
-            f"local device ids {_shorten(tuple(map(str, ids)))} do not fit the mesh",
-            facts={"mesh": ", ".join(map(str, dims))},
-            why=f"they are places in the mesh, 0 to {size - 1}, each once and ascending",
-            fix="list the places of this process's devices in ascending order, or leave them out",
-        )
-    if devices is not None and not all(devices[i] for i in local):
-        raise MeshError(
-            f"local device {next(i for i in local if not devices[i])} has no name",
-            facts={"mesh": ", ".join(map(str, dims))},
-            why="only the devices of other processes may be unknown",
-            fix="name it, or take its place out of local_device_ids",
-        )
-    return local
-
-
-def _check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:
-    if devices is None:
-        return
-    facts = {"mesh": ", ".join(map(str, dims)), "devices": _shorten(devices)}
-    if len(devices) != size:
-        raise MeshError(
-            f"mesh of {_count(size)} was given {len(devices)}",
-            facts=facts,
-            why=f"{' x '.join(str(dim.size) for dim in dims)} is {size}, not {len(devices)}"
-            if len(dims) > 1
-            else "",
-            fix=f"pass {_count(size)}"
-            + (f", or sizes whose product is {len(devices)}" if devices else ", or None"),
-        )
-    known = [name for name in devices if name]
-    for name in known:
-        check_encodable(name, "device")
-    split = next((name for name in known if _FORBIDDEN_IN_DEVICE.search(name)), None)
-    if split is not None:
-        raise MeshError(
-            f"device {split!r} has a comma, a bar or a blank",
-            facts=facts,
-            why="the text form of a mesh is cut at them",
-            fix=f"name it {_FORBIDDEN_IN_DEVICE.sub('_', split)!r}",
-        )
-    repeated = next((name for name, count in Counter(known).items() if count > 1), None)
-    if repeated is not None:
-        raise MeshError(
-            f"device {repeated!r} appears twice in a mesh",
-            facts=facts,
-            why="each place of a mesh is another device",
-            fix="list each device once",
-        )
-    types = {device_type_of(name) for name in known}
-    if len(types) > 1:
-        raise MeshError(
-            f"mesh of mixed device types {', '.join(sorted(types))}",
-            facts=facts,
-            why="one program runs on all devices of a mesh, so they are of one type",
-            fix="make one mesh for each type",
-        )
-
-
-def _count(size: int) -> str:
-    return f"{size} device{'s' if size > 1 else ''}"
-
-
-def _shorten(devices: tuple[str, ...]) -> str:
-    shown = devices if len(devices) <= 8 else (*devices[:4], f"... {len(devices) - 6} more", *devices[-2:])
-    return ", ".join(shown) or "none"
 
 
 def as_mesh(mesh: Any) -> Any:

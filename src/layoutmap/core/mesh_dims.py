@@ -10,27 +10,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layoutmap.core import tf_format
+from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
 from layoutmap.core.errors import MeshError, brief
 
 __all__ = [
     "UNSHARDED",
     "MeshDimension",
-    "as_int",
-    "as_text",
     "check_dims",
-    "check_encodable",
     "fill_in_size",
-    "kind_of",
     "parse_mesh_dims",
 ]
 
 UNSHARDED = "unsharded"
-"""The sharding spec of an axis that is not cut: every device holds all of it."""
+"""The sharding spec of an axis that is not sharded: every device holds all of it."""
 
 _FORBIDDEN = re.compile(r"[,|=:\s]")
-_HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
-_MEND_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
-_MOST_DEVICES = 1 << 20  # more is a slip of the pen, and each place of a mesh takes memory
+_FIX_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
+_MOST_DEVICES = 1 << 20  # more is a mistake, and each place of a mesh takes memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class MeshDimension:
 
     Args:
         name: Its name, as used in layouts.
-        size: How many devices lie along it.
+        size: How many devices are along it.
 
     Example:
         >>> MeshDimension("model", 4)
@@ -81,7 +77,7 @@ def parse_mesh_dims(
             raise MeshError(
                 f"mesh dims {brief(mesh_dims)} cannot be read",
                 why=f"they are {kind_of(mesh_dims)}",
-                fix=_MEND_DIMS,
+                fix=_FIX_DIMS,
             ) from None
     return tuple(_to_dim(entry) for entry in entries)
 
@@ -94,7 +90,7 @@ def _read_dim(part: str, text: str) -> tuple[str, int]:
         raise MeshError(
             f"mesh dims {brief(text)} cannot be read",
             why=f"{brief(part.strip())} is not name=size, with a whole number as the size",
-            fix=_MEND_DIMS,
+            fix=_FIX_DIMS,
         ) from None
 
 
@@ -114,38 +110,8 @@ def _to_dim(entry: Any) -> MeshDimension:
     elif operator.index(pair[1]).bit_length() > 63:
         why = "its size has more than 63 bits"
     if why:
-        raise MeshError(f"mesh dim {brief(entry)} cannot be read", why=why, fix=_MEND_DIMS)  # pyright: ignore[reportUnknownArgumentType]
+        raise MeshError(f"mesh dim {brief(entry)} cannot be read", why=why, fix=_FIX_DIMS)  # pyright: ignore[reportUnknownArgumentType]
     return MeshDimension(as_text(pair[0]), operator.index(pair[1]))
-
-
-def as_int(value: Any) -> int | None:
-    """Python's int for a whole number of any type, since those of numpy wrap; `None` for all else, bools included."""
-    if type(value) is int:
-        return value
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
-
-
-def as_text(text: str) -> str:
-    """Python's str for a text of a class derived from it, such as numpy's: what is written to files is plain."""
-    return str.__str__(text)
-
-
-def kind_of(value: object) -> str:
-    """What a value is, in words, where it is not what was asked for."""
-    return "None" if value is None else f"of type {type(value).__name__}"
-
-
-def check_encodable(name: str, what: str) -> None:
-    """Raise if a name has half a surrogate pair: it could be written neither as text nor as protobuf."""
-    if _HALF_A_PAIR.search(name):
-        raise MeshError(
-            f"{what} {name!r} has half a surrogate pair",
-            why="no encoding can write it",
-            fix=f"name it {_HALF_A_PAIR.sub('_', name)!r}",
-        )
 
 
 def check_dims(dims: tuple[MeshDimension, ...]) -> None:
@@ -164,7 +130,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
             why = "blanks and the characters , | = : separate the parts of a mesh written as text"
             fix = f"name it {_FORBIDDEN.sub('_', dim.name)!r}"
         elif dim.size < 1:
-            why, fix = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that cuts nothing"
+            why, fix = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that shards nothing"
             if dim.size == -1:
                 fix = "only create_mesh works a size of -1 out, from the devices there are"
         check_encodable(dim.name, "mesh dim")
@@ -186,7 +152,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
             f"mesh of {size} devices is not allowed",
             facts={"mesh": ", ".join(map(str, dims))},
             why=f"a mesh has at most {_MOST_DEVICES} devices",
-            fix="look at the sizes: is one of them a slip?",
+            fix="check the sizes: one of them may be a mistake",
         )
 
 

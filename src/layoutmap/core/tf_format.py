@@ -6,7 +6,7 @@ check what the fields mean.
     mesh    NAME|x=4,y=2|0,1,2,..|0,1,2,..|local devices[|all devices]
     layout  sharding_specs:x,unsharded, mesh:<mesh>
 
-Two things TensorFlow cannot say have a form here that TensorFlow refuses: an axis cut over several mesh dimensions
+Two things TensorFlow cannot say have a form here that TensorFlow refuses: an axis sharded over several mesh dimensions
 (`x:y`, major to minor) and a mesh without devices (`NAME|x=4,y=2`; in a message, no device ids).
 """
 
@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, MeshError, brief
 
 __all__ = ["MATCH", "LayoutFields", "MeshFields"]
@@ -27,8 +28,8 @@ _LAYOUT_PREFIX = "sharding_specs:"
 _MESH_PREFIX = " mesh:"
 _WHOLE_NUMBER = re.compile("-?[0-9]{1,18}")
 _MOST = 10**18
-_MEND_MESH = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"
-_MEND_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_string() does"
+_FIX_MESH = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"
+_FIX_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_string() does"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,12 @@ def _devices(
         raise MeshError(
             f"local device ids and local devices differ in number: {len(local_ids)} and {len(local)}",
             why="each local id has one device",
-            fix=_MEND_MESH,
+            fix=_FIX_MESH,
         )
     at = dict(zip(local_ids, local, strict=True))
     if any(not 0 <= i < size for i in at):
         raise MeshError(
-            f"local device ids {list(local_ids)} lie outside the mesh",
+            f"local device ids {list(local_ids)} are outside the mesh",
             why=f"they are places in the mesh, and it has {size}",
             fix=f"use ids from 0 to {size - 1}",
         )
@@ -84,7 +85,7 @@ def _devices(
                 raise MeshError(
                     f"local device {i} is {name!r} and also {there!r}",
                     why="a device has one name, among this process's devices and among all",
-                    fix=_MEND_MESH,
+                    fix=_FIX_MESH,
                 )
         return everything
     return tuple(at.get(i, "") for i in range(size))
@@ -121,17 +122,17 @@ def mesh_from_text(text: str) -> MeshFields:
     """
     try:
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"it is of type {type(text).__name__}")
+            raise ValueError(f"it is {kind_of(text)}")
         parts = text.split("|")
         if len(parts) not in (2, 5, 6):
-            raise ValueError(f"bars cut it into {len(parts)} fields, and a mesh has 2, 5 or 6")
+            raise ValueError(f"bars split it into {len(parts)} fields, and a mesh has 2, 5 or 6")
         dims = tuple(_split_dim(part) for part in _split(parts[1]))
         size = _num_places(dims)
         if len(parts) == 2:
             return MeshFields(parts[0], dims, None, ())
         ids, local_ids = (tuple(_whole_number(i) for i in _split(part)) for part in parts[2:4])
     except ValueError as error:
-        raise MeshError(f"mesh text {brief(text)} cannot be read", why=str(error), fix=_MEND_MESH) from None
+        raise MeshError(f"mesh text {brief(text)} cannot be read", why=str(error), fix=_FIX_MESH) from None
     _check_global_ids(ids, size)
     everything = _split(parts[5]) if len(parts) == 6 else ()
     return MeshFields(parts[0], dims, _devices(size, local_ids, _split(parts[4]), everything), local_ids)
@@ -197,7 +198,7 @@ def layout_from_text(text: str) -> LayoutFields:
     if isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         specs, found, mesh = text.removeprefix(_LAYOUT_PREFIX).partition(_MESH_PREFIX)
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        why = f"it is of type {type(text).__name__}"
+        why = f"it is {kind_of(text)}"
     elif not text.startswith(_LAYOUT_PREFIX):
         why = f"it does not start with {_LAYOUT_PREFIX!r}"
     elif not found:
@@ -205,7 +206,7 @@ def layout_from_text(text: str) -> LayoutFields:
     elif specs and not specs.endswith(","):
         why = "each spec is followed by a comma, the last one too"
     if why:
-        raise LayoutError(f"layout text {brief(text)} cannot be read", why=why, fix=_MEND_LAYOUT)
+        raise LayoutError(f"layout text {brief(text)} cannot be read", why=why, fix=_FIX_LAYOUT)
     return LayoutFields(tuple(tuple(s.split(":")) for s in specs.split(",")[:-1]), mesh_from_text(mesh))
 
 
@@ -233,7 +234,7 @@ def layout_from_proto(message: Any) -> LayoutFields:
         known = {value.number: value.name for value in pb.LayoutProto.LayoutType.DESCRIPTOR.values}
         raise LayoutError(
             f"layout message is of type {known.get(proto.type, proto.type)}",
-            why="only static layouts are supported: each axis cut over named mesh dims or whole",
+            why="only static layouts are supported: each axis sharded over named mesh dims or replicated",
             fix="use Layout(sharding_specs, mesh)",
         )
     if not proto.HasField("mesh_config"):
@@ -257,7 +258,7 @@ def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) 
         if isinstance(message, bytes):
             return kind.FromString(message)
         if not hasattr(message, "SerializeToString"):
-            raise TypeError(f"it is of type {type(message).__name__}")
+            raise TypeError(f"it is {kind_of(message)}")
         if message.DESCRIPTOR.name != wanted:  # its bytes might parse, into nonsense
             raise TypeError(f"it is a {message.DESCRIPTOR.name} message")
         return kind.FromString(message.SerializeToString())

@@ -3,8 +3,8 @@
 A rule says what is to happen to an axis whose size is no multiple of the number of shards:
 
     "error"      nothing is made; the plan says what to fix
-    "replicate"  that axis is left whole
-    "shrink"     it is cut over as many of its mesh dims as divide it
+    "replicate"  that axis is left unsharded
+    "shrink"     it is sharded over as many of its mesh dims as divide it
 
 A derived variable (a LoRA factor, the scale of a quantized kernel, a slot of an optimizer) is laid out as its parent,
 axis for axis, by what each of its axes means.
@@ -17,8 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from layoutmap.core.arguments import as_shape
 from layoutmap.core.errors import RuleError, brief
-from layoutmap.core.layout import Layout, as_shape
+from layoutmap.core.layout import Layout
 
 __all__ = ["Axes", "Uneven", "as_uneven", "derived_layout", "fitted"]
 
@@ -73,7 +74,7 @@ def fitted(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
 
 
 def _largest(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
-    """The subset of an axis's dims, in their order, that cuts it evenly into the most shards."""
+    """The subset of an axis's dims, in their order, that splits it evenly into the most shards."""
     subsets = [s for n in range(len(dims) + 1) for s in itertools.combinations(dims, n)]
     counts = {s: math.prod(layout.mesh.dim_size(d) for d in s) for s in subsets}
     return max((s for s in subsets if size % counts[s] == 0), key=lambda s: counts[s])
@@ -82,7 +83,7 @@ def _largest(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
 def derived_layout(parent: Layout, axes: Axes) -> Layout:
     """The layout of a variable whose axes are those of another.
 
-    An axis that is made of several follows the first, along which it is cut in whole runs.
+    An axis that is made of several follows the first, along which it is sharded in whole runs.
 
     Args:
         parent: The layout of the other variable.

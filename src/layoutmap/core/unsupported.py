@@ -21,10 +21,11 @@ class Unsupported:
         why: The reason.
         fix: What to type instead.
         severity: `"error"`: it cannot run. `"warning"`: some of it cannot. `"note"`: it runs, at a price.
-        if_sharded: The axes of a variable; it holds only if its layout cuts one of them. `None`: it holds in any case.
+        if_sharded: The axes of a variable; it holds only if its layout shards one
+            of them. `None`: it holds in any case.
         model: The name of the model that the path is in, as the plan has it.
-        device_type: The devices on which it holds, such as `"CPU"`; it is told where a mesh has no devices yet, too.
-            `None`: it holds on all.
+        device_type: The devices on which it holds, such as `"CPU"`; it is reported where a mesh
+            has no devices yet, too. `None`: it holds on all.
     """
 
     path: str

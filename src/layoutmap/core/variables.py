@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 
+from layoutmap.core.arguments import as_shape
 from layoutmap.core.errors import LayoutError
-from layoutmap.core.layout import Layout, as_shape
+from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match
 from layoutmap.core.uneven import Axes
 
@@ -45,8 +46,9 @@ class Use:
     """What a layer does with the axes of a weight when it is called.
 
     Args:
-        roles: For each axis `"in.0"`, `"in.1"`, ...: it is summed over; `"out.0"`, ...: it is put out, and a bias has
-            the roles of the axes to which it is added; `"rows"`: the rows of a table of embeddings; `""`: another.
+        roles: For each axis `"in.0"`, `"in.1"`, ...: it is summed over; `"out.0"`, ...: it is an axis of the
+            output, and a bias has the roles of the axes to which it is added; `"rows"`: the rows of a
+            table of embeddings; `""`: another.
         head_size: The size of one head of attention, where the layer has its heads side by side in one axis.
     """
 
@@ -60,7 +62,7 @@ class VariableSpec:
 
     Args:
         path: Its object path, parts joined by dots, as in `blocks.0.attn.query.kernel`.
-        shape: Its whole shape.
+        shape: Its global shape.
         dtype: The name of its element type, as in `"float32"` or `"bfloat16"`.
         kind: What it is for.
         aliases: Other paths to the same variable: a shared layer, a tied weight.
@@ -124,7 +126,7 @@ class VariableSpec:
 
     @property
     def global_bytes(self) -> int:
-        """Size in bytes of the whole variable."""
+        """Global size in bytes."""
         return math.ceil(math.prod(self.shape) * itemsize(self.dtype))
 
 
@@ -136,7 +138,8 @@ class Assignment:
         variable: The variable.
         layout: Its layout.
         match: What the layout map said of its path; `None` where it was not asked (slots, metrics).
-        global_init: Why its first value must be drawn whole on one device before it is cut; empty if it need not.
+        global_init: Why one device must make its global first value before it is sharded; empty if it
+            need not.
     """
 
     variable: VariableSpec
@@ -146,7 +149,7 @@ class Assignment:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the variable can have this layout: its rank is right, and every axis is cut evenly."""
+        """Whether the variable can have this layout: its rank is right, and every axis is split evenly."""
         shape = self.variable.shape
         return self.layout.rank == len(shape) and not self.layout.uneven_axes(shape)
 

@@ -57,7 +57,7 @@ class Candidates:
             # A pattern that starts with .* says nothing of the path's first parts.
             shared = min(len(parts), len(wanted))
             matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
-            # The last word says what a variable is; to be another kind of variable is the least likely slip.
+            # The last word says what a variable is; to be another kind of variable is the least likely mistake.
             score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
             if score < _CLOSE and _is_part_of(wanted, parts):
                 score = _CLOSE

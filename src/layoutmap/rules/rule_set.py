@@ -6,9 +6,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Self
 
+from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh import Mesh, as_mesh
-from layoutmap.core.mesh_dims import kind_of
 from layoutmap.core.uneven import Uneven
 from layoutmap.rules import presets, yaml_file
 from layoutmap.rules.rules import WRITING, MeshSlot, Rules
@@ -19,16 +19,16 @@ __all__ = ["Activations", "RuleSet", "mesh_of"]
 class Activations(Rules):
     """The part of a layout map that says in which layout a layer's output is: `layout_map.activations`.
 
-    A dict from regex over a layer's path to a layout, with the semantics of the rules for variables. A layer puts out
+    A dict from regex over a layer's path to a layout, with the semantics of the rules for variables. A layer outputs
     one array or several in a tuple, list or dict; the layout is for each array among them, and its rank must be theirs.
-    What a layer puts out is not known before it runs, so another rank is an error when that layer is first called.
+    A layer's output is not known before it runs, so another rank is an error when that layer is first called.
     """
 
     _rule = "activation rule"
     _paths = "layers' paths"
     _written = "layout_map.activations"
     _example = r"blocks\.\d+"
-    _otherwise = "what it puts out stays as it comes"
+    _otherwise = "its output stays as it is"
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -63,7 +63,7 @@ class RuleSet(Rules):
 
     @property
     def activations(self) -> Activations:
-        """The rules for what layers put out; they share the map's mesh."""
+        """The rules for layers' outputs; they share the map's mesh."""
         return self._activations
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
@@ -155,11 +155,12 @@ class RuleSet(Rules):
         Args:
             name: The family, as in `"llama"`; `layoutmap.rules.presets.names()` are all.
             mesh: The mesh.
-            model_dim: The mesh dim that layers are cut over: what goes into a device is whole, and it computes with its
-                heads, experts or features. `None`: they are not.
-            fsdp_dim: A mesh dim that weights are cut over along another axis, too, and gathered where they are used. It
-                must be the one that batches are cut over, as `scope(batch_dim=..)` says: `activations` then keep what
-                blocks put out cut along the batch. `None`: there is none, and there are no such rules.
+            model_dim: The mesh dim that layers are sharded over: each device gets the global input and
+                computes with its heads, experts or features. `None`: they are not.
+            fsdp_dim: A mesh dim that weights are sharded over along another axis, too, and gathered
+                where they are used. It must be the one that batches are sharded over, as
+                `scope(batch_dim=..)` says: `activations` then keep blocks' outputs sharded along the
+                batch. `None`: there is none, and there are no such rules.
 
         Raises:
             RuleError: There is no such preset, or the mesh has no such dim.

@@ -178,7 +178,7 @@ class Rules(MutableMapping[str, Layout]):
 
         Raises:
             RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does
-                not have, or lies on another mesh than the rest of the map. Nothing is changed then.
+                not have, or is on another mesh than the rest of the map. Nothing is changed then.
 
         Warns:
             LayoutMapWarning: The pattern can take exponential time to fail, as `(a+)+$` does.
@@ -197,8 +197,8 @@ class Rules(MutableMapping[str, Layout]):
         Args:
             pattern: See `__setitem__`.
             layout: See `__setitem__`.
-            uneven: `"error"`, `"replicate"` (the axis is left whole) or `"shrink"` (it is cut over as many of its mesh
-                dims as divide it); `None`: as the map says.
+            uneven: `"error"`, `"replicate"` (the axis is left unsharded) or `"shrink"` (it is sharded
+                over as many of its mesh dims as divide it); `None`: as the map says.
 
         Raises:
             RuleError: See `__setitem__`.
@@ -444,7 +444,7 @@ def _why(error: Exception) -> str:
 
 
 def _fix(pattern: str) -> str:
-    if re.search(r"(^|[(|])\*", pattern):  # the most common slip: a glob
+    if re.search(r"(^|[(|])\*", pattern):  # the most common mistake: a glob
         meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
         if _is_regex(meant):
             return f"a regex says .* for anything: {meant!r}"

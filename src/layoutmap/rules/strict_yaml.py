@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import RuleError
 
 __all__ = ["read_yaml"]
@@ -36,7 +37,7 @@ def read_yaml(text: str) -> Any:
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RuleError(
             "rules file cannot be read",
-            why=f"it is of type {type(text).__name__}, not text",
+            why=f"it is {kind_of(text)}, not text",
             fix="pass its text, as in Path(file).read_text()",
         )
     try:

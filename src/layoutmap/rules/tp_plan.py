@@ -19,8 +19,8 @@ from layoutmap.core.errors import RuleError, format_message
 
 __all__ = ["STYLES", "Style", "TpRules", "is_maker", "plan_of", "tp_rules"]
 
-CouldShard = Literal["out", "in", "first", "last", "nothing", "none of its own"]
-Output = Literal["as it comes", "whole", "sequence", "tokens"]
+ShardedAxis = Literal["out", "in", "first", "last", "nothing", "none of its own"]
+Output = Literal["as it comes", "replicated", "sequence", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,34 +28,35 @@ class Style:
     """What a style says.
 
     Args:
-        cut: The axis of a parameter that is cut: that of output features (`"out"`: the last but one, or the only one),
-            of input features (`"in"`: the last, and biases are whole), the first, the last, or nothing. `"none of its
-            own"`: the style is of a module that computes, and says nothing of parameters.
-        output: How the layer's output lies: as it comes, whole but for the batch, cut along the sequence, or whole with
-            batch and sequence in one axis of tokens.
-        packed: Whether several weights lie behind each other along the axis, each of which is cut for itself.
+        sharded: The axis of a parameter that is sharded: that of output features (`"out"`: the last but
+            one, or the only one), of input features (`"in"`: the last, and biases are replicated), the
+            first, the last, or none (`"nothing"`). `"none of its own"`: the style is of a module that
+            computes, and says nothing of parameters.
+        output: How the layer's output is laid out: as it comes, replicated but for the batch, sharded
+            along the sequence, or replicated with batch and sequence in one axis of tokens.
+        packed: Whether several weights follow each other along the axis, each of which is sharded by itself.
     """
 
-    cut: CouldShard
+    sharded: ShardedAxis
     output: Output = "as it comes"
     packed: bool = False
 
     def axis(self, leaf: str, rank: int) -> int | None:
-        """The axis that is cut of a parameter with a name and a number of axes."""
-        if self.cut == "out":
+        """The sharded axis of a parameter with a name and a number of axes."""
+        if self.sharded == "out":
             return max(rank - 2, 0) if rank else None
-        if self.cut == "in":
+        if self.sharded == "in":
             return None if leaf == "bias" or (self.packed and rank == 1) else rank - 1
-        return {"first": 0, "last": rank - 1}.get(self.cut)
+        return {"first": 0, "last": rank - 1}.get(self.sharded)
 
 
-_ROWWISE = Style("in", "whole")
-_WHOLE = Style("nothing")
+_ROWWISE = Style("in", "replicated")
+_REPLICATED = Style("nothing")
 _COMPUTES = Style("none of its own")
 STYLES = {
     "colwise": Style("out"),
-    "colwise_gather_output": Style("out", "whole"),
-    "colwise_rep": Style("out", "whole"),
+    "colwise_gather_output": Style("out", "replicated"),
+    "colwise_rep": Style("out", "replicated"),
     "local_colwise": Style("out"),
     "packed_colwise": Style("out", packed=True),
     "rowwise": _ROWWISE,
@@ -64,13 +65,13 @@ STYLES = {
     "local_rowwise": Style("in"),
     "packed_rowwise": Style("in", packed=True),
     "local_packed_rowwise": Style("in", packed=True),
-    "embedding_rowwise": Style("first", "whole"),
-    "embedding_colwise": Style("last", "whole"),
+    "embedding_rowwise": Style("first", "replicated"),
+    "embedding_colwise": Style("last", "replicated"),
     "sequence_parallel": Style("nothing", "sequence"),
-    "replicate": _WHOLE,
-    "replicated_with_grad_allreduce": _WHOLE,
-    "mla_kv_a_proj": _WHOLE,
-    "ep_router": _WHOLE,
+    "replicate": _REPLICATED,
+    "replicated_with_grad_allreduce": _REPLICATED,
+    "mla_kv_a_proj": _REPLICATED,
+    "ep_router": _REPLICATED,
     "grouped_gemm": Style("first"),
     "moe_tp_experts": Style("none of its own", "tokens"),
     "ep_dispatch_experts": Style("none of its own", "tokens"),
@@ -142,8 +143,8 @@ def tp_rules(
 
     Args:
         plan: Styles by the path of a module or a parameter; `*` stands for the number of a layer.
-        dim: The mesh dim that weights are cut over.
-        batch_dim: The mesh dim that batches are cut over, if any.
+        dim: The mesh dim that weights are sharded over.
+        batch_dim: The mesh dim that batches are sharded over, if any.
         prefix: What stands before the plan's paths in the model.
         parameters: The shapes of all parameters by path. Without them each linear layer is taken to have a weight and
             a bias, and experts to be parameters of three axes.
@@ -169,13 +170,13 @@ def tp_rules(
         style, pattern = STYLES[name], re.escape(prefix) + _regex(key)
         for leaf, rank in found[key].items():
             axis = style.axis(leaf or key.rpartition(".")[2], rank)
-            if style.cut != "none of its own":
+            if style.sharded != "none of its own":
                 specs = tuple(dim if i == axis else None for i in range(rank))
                 rules[pattern + (rf"\.{re.escape(leaf)}" if leaf else "") + "$"] = specs
         is_layer = "" not in found[key] and (modules is None or _any(pattern, modules))
         if is_layer and style.output != "as it comes":
             activations[pattern + "$"] = {
-                "whole": (batch_dim, None, None),
+                "replicated": (batch_dim, None, None),
                 "sequence": (batch_dim, dim, None),
                 "tokens": (batch_dim, None),
             }[style.output]
@@ -195,7 +196,7 @@ def _check(key: str, name: Any) -> None:
         )
     if any("*" in part and part != "*" for part in key.split(".")):
         raise RuleError(
-            f"tp_plan entry {key!r}: its * stands beside other signs",
+            f"tp_plan entry {key!r}: its * is next to other characters",
             why="* stands for the number of a layer, alone between dots",
             fix="write it as in 'layers.*.mlp.up_proj'",
         )
@@ -243,9 +244,9 @@ def _usual(key: str, plan: Mapping[str, str]) -> dict[str, int]:
     """The parameters that an entry is for where none are known."""
     style = STYLES[plan[key]]
     above = plan.get(key.rpartition(".")[0])
-    if style.cut == "none of its own" or plan[key] == "replicate":
+    if style.sharded == "none of its own" or plan[key] == "replicate":
         return {}
-    if style.cut == "nothing":
+    if style.sharded == "nothing":
         return {"weight": 2 if plan[key] == "mla_kv_a_proj" else 1}
     if above in _EXPERTS or plan[key] == "grouped_gemm":
         return {"": 2 if key.endswith("_bias") else 3}
@@ -270,11 +271,11 @@ def _refuse_strangers(key: str, prefix: str, parameters: Iterable[str]) -> None:
 def _warnings(packed: Sequence[str], unmatched: Sequence[str]) -> Iterable[str]:
     if packed:
         yield format_message(
-            "tp_plan: packed weights are cut in consecutive pieces",
+            "tp_plan: packed weights are sharded in consecutive pieces",
             {"entries": ", ".join(packed)},
-            "a layout cuts an axis as one; transformers cuts each of the weights in it for itself. The numbers are the"
-            " same, and taking the weights apart moves them between devices",
-            "cut the experts instead, with the config's base_model_ep_plan, or let it be",
+            "a layout shards an axis as one; transformers shards each of the weights in it by itself. The numbers"
+            " are the same, and taking the weights apart moves them between devices",
+            "shard the experts instead, with the config's base_model_ep_plan, or let it be",
         )
     if unmatched:
         yield format_message(

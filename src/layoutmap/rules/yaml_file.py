@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.core.errors import RuleError, brief
-from layoutmap.core.layout import UNSHARDED, ShardingSpec
+from layoutmap.core.layout import UNSHARDED
+from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.uneven import Uneven, as_uneven
 from layoutmap.rules.strict_yaml import read_yaml
 
@@ -48,7 +49,7 @@ _FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 class RulesFields:
     """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
 
-    The specs are those of variables in `rules`, and of what layers put out in `activations`.
+    The specs are those of variables in `rules`, and of layers' outputs in `activations`.
     `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves.
     """
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from layoutmap.core.errors import EngineError, MeshError
-from layoutmap.core.mesh import Mesh, MeshDimension, device_names
+from layoutmap.core.mesh import Mesh, MeshDimension
+from layoutmap.core.mesh_devices import device_names
 from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
 from layoutmap.engines import ENGINES, get_engine
 

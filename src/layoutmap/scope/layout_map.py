@@ -26,7 +26,7 @@ class LayoutMap(RuleSet):
     rules in insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`,
     `items`, ...) is the dict of the rules themselves.
 
-    `activations` is a dict of the same kind, from regex over a layer's path to the layout of what the layer puts out.
+    `activations` is a dict of the same kind, from regex over a layer's path to the layout of the layer's output.
 
     `re.match` anchors the start of the path and not its end: `d1\\.kernel` also matches `d1.kernel_scale`. End a
     pattern with `$` to exclude that.
@@ -36,10 +36,10 @@ class LayoutMap(RuleSet):
             Text such as `"batch=2,model=4"` means an abstract mesh of these dims; `None`, the mesh of the first layout
             that is added.
         rules: Rules to begin with, in order.
-        activations: Rules for what layers put out, in order; see `Activations`.
-        uneven: What happens to an axis of a variable that does not divide: `"error"`, `"replicate"` (it is left whole)
-            or `"shrink"` (it is cut over as many of its mesh dims as divide it). A rule of `add` can say it for itself.
-            What is taken is in the plan.
+        activations: Rules for layers' outputs, in order; see `Activations`.
+        uneven: What happens to an axis of a variable that does not divide: `"error"`, `"replicate"`
+            (it is left unsharded) or `"shrink"` (it is sharded over as many of its mesh dims as divide
+            it). A rule of `add` can say it for itself. What is taken is in the plan.
 
     Raises:
         RuleError: See `__setitem__`.
@@ -83,13 +83,13 @@ class LayoutMap(RuleSet):
         Args:
             plan: A function that makes the model: it is called in a dry run, and tells the plan and the parameters.
                 Or a model, which tells both. Or the config of a base model or a plan itself, a dict of styles by path:
-                their paths may need a `prefix`, and what parameters there are is guessed if not told.
+                their paths may need a `prefix`, and what parameters there are is guessed if not given.
             mesh: The mesh.
-            dim: The mesh dim that weights are cut over.
-            batch_dim: The mesh dim that batches are cut over; `None`: they are not.
+            dim: The mesh dim that weights are sharded over.
+            batch_dim: The mesh dim that batches are sharded over; `None`: they are not.
             prefix: What stands before the plan's paths in the model, as in `"model."`.
             parameters: All parameters by path: shapes, or anything with a `shape`, such as a state dict.
-            activations: Whether the styles that say how a layer's output lies become `activations`. They are for
+            activations: Whether the styles that say how a layer's output is laid out become `activations`. They are for
                 outputs of shape (batch, sequence, features), and (tokens, features) of experts. Where a model calls
                 other layers with tokens in one axis, the first call says so: give those layers rules of their own.
 
@@ -121,7 +121,7 @@ class LayoutMap(RuleSet):
                 raise RuleError(
                     f"from_tp_plan: the mesh has no dim {name!r}",
                     facts={"mesh": str(mesh)},
-                    why="weights are cut over dim, and batches over batch_dim",
+                    why="weights are sharded over dim, and batches over batch_dim",
                     fix=f"use one of {', '.join(map(repr, mesh.dim_names))}",
                 )
         layers: list[str] | None = None

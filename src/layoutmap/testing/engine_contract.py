@@ -30,8 +30,9 @@ from hypothesis import HealthCheck, given, settings
 from layoutmap.core.blocks import Index, assemble, block_shape, whole_index
 from layoutmap.core.errors import EngineError, LayoutError, MeshError
 from layoutmap.core.initializers import Initializer
-from layoutmap.core.layout import Layout, ShardingSpec
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import engine_of_array, get_engine
 from layoutmap.engines.protocol import Engine

@@ -2,12 +2,12 @@
 
 A file here has no mesh, and its specs name two dims that stand for those of any mesh:
 
-    model    tensor parallel: layers that widen are cut over what they put out, layers that narrow over what they
-             take in
-    fsdp     each weight along another axis, too; activations stay cut along the batch, so weights are gathered where
-             they are used
+    model    tensor parallel: layers that widen are sharded over their output features, layers that
+             narrow over their input features
+    fsdp     each weight along another axis, too; activations stay sharded along the batch, so
+             weights are gathered where they are used
 
-What is not cut over a dim is whole along it. Small weights, such as norms, are whole on every device.
+What is not sharded over a dim is replicated along it. Small weights, such as norms, are replicated.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> 
     Args:
         name: One of `names`.
         mesh: The mesh.
-        model_dim: The mesh's dim for `model`; `None`: nothing is cut over it.
-        fsdp_dim: The mesh's dim for `fsdp`; `None`: nothing is cut over it, and activations have no rules.
+        model_dim: The mesh's dim for `model`; `None`: nothing is sharded over it.
+        fsdp_dim: The mesh's dim for `fsdp`; `None`: nothing is sharded over it, and activations have no rules.
 
     Raises:
         RuleError: There is none of that name, or the mesh has no such dim.
@@ -73,7 +73,7 @@ def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> 
             raise RuleError(
                 f"preset {name!r}: the mesh has no dim {dim!r}",
                 facts={"mesh": str(mesh)},
-                why=f"{role}_dim says over which dim weights are cut",
+                why=f"{role}_dim says over which dim weights are sharded",
                 fix=f"{role}_dim: one of {', '.join(map(repr, mesh.dim_names))}, or none",
             )
     return replace(

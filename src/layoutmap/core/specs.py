@@ -1,0 +1,107 @@
+"""Sharding specs: for each axis of a tensor a mesh dim, several, or `UNSHARDED`; read, checked and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from layoutmap.core import tf_format
+from layoutmap.core.arguments import as_text, kind_of
+from layoutmap.core.errors import LayoutError
+from layoutmap.core.mesh import UNSHARDED, Mesh
+
+__all__ = ["ShardingSpec", "dims_of", "format_specs", "read_specs"]
+
+ShardingSpec = str | tuple[str, ...]
+"""How one axis is sharded: over a mesh dim, over several (major to minor), or `UNSHARDED`."""
+
+
+def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
+    """The sharding specs of a layout on a mesh, checked.
+
+    Raises:
+        LayoutError: They are no list of specs, a spec is no dim of the mesh, or a dim is used twice.
+    """
+    _check_order(given, mesh)
+    specs = tuple(_normalize(spec, mesh) for spec in given)
+    used: set[str] = set()
+    known = {UNSHARDED, *mesh.dim_names}
+    for axis, spec in enumerate(specs):
+        for dim in dims_of(spec):
+            if dim == UNSHARDED or dim in used or dim not in known:
+                raise _refused_dim(dim, used, specs, axis, mesh)
+            used.add(dim)
+    return specs
+
+
+def format_specs(specs: Sequence[ShardingSpec]) -> str:
+    """Sharding specs as one reads them in a message: `(unsharded, model)`, `((batch, model), unsharded)`."""
+    shown = [s if isinstance(s, str) else f"({', '.join(s)})" for s in specs]
+    return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
+
+
+def dims_of(spec: ShardingSpec) -> tuple[str, ...]:
+    """The mesh dims of a spec, major to minor; none of `UNSHARDED`."""
+    if isinstance(spec, tuple):
+        return spec
+    return () if spec == UNSHARDED else (spec,)
+
+
+def _choices(mesh: Mesh) -> str:
+    return f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
+
+
+def _check_order(specs: Any, mesh: Mesh) -> None:
+    """Refuse what can be iterated but has no order of axes, and what cannot be iterated."""
+    if isinstance(specs, str):
+        what, why = "are one text", "a layout has one sharding spec for each axis"
+        fix = f"write a list: [{specs!r}]"
+    elif isinstance(specs, (Set, Mapping)):
+        what, why = (
+            "have no order",
+            f"they are {kind_of(specs)}, and which spec is for which axis goes by order",
+        )
+        fix = "write a list or a tuple"
+    elif not isinstance(specs, Iterable):
+        what, why = "are no list", f"they are {kind_of(specs)}"
+        fix = "write one spec for each axis, as in [None, None], or use Layout.replicated(mesh, rank)"
+    else:
+        return
+    raise LayoutError(f"sharding specs {specs!r} {what}", facts={"mesh": str(mesh)}, why=why, fix=fix)
+
+
+def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
+    if spec is None:
+        return UNSHARDED
+    if isinstance(spec, str):
+        return as_text(spec)
+    names: tuple[Any, ...] = tuple(spec) if isinstance(spec, (tuple, list)) else (None,)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if all(isinstance(dim, str) for dim in names):
+        names = tuple(map(as_text, names))
+        return names[0] if len(names) == 1 else names or UNSHARDED
+    raise LayoutError(
+        f"sharding spec {spec!r} cannot be read",
+        facts={"mesh": str(mesh)},
+        why="a spec is a mesh dim, a tuple of mesh dims, or UNSHARDED",
+        fix=_choices(mesh),
+    )
+
+
+def _refused_dim(
+    dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh
+) -> LayoutError:
+    why, fix = f"the mesh has no dim {dim!r}", _choices(mesh)
+    if dim == tf_format.MATCH:
+        why = "'match' is for TensorFlow's own use and lays nothing out"
+    elif dim == UNSHARDED:  # beside other dims: alone it never comes here
+        why = "an axis that is sharded over a mesh dim is not unsharded"
+        fix = f"name mesh dims only, or {UNSHARDED!r} alone"
+    elif dim in used:
+        why = f"mesh dim {dim!r} is used twice, and one dim can shard only one axis"
+        fix = f"leave axis {axis} unsharded, or shard it over another dim"
+    return LayoutError(
+        f"layout {format_specs(specs)}: spec {dim!r} of axis {axis} is not allowed",
+        facts={"mesh": str(mesh)},
+        why=why,
+        fix=fix,
+    )
