@@ -179,7 +179,7 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/copy_to_mesh
     """
     held_by = _engine_for(tensor, engine)
-    present = held_by.layout_of(tensor) if held_by.holds(tensor) else None
+    present = held_by.layout_of(tensor) if isinstance(tensor, held_by.array_types) else None
     if present is not None:
         raise LayoutError(
             "copy_to_mesh: the tensor is on a mesh already",

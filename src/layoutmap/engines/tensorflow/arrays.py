@@ -21,14 +21,15 @@ from layoutmap.core.blocks import Index, assemble, whole_index
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.tensorflow.devices import native_layout, to_mesh
 
 __all__ = [
     "canonical",
+    "check_dtype",
     "check_placed",
     "default_mesh_lock",
     "from_blocks",
-    "is_number",
     "layout_of",
     "move",
     "native_of",
@@ -100,27 +101,30 @@ def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -
     return native_of(layout)
 
 
-def is_number(dtype: Any) -> bool:
-    """Whether elements of one of TensorFlow's types can lie in layouts."""
-    return dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool
+def check_dtype(name: str, path: str) -> None:
+    """Raise an `EngineError` for a variable of an element type that tensors in layouts cannot have."""
+    if not _is_number(name):
+        raise no_element_type("TensorFlow", name, path)
 
 
 def canonical(values: NumpyArray) -> NumpyArray:
-    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are."""
-    try:
-        _check_elements(tf.as_dtype(values.dtype), values.dtype)
-    except TypeError:
-        _check_elements(tf.string, values.dtype)
+    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are.
+
+    Raises:
+        EngineError: It does not.
+    """
+    if not _is_number(values.dtype):
+        raise no_numbers("TensorFlow", values.dtype)
     return values
 
 
-def _check_elements(dtype: Any, name: object) -> None:
-    if not is_number(dtype):
-        raise EngineError(
-            f"TensorFlow cannot hold an array of {name} in a layout",
-            why="arrays of TensorFlow hold numbers and truth values in layouts",
-            fix="pass an array of numbers",
-        )
+def _is_number(dtype: Any) -> bool:
+    """Whether tensors in layouts can have elements of a type, given as TensorFlow's, numpy's or its name."""
+    try:
+        dtype = tf.as_dtype(dtype)
+    except TypeError:
+        return False
+    return dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool
 
 
 def tensor_of(array: Any) -> Any:
@@ -209,7 +213,8 @@ def whole(array: Any) -> NumpyArray:
 
 def move(array: Any, layout: Layout) -> Any:
     """A tensor, plain or in a layout, in another layout, with all its bits. Gradients pass through it."""
-    _check_elements(array.dtype, array.dtype.name)
+    if not _is_number(array.dtype):
+        raise no_numbers("TensorFlow", array.dtype.name)
     if not tf.executing_eagerly():
         return _constrained(array, native_of(layout))
     present = layout_of(array)
