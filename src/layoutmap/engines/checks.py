@@ -30,6 +30,7 @@ __all__ = [
     "no_devices",
     "no_element_type",
     "no_numbers",
+    "processes_differ",
     "remember",
 ]
 
@@ -209,6 +210,16 @@ def check_one_result(function: Callable[..., Any], num_results: int) -> None:
             why="one layout is for one array",
             fix="call it once for each array, or pass a function that returns one of them",
         )
+
+
+def processes_differ(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
+    """The error for processes that would initialize one variable to different values."""
+    return EngineError(
+        what,
+        facts=facts,
+        why="each process computes initial values for itself, and all must compute the same",
+        fix="make the same model in all processes, and give them the same seed before it is made",
+    )
 
 
 # -- what is known of programs

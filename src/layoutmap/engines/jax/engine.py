@@ -144,12 +144,12 @@ class JaxEngine:
                 used = {key: initializers[key] for key in assignments}
                 seeds = common_seeds(used, devices)
                 for key, assignment in assignments.items():
-                    sharding, draw = shardings[key], used[key]
-                    program = self._program(assignment, draw, seeds.get(key), sharding)
+                    sharding, initializer = shardings[key], used[key]
+                    program = self._program(assignment, initializer, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
                         array = ready(program(seeds[key]))
                     else:
-                        values = _global_init(assignment, draw, seeds.get(key), across=bool(devices))
+                        values = _global_init(assignment, initializer, seeds.get(key), across=bool(devices))
                         if devices:
                             checksums.append((assignment.variable.path, checksum(values)))
                         array = from_blocks(values.shape, values.dtype, sharding, values.__getitem__)
@@ -297,18 +297,18 @@ class JaxEngine:
         return self._layouts.fitting(assignment.layout, variable.shape, variable.path)
 
     def _program(
-        self, assignment: Assignment, draw: Initializer, seed: Any, sharding: NamedSharding
+        self, assignment: Assignment, initializer: Initializer, seed: Any, sharding: NamedSharding
     ) -> ShardedProgram | str:
         """Return the compiled program of an initializer, or why it has none."""
-        if draw.program is None:
+        if initializer.program is None:
             return "its initializer has no program"
         variable = assignment.variable
-        key = (draw.program.key, variable.shape, variable.dtype, sharding, _signature(seed))
+        key = (initializer.program.key, variable.shape, variable.dtype, sharding, _signature(seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
                 return self._programs[key]
-        closed = trace(draw.program.function, seed)
+        closed = trace(initializer.program.function, seed)
         if len(closed.out_avals) != 1:
             raise EngineError(
                 f"{variable.path}: its initializer returns {len(closed.out_avals)} values",
@@ -333,9 +333,13 @@ def _signature(seed: Any) -> Hashable:
     return tree, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def _global_init(assignment: Assignment, draw: Initializer, seed: Any, *, across: bool) -> NumpyArray:
+def _global_init(assignment: Assignment, initializer: Initializer, seed: Any, *, across: bool) -> NumpyArray:
     """The global value, on the host. Across processes a program is called with the common seed."""
-    value = draw.program.function(seed) if across and draw.program is not None else draw.whole()
+    value = (
+        initializer.program.function(seed)
+        if across and initializer.program is not None
+        else initializer.whole()
+    )
     values = np.asarray(value)
     check_initial_value(assignment.variable, values.shape, values.dtype.name)
     return values

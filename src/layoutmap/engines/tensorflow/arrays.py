@@ -1,8 +1,8 @@
-"""Tensors in layouts: put together from shards, taken apart, moved; each with all its bits.
+"""Tensors in layouts: made from shards, read shard by shard, moved; each with all its bits.
 
 DTensor's own relayout adds shards up with zeros around them, so it loses the sign of a zero and the bits of a NaN, and
-does not know all element types. Outside of compiled functions tensors are therefore taken apart and put together
-again. With several processes the shards travel as integers, which a sum with zeros does not change.
+does not know all element types. Outside of compiled functions tensors are therefore read and made again shard by
+shard. With several processes the shards travel as integers, which a sum with zeros does not change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "run_on",
     "shards_of",
     "tensor_of",
-    "whole",
+    "to_numpy",
 ]
 
 NumpyArray = npt.NDArray[Any]
@@ -67,7 +67,7 @@ def native_of(layout: Layout) -> Any:
 
 
 def layout_of(array: Any) -> Layout | None:
-    """The layout of a tensor or variable; `None` if it lies on no mesh, and in a `tf.function`, where none is known."""
+    """The layout of a tensor or variable; `None` if it is on no mesh, and in a `tf.function`, where none is known."""
     if not isinstance(array, (tf.Tensor, tf.Variable)) or not tf.executing_eagerly():
         return None
     if not dtensor.is_dtensor(array):
@@ -139,7 +139,7 @@ def _with_values(array: Any) -> Any:
         raise EngineError(
             "a tensor inside a tf.function has no values yet",
             why="the function is being traced, and computes them later",
-            fix="take it apart, or put it together, outside of the function; relayout works inside",
+            fix="read its values outside of the function; relayout works inside",
         )
     return tensor
 
@@ -164,10 +164,10 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
 def from_blocks(
     shape: tuple[int, ...], layout: Layout, read: Callable[[Index], NumpyArray], *, copy: bool = True
 ) -> Any:
-    """A tensor put together from blocks, each read once.
+    """Make a tensor from blocks, each read once.
 
     Args:
-        shape: The shape of the whole.
+        shape: The shape of the tensor.
         layout: Its layout.
         read: Gives the values at an index.
         copy: Whether what is read may change later: TensorFlow may share the memory of a numpy array.
@@ -200,15 +200,15 @@ def run_on(native_mesh: Any) -> Generator[None]:
             inside.__exit__(None, None, None)
 
 
-def whole(array: Any) -> NumpyArray:
-    """All of an array's values."""
+def to_numpy(array: Any) -> NumpyArray:
+    """Return all of an array's values."""
     tensor = _with_values(array)
     layout = layout_of(tensor)
     if layout is None:
         return tensor.numpy()
     if dtensor.num_clients() > 1 and not layout.is_fully_replicated():
         tensor = _replicated(tensor, layout)
-    return _put_together(tensor)
+    return _assembled(tensor)
 
 
 def move(array: Any, layout: Layout) -> Any:
@@ -227,7 +227,7 @@ def move(array: Any, layout: Layout) -> Any:
     @tf.custom_gradient
     def moved(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
         def back(upstream: Any) -> Any:
-            return tf.constant(whole(upstream)) if present is None else move(upstream, present)
+            return tf.constant(to_numpy(upstream)) if present is None else move(upstream, present)
 
         return _moved(tensor, layout), back
 
@@ -270,7 +270,7 @@ def _moved(tensor: Any, layout: Layout) -> Any:
     return from_blocks(shape, layout, lambda index: assemble(shards, shape, dtype, index))
 
 
-def _put_together(tensor: Any) -> NumpyArray:
+def _assembled(tensor: Any) -> NumpyArray:
     return assemble(shards_of(tensor), tuple(tensor.shape), tensor.dtype.as_numpy_dtype)
 
 

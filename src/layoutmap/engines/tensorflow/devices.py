@@ -101,17 +101,17 @@ def native_specs(layout: Layout) -> list[str]:
     """
     specs: list[str] = []
     for axis, spec in enumerate(layout.sharding_specs):
-        # A mesh dim of size 1 cuts nothing, so of several dims only the larger ones count.
-        cutting = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
-        if isinstance(spec, tuple) and len(cutting) > 1:
+        # A mesh dim of size 1 shards nothing, so of several dims only the larger ones count.
+        sharding = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
+        if isinstance(spec, tuple) and len(sharding) > 1:
             raise EngineError(
-                f"TensorFlow cannot cut one axis over several mesh dims: axis {axis} over {', '.join(cutting)}",
+                f"TensorFlow cannot shard one axis over several mesh dims: axis {axis} over {', '.join(sharding)}",
                 facts={"layout": str(layout), "mesh": str(layout.mesh)},
                 why="a layout of DTensor has one mesh dim for each axis",
-                fix=f"cut axis {axis} over one dim, or make a mesh with one dim of size "
+                fix=f"shard axis {axis} over one dim, or make a mesh with one dim of size "
                 f"{layout.num_shards(axis)} in their place",
             )
-        specs.append(spec if isinstance(spec, str) else (cutting or [UNSHARDED])[0])
+        specs.append(spec if isinstance(spec, str) else (sharding or [UNSHARDED])[0])
     return specs
 
 

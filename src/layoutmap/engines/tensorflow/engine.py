@@ -44,7 +44,7 @@ from layoutmap.engines.tensorflow.arrays import (
     native_of,
     run_on,
     shards_of,
-    whole,
+    to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, common_seeds, gathered
@@ -161,8 +161,8 @@ class TensorFlowEngine:
                 used = {key: initializers[key] for key in assignments}
                 seeds = common_seeds(used)
                 for key, assignment in assignments.items():
-                    made[key], drawn = self._created(assignment, used[key], seeds.get(key))
-                    checksums.append((assignment.variable.path, drawn))
+                    made[key], computed = self._created(assignment, used[key], seeds.get(key))
+                    checksums.append((assignment.variable.path, computed))
                     if progress is not None:
                         progress(key)
                 if dtensor.num_clients() > 1:
@@ -223,7 +223,7 @@ class TensorFlowEngine:
 
     def to_numpy(self, array: Any) -> NumpyArray:
         """Return all values of a tensor or variable, gathered from all processes that hold some; they must all ask."""
-        return whole(array)
+        return to_numpy(array)
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Return the values of each process, one row each; they must all ask."""
@@ -281,31 +281,35 @@ class TensorFlowEngine:
         check_dtype(variable.dtype, variable.path)
         return check_placed(assignment.layout, variable.shape, variable.path)
 
-    def _created(self, assignment: Assignment, draw: Initializer, seed: Any) -> tuple[Any, int]:
+    def _created(self, assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[Any, int]:
         """Return an initial value, and with several processes the checksum of what each drew for itself."""
         variable = assignment.variable
-        if draw.program is not None:
-            program = self._program(draw)
+        if initializer.program is not None:
+            program = self._program(initializer)
             if len(program.outputs) == 1:
                 (output,) = program.outputs
                 check_initial_value(variable, tuple(output.shape), output.dtype.name)
             if not program.why_global:
                 return _in_pieces(program, seed, variable.shape, assignment.layout), 0
         across = dtensor.num_clients() > 1
-        value = draw.program.function(seed) if across and draw.program is not None else draw.whole()
-        values = whole(value) if isinstance(value, self.array_types) else np.asarray(value)
+        value = (
+            initializer.program.function(seed)
+            if across and initializer.program is not None
+            else initializer.whole()
+        )
+        values = to_numpy(value) if isinstance(value, self.array_types) else np.asarray(value)
         check_initial_value(variable, values.shape, values.dtype.name)
         made = from_blocks(variable.shape, assignment.layout, values.__getitem__)
         return made, checksum(values) if across else 0
 
-    def _program(self, draw: Initializer) -> PieceProgram:
-        assert draw.program is not None
-        key = (draw.program.key, _signature(draw.program.seed))
+    def _program(self, initializer: Initializer) -> PieceProgram:
+        assert initializer.program is not None
+        key = (initializer.program.key, _signature(initializer.program.seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
                 return self._programs[key]
-        program = trace(draw.program.function, draw.program.seed)
+        program = trace(initializer.program.function, initializer.program.seed)
         with self._lock:
             return remember(self._programs, key, program)
 

@@ -211,11 +211,11 @@ def assignment_of(shape: tuple[int, ...], dtype: str, layout: Layout, path: str 
     return Assignment(VariableSpec(path, shape, dtype), layout)
 
 
-def recorded(values: NumpyArray, drawn: list[str], key: str) -> Initializer:
+def recorded(values: NumpyArray, used: list[str], key: str) -> Initializer:
     """An initializer that notes when it is used."""
 
     def whole() -> NumpyArray:
-        drawn.append(key)
+        used.append(key)
         return values
 
     return Initializer(whole=whole)

@@ -38,12 +38,12 @@ class CreationLaws(EngineCases):
         """A random initializer has the same bits on every mesh and layout: those of the plain initializer."""
         shape = (16, 8)
         for dtype in ("float32", "bfloat16"):
-            draw = self.random_initializer(shape, dtype, seed=7)
-            expected = self._plain(draw.whole(), shape, dtype)
+            initializer = self.random_initializer(shape, dtype, seed=7)
+            expected = self._plain(initializer.whole(), shape, dtype)
             for mesh in self._all_meshes() if dtype == "float32" else [self.mesh("x=2,y=4")]:
                 layouts = [Layout(specs, mesh) for specs in some_specs(mesh) if self.held(specs)]
                 assignments = {str(i): assignment_of(shape, dtype, each) for i, each in enumerate(layouts)}
-                arrays = self.engine.create(assignments, dict.fromkeys(assignments, draw))
+                arrays = self.engine.create(assignments, dict.fromkeys(assignments, initializer))
                 for i, layout in enumerate(layouts):
                     actual = self.assembled(arrays[str(i)], shape, dtype)
 
@@ -69,21 +69,21 @@ class CreationLaws(EngineCases):
     def test_equal_initializers_with_other_seeds_differ(self):
         """Variables of equal initializers, each with its seed, have each its own values."""
         layout = Layout(["x", None], self.mesh("x=2"))
-        draws = {str(seed): self.random_initializer((16, 8), "float32", seed) for seed in range(3)}
-        assignments = {key: assignment_of((16, 8), "float32", layout) for key in draws}
-        made = self.engine.create(assignments, draws)
-        for key, draw in draws.items():
-            expected = self._plain(draw.whole(), (16, 8), "float32")
+        initializers = {str(seed): self.random_initializer((16, 8), "float32", seed) for seed in range(3)}
+        assignments = {key: assignment_of((16, 8), "float32", layout) for key in initializers}
+        made = self.engine.create(assignments, initializers)
+        for key, initializer in initializers.items():
+            expected = self._plain(initializer.whole(), (16, 8), "float32")
 
             assert_same_bits(expected, self.assembled(made[key], (16, 8), "float32"))
 
     def test_progress_is_called(self):
         """Progress is called with each key, in order, once its variable is made."""
         layout = Layout(["x"], self.mesh("x=2"))
-        draws = {key: self.random_initializer((4,), "float32", seed=9) for key in "cab"}
+        initializers = {key: self.random_initializer((4,), "float32", seed=9) for key in "cab"}
         called: list[str] = []
         made = self.engine.create(
-            {k: assignment_of((4,), "float32", layout) for k in draws}, draws, called.append
+            {k: assignment_of((4,), "float32", layout) for k in initializers}, initializers, called.append
         )
 
         assert ["c", "a", "b"] == called == list(made)
@@ -103,14 +103,14 @@ class CreationLaws(EngineCases):
         if mesh.size == 1:  # every axis divides by one
             del bad["uneven"]
         for path, (kind, assignment) in bad.items():
-            drawn: list[str] = []
-            draws = {key: recorded(np.zeros(4, np.float32), drawn, key) for key in ("good", path)}
+            used: list[str] = []
+            initializers = {key: recorded(np.zeros(4, np.float32), used, key) for key in ("good", path)}
             if path == "missing":
-                del draws[path]
+                del initializers[path]
             with pytest.raises(kind, match=path):
-                self.engine.create({"good": good, path: assignment}, draws)
+                self.engine.create({"good": good, path: assignment}, initializers)
 
-            assert [] == drawn
+            assert [] == used
 
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
     def test_nothing_is_left_when_an_initializer_fails(self, error: type[BaseException]):
@@ -122,12 +122,12 @@ class CreationLaws(EngineCases):
         def fail() -> Any:
             raise error("broken initializer")
 
-        draws = {key: self.random_initializer((4,), "float32", seed=10) for key in "abc"}
-        self.engine.create(assignments, draws)
+        initializers = {key: self.random_initializer((4,), "float32", seed=10) for key in "abc"}
+        self.engine.create(assignments, initializers)
         gc.collect()
         before = self.num_live_arrays()
         with pytest.raises(error, match="broken initializer"):
-            self.engine.create(assignments, {**draws, "c": Initializer(whole=fail)}, called.append)
+            self.engine.create(assignments, {**initializers, "c": Initializer(whole=fail)}, called.append)
         gc.collect()
 
         assert ["a", "b"] == called

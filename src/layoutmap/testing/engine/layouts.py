@@ -46,7 +46,7 @@ class LayoutLaws(EngineCases):
             self.engine.devices("nosuch")
 
     def test_an_abstract_mesh_is_bound_to_the_first_devices(self):
-        """Binding gives an abstract mesh the first devices, and leaves a bound one as it is."""
+        """Binding returns an abstract mesh the first devices, and leaves a bound one as it is."""
         abstract = Mesh(None, self._sizes("x=2,y=2"), "name")
         bound = self.engine.bind(abstract)
 
@@ -95,20 +95,20 @@ class LayoutLaws(EngineCases):
         for specs, words in self.cannot_hold.items():
             layout = Layout(specs, self.mesh("x=2,y=4"))
             shape = (8,) * layout.rank
-            drawn: list[str] = []
+            used: list[str] = []
             for refuse in (
                 lambda: self.engine.check_layout(layout),  # noqa: B023
                 lambda: self.engine.native(layout, layout.rank),  # noqa: B023
                 lambda: self.engine.relayout(np.zeros(shape, np.float32), layout),  # noqa: B023
                 lambda: self.engine.create(
                     {"w": assignment_of(shape, "float32", layout, "w")},  # noqa: B023
-                    {"w": recorded(np.zeros(shape, np.float32), drawn, "w")},  # noqa: B023
+                    {"w": recorded(np.zeros(shape, np.float32), used, "w")},  # noqa: B023
                 ),
             ):
                 with pytest.raises(EngineError, match=words):
                     refuse()
 
-            assert [] == drawn
+            assert [] == used
 
     def test_a_layout_is_asked_about_before_there_are_devices(self):
         """Whether a layout can be held depends on it alone: on a mesh of any size, with devices or without."""
