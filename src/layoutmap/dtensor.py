@@ -1,4 +1,4 @@
-"""Tensors in layouts, by hand: take apart, put together, move. For the arrays of any engine.
+"""Tensors in layouts, by hand: unpack, pack, move. For the arrays of any engine.
 
 The names and meanings are those of `tf.experimental.dtensor`. What it answers with a crash or with wrong values
 (replicas that differ, components of several ranks) is an error here. Layouts and meshes may be TensorFlow's own.
@@ -33,12 +33,12 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     Args:
         tensors: One component for each device of this process, in mesh order: arrays of the framework or of numpy,
             or numbers; all of the same shape and element type. Devices that hold the same shard get equal components.
-        layout: The layout of the whole.
+        layout: The layout of the tensor.
         engine: The engine that is to hold it, if the components are not yet arrays of a framework; `None` means the
             framework that is in use.
 
     Returns:
-        The tensor; along an axis that is cut into `n` shards it is `n` times as long as a component.
+        The tensor; along an axis that is sharded in `n` it is `n` times as long as a component.
 
     Raises:
         LayoutError: The number of components, or their shape, element type, or values do not fit the layout.
@@ -97,7 +97,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
                 f"pack: components {number} and {i} differ, and are the same shard",
                 facts={"layout": str(layout), "mesh": str(mesh), "shard": layout.shard_offset(place)},
                 why="devices that hold the same shard hold the same values",
-                fix=f"pass component {number} again as component {i}, or cut an axis over a further mesh dim",
+                fix=f"pass component {number} again as component {i}, or shard an axis over a further mesh dim",
             )
     variable = VariableSpec("pack", shape, str(first.dtype))
     return held_by.from_shards(Assignment(variable, layout), lambda index: parts[_ends(index)][1])
@@ -113,7 +113,7 @@ def unpack(tensor: Any) -> list[NumpyArray]:
         One numpy array for each device; devices that hold the same shard give the same array.
 
     Raises:
-        LayoutError: The tensor lies on no mesh.
+        LayoutError: The tensor is on no mesh.
 
     Example:
         >>> from layoutmap import Mesh
@@ -179,7 +179,7 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/copy_to_mesh
     """
     held_by = _engine_for(tensor, engine)
-    present = held_by.layout_of(tensor) if held_by.holds(tensor) else None
+    present = held_by.layout_of(tensor) if isinstance(tensor, held_by.array_types) else None
     if present is not None:
         raise LayoutError(
             "copy_to_mesh: the tensor is on a mesh already",
@@ -193,10 +193,10 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
 def call_with_layout(
     fn: Callable[..., Any], layout: Layout | None, *args: Any, engine: str | None = None, **kwargs: Any
 ) -> Any:
-    """Call a function so that its result is made in a layout; the whole of it is on no device.
+    """Call a function so that its result is made in a layout; no device holds the global value.
 
     Args:
-        fn: A function of the framework, as `jax.numpy.zeros`, that gives one array.
+        fn: A function of the framework, as `jax.numpy.zeros`, that returns one array.
         layout: The layout of the result; `None` calls the function as it is.
         *args: Passed to the function.
         engine: The engine of the function; `None` means that of the arrays among the arguments, or else of the
@@ -205,7 +205,7 @@ def call_with_layout(
 
     Raises:
         LayoutError: The layout does not fit the shape of the result.
-        EngineError: The function does not give one array, or the engine cannot hold the layout.
+        EngineError: The function does not return one array, or the engine cannot hold the layout.
 
     Example:
         >>> import jax.numpy as jnp
@@ -259,14 +259,14 @@ def fetch_layout(tensor: Any) -> Layout:
     """The layout of a tensor.
 
     Raises:
-        LayoutError: The tensor lies on no mesh.
+        LayoutError: The tensor is on no mesh.
 
     Example:
         >>> fetch_layout(np.zeros(3))
         Traceback (most recent call last):
         ...
         layoutmap.core.errors.LayoutError: the numpy.ndarray has no layout
-          why   it lies on no mesh, or a function that is compiled has yet to compute it
+          why   it is on no mesh, or a function that is compiled has yet to compute it
           fix   give it one: relayout(tensor, layout)
 
     References:
@@ -277,7 +277,7 @@ def fetch_layout(tensor: Any) -> Layout:
     if layout is None:
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
-            why="it lies on no mesh, or a function that is compiled has yet to compute it",
+            why="it is on no mesh, or a function that is compiled has yet to compute it",
             fix="give it one: relayout(tensor, layout)",
         )
     return layout

@@ -39,7 +39,7 @@ SCOPE = {
     "kind": INITIALIZED,
     "constant": INITIALIZED,
     "constant array": INITIALIZED,
-    "own initializer": "up.kernel: the processes drew different values",
+    "own initializer": "up.kernel: the processes have different values",
     "drawn whole": INITIALIZED,
     "existing": "own.held: the processes have different values of it",
     "strict": OPTIONS,

@@ -152,7 +152,7 @@ def test_an_axis_over_two_dims_is_in_the_plan():
     make_model = model_of(lambda: L.Dense(16, name="d1"), (8,))
     layout_map = make_map({r".*kernel": (("batch", "model"), None)})
     plan = lm.plan(make_model, layout_map)
-    with pytest.raises(lm.PlanError, match="cannot cut one axis over several mesh dims") as caught:
+    with pytest.raises(lm.PlanError, match="cannot shard one axis over several mesh dims") as caught:
         layout_map.build(make_model)
 
     assert ["d1.kernel", "out.kernel"] == [p.subject for p in plan.problems if p.kind == "not held"]

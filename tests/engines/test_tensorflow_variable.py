@@ -83,7 +83,7 @@ def test_settings_are_those_of_tf_variable():
     [
         ("a DVariable needs a layout", lambda: lm.DVariable(VALUES)),
         (
-            "lies in another layout",
+            "is in another layout",
             lambda: lm.DVariable(on_grid(VALUES, "x", "y"), layout=Layout(["y", "x"], GRID)),
         ),
         ("w: axis 1 cannot be split evenly", lambda: lm.DVariable(VALUES[:, :3], layout=X_Y, name="w")),

@@ -41,7 +41,7 @@ class TestTorchEngine(EngineContract):
         pieces = simulation.pieces_of(array.to_local())
         return {f"CPU:{rank}": to_numpy(piece) for rank, piece in pieces.items()}
 
-    def random_draw(self, shape, dtype, seed):
+    def random_initializer(self, shape, dtype, seed):
         return random_draw(shape, dtype, seed)
 
     def num_live_arrays(self):

@@ -22,5 +22,5 @@ def test_processes_hold_one_array(tmp_path, number):
         assert ["the processes create different variables"] * 2 == [
             text.splitlines()[0] for text in told["other_numbers"]
         ]
-        assert "the random state: the processes drew different values" == told["other_states"].splitlines()[0]
+        assert "the random state: the processes have different values" == told["other_states"].splitlines()[0]
         assert list(range(8)) == told["moved"]

@@ -131,8 +131,8 @@ def test_a_wrong_seed_is_found_at_its_variable():
     assert "  mesh        batch=2, model=4" == mesh
     assert then.startswith("  then        forward   output 0: differs by ")
     assert why == (
-        "  why         first values must be equal bit for bit; "
-        "one of them was drawn from another seed or in another way"
+        "  why         initial values must be equal bit for bit; "
+        "one of them comes from another seed or another initializer"
     )
     assert "  fix         call with raises=False and look at the report's rows" == fix
 

@@ -18,7 +18,7 @@ from layoutmap.scope.processes import (
     check_plans,
     check_recipes,
     check_values,
-    tell,
+    gather_texts,
 )
 
 
@@ -48,8 +48,8 @@ def test_each_hears_what_all_say():
     """Texts of any length come to all processes, in their order."""
     texts = ["", "zwölf", "x" * 1000]
 
-    assert [texts] * 3 == everywhere(3, lambda i, gather: tell(texts[i], gather))
-    assert [[""] * 3] * 3 == everywhere(3, lambda i, gather: tell("", gather))
+    assert [texts] * 3 == everywhere(3, lambda i, gather: gather_texts(texts[i], gather))
+    assert [[""] * 3] * 3 == everywhere(3, lambda i, gather: gather_texts("", gather))
 
 
 def test_what_is_alike_is_not_told():

@@ -58,7 +58,7 @@ def engine_of_array(array: object) -> Engine:
     for name in ENGINES:
         if name in sys.modules:
             engine = get_engine(name)
-            if engine.holds(array):
+            if isinstance(array, engine.array_types):
                 return engine
     raise EngineError(
         f"no engine holds a {type(array).__module__}.{type(array).__qualname__}",

@@ -28,15 +28,32 @@ Array = Any
 class Engine(Protocol):
     """Holds the arrays of one framework, in layouts.
 
-    Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` gives the
-    same values on every layout, those of the unsharded draw; each device holds exactly its shard; a layout that the
+    Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` returns the
+    same values on every layout, those of the plain initializer; each device holds exactly its shard; a layout that the
     engine cannot hold is refused by name, never replaced; indices have both ends.
+
+    Six methods are the engine: `devices`, `native`, `create`, `from_shards`, `to_shards`, `relayout`. Each of the
+    others answers what these cannot (decision 0046):
+
+    - `bind` knows which devices of a mesh are of this process; names alone do not say it.
+    - `check_layout` is asked by plans, where `native` would start the framework.
+    - `layout_of` is `native` backwards.
+    - `canonical` returns the element type of an array before there is one, so that a reader of shards can convert.
+    - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.
+    - `to_numpy` gathers the shards of other processes, on the way that the framework does it best.
+    - `all_gather` is how processes agree on what is not yet an array.
+    - `call` computes the result of a function in shards; only the framework can trace it.
+
+    Attributes:
+        name: The engine's name: `"jax"`, `"tensorflow"`, `"torch"`.
+        array_types: The classes of the framework's arrays and of its variables that hold one.
     """
 
     name: str
+    array_types: tuple[type, ...]
 
     def devices(self, device_type: str | None = None) -> tuple[str, ...]:
-        """The names of all devices of one type (`None`: of the default type), in the framework's order.
+        """Return the names of all devices of one type (`None`: of the default type), in the framework's order.
 
         Raises:
             EngineError: There are none of that type.
@@ -44,7 +61,7 @@ class Engine(Protocol):
         ...
 
     def bind(self, mesh: Mesh) -> Mesh:
-        """The mesh on this machine: an abstract one gets devices, one with devices is checked to exist.
+        """Return the mesh on this machine: an abstract one gets devices, one with devices is checked to exist.
 
         Raises:
             MeshError: The machine has too few devices, or not the ones that are named.
@@ -62,7 +79,7 @@ class Engine(Protocol):
         ...
 
     def native(self, layout: Layout, rank: int) -> Any:
-        """The framework's own form of a layout: a `NamedSharding`, a `dtensor.Layout`, a `(DeviceMesh, placements)`.
+        """Return the framework's own form of a layout: `NamedSharding`, `dtensor.Layout`, `(DeviceMesh, placements)`.
 
         Raises:
             EngineError: The engine cannot hold such a layout.
@@ -71,28 +88,24 @@ class Engine(Protocol):
         ...
 
     def layout_of(self, array: Array) -> Layout | None:
-        """The layout of an array, or `None` if it lies on no mesh of named dims."""
-        ...
-
-    def holds(self, array: object) -> bool:
-        """Whether an object is an array of this framework."""
+        """Return the layout of an array; `None` if it is on no mesh of named dims, and for what is no array."""
         ...
 
     def create(
         self,
         assignments: Mapping[str, Assignment],
-        draws: Mapping[str, Initializer],
+        initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, Array]:
-        """First values, each straight in its layout.
+        """Compute initial values, each straight in its layout.
 
         Args:
             assignments: For each key, such as a path, a variable and its layout.
-            draws: For each key how it gets its value.
+            initializers: For each key the initializer of its variable.
             progress: Called with the key after each variable.
 
         Returns:
-            The arrays, by key. Values equal those of `draw.whole()` bit for bit, on every layout.
+            The arrays, by key. Values equal those of `initializer.whole()` bit for bit, on every layout.
 
         Raises:
             EngineError: A layout cannot be held; nothing is made then.
@@ -100,20 +113,20 @@ class Engine(Protocol):
         ...
 
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Array:
-        """An array whose shards are read one by one.
+        """Make an array whose shards are read one by one.
 
         Args:
             assignment: The variable and its layout.
-            read: Gives the values at an index. Called once for each different shard that this process holds.
+            read: Returns the values at an index. Called once for each different shard that this process holds.
         """
         ...
 
     def to_shards(self, array: Array) -> Iterator[tuple[Index, NumpyArray]]:
-        """The shards that this process holds, each index once."""
+        """Yield the shards that this process holds, each index once."""
         ...
 
     def relayout(self, array: Array, layout: Layout) -> Array:
-        """The same values in another layout; also takes plain arrays of the framework and of numpy.
+        """Return the same values in another layout; also takes plain arrays of the framework and of numpy.
 
         Raises:
             EngineError: The engine cannot hold the layout.
@@ -122,26 +135,26 @@ class Engine(Protocol):
         ...
 
     def variable(self, array: Array, *, name: str = "", trainable: bool = True) -> Any:
-        """What the framework's variables hold an array in: a thing that can be assigned to, or the array."""
+        """Return what the framework's variables hold an array in: one that can be assigned to, or the array."""
         ...
 
     def to_numpy(self, array: Array) -> NumpyArray:
-        """All values of an array, gathered from all processes that hold some; they must all ask."""
+        """Return all values of an array, gathered from all processes that hold some; they must all ask."""
         ...
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """The values of each process that has a device of the mesh, one row each, in order of the processes.
+        """Return the values of each process that has a device of the mesh, one row each, in order of the processes.
 
         They must all ask, with values of one shape and element type.
         """
         ...
 
     def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
-        """While open, what is computed from plain values is computed on a mesh, each device having all of it."""
+        """While open, what is computed from plain values is computed on a mesh, replicated."""
         ...
 
     def canonical(self, values: NumpyArray) -> NumpyArray:
-        """Numpy values in the element type that the engine holds them in: 32 bits for 64 where it has no 64.
+        """Return numpy values in the element type that the engine holds them in: 32 bits for 64 where it has no 64.
 
         Raises:
             EngineError: It holds no such elements.
@@ -151,14 +164,10 @@ class Engine(Protocol):
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Array:
-        """What a function of the framework gives, made in a layout; the whole of it is on no device.
+        """Return the result of a function in a layout; no device holds the global value if it need not.
 
         Raises:
-            EngineError: The function does not give one array, or the engine cannot hold the layout.
+            EngineError: The function does not return one array, or the engine cannot hold the layout.
             LayoutError: The layout does not fit the shape of the result.
         """
-        ...
-
-    def why_global(self, draw: Initializer) -> str:
-        """Why `create` makes a draw whole on one device before it is cut; empty if it does not."""
         ...

@@ -282,7 +282,7 @@ def _flat(outputs: Any) -> list[npt.NDArray[Any]]:
 
 def _reason(row: ParityRow) -> str:
     if row.stage == "weights":
-        return "first values must be equal bit for bit; one of them was drawn from another seed or in another way"
+        return "initial values must be equal bit for bit; one of them comes from another seed or another initializer"
     if row.stage == "forward":
         return "the weights were equal and the outputs are not: some operation is wrong under its layouts"
     if row.stage in ("gradient", "loss"):

@@ -1,7 +1,8 @@
-"""What the processes of one program must do alike, and what is said when they do not.
+"""Agreement: what the processes of one program must do alike, and the errors where they do not.
 
-A computation on a mesh of several processes is right only if each of them does its part of the same thing. Where they
-part, a collective waits for ever or gives wrong numbers. So what decides what they do is compared before they do it.
+A computation on a mesh of several processes is right only if each of them does its part of the
+same thing. Where they differ, a collective waits for ever or returns wrong numbers. So what decides
+what they do is compared before they do it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ __all__ = [
     "check_plans",
     "check_recipes",
     "check_values",
-    "tell",
+    "gather_texts",
 ]
 
 NumpyArray = npt.NDArray[Any]
-_WIDTH = 200  # of what a process says, where it is shown
+_MAX_SHOWN = 200  # characters of a process's text in a message
 
 Gather = Callable[[NumpyArray], NumpyArray]
-"""Gives the values of each process, one row each; all must call it, with values of one shape."""
+"""Returns the values of each process, one row each; all must call it, with values of one shape."""
 
 
-def tell(text: str, gather: Gather) -> list[str]:
-    """What each process says, in order of the processes."""
+def gather_texts(text: str, gather: Gather) -> list[str]:
+    """Return the text of each process, in order of the processes."""
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = gather(np.array([own.size], np.int64))[:, 0]
     rows = gather(np.pad(own, (0, max(1, int(lengths.max())) - own.size)))  # JAX gathers no empty arrays
@@ -47,20 +48,20 @@ def tell(text: str, gather: Gather) -> list[str]:
 
 
 def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
-    """Compare what the processes say.
+    """Compare a text of each process.
 
-    What each asks first has the same size whatever it is about, so processes that are about different things find out.
+    What is gathered first has the same size whatever is compared, so processes that compare different things find out.
 
     Args:
-        text: What this process says.
+        text: The text of this process.
         gather: Gathers from all processes.
         checksum: A number that is gathered along, and not compared.
 
     Returns:
-        What the processes say if they do not all say the same, else nothing; and the numbers of all.
+        The texts of all processes if they differ, else nothing; and the numbers of all.
     """
-    told = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
-    return tell(text, gather) if len(np.unique(told[:, 0])) > 1 else [], told[:, 1].tolist()
+    rows = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
+    return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
 
 
 def check_options(options: Mapping[str, object], gather: Gather) -> None:
@@ -73,11 +74,11 @@ def check_options(options: Mapping[str, object], gather: Gather) -> None:
     Raises:
         ScopeError: They do; in all of them.
     """
-    said, _ = check_alike(", ".join(f"{name}={value!r}" for name, value in options.items()), gather)
-    if said:
+    texts, _ = check_alike(", ".join(f"{name}={value!r}" for name, value in options.items()), gather)
+    if texts:
         raise ScopeError(
             "the processes open this scope with different options",
-            facts=_of_processes(said),
+            facts=_of_processes(texts),
             why="the options decide what each process computes, and all must do their part of the same computation",
             fix="pass the same options in all processes",
         )
@@ -101,8 +102,8 @@ def check_plans(plan: Plan, gather: Gather, *, strict: bool = False) -> None:
         refusal = str(error)
     if not check_alike(f"{fingerprint(plan)} {plan.mesh.devices} {refusal}", gather)[0]:
         return
-    plans = [plan_from_json(text) for text in tell(plan_to_json(plan), gather)]
-    refusals = [text.partition("\n")[0] for text in tell(refusal, gather)]
+    plans = [plan_from_json(text) for text in gather_texts(plan_to_json(plan), gather)]
+    refusals = [text.partition("\n")[0] for text in gather_texts(refusal, gather)]
     keys = [(fingerprint(each), each.mesh.devices) for each in plans]
     other = next((i for i, key in enumerate(keys) if key != keys[0]), None)
     if other is None:
@@ -134,10 +135,10 @@ def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
     """
     found = _first_difference(recipes, gather)
     if found is not None:
-        path, said = found
+        path, texts = found
         raise ScopeError(
             f"{path}: the processes initialize it in different ways",
-            facts=_of_processes(said),
+            facts=_of_processes(texts),
             why="each process initializes the shards that it holds, and they would be of different values",
             fix="make the same model in all processes, with the same arguments of initializers, and seed them alike "
             "before it is made",
@@ -156,10 +157,10 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
     """
     found = _first_difference([(path, f"checksum {each:08x}") for path, each in checksums], gather)
     if found is not None:
-        path, said = found
+        path, texts = found
         raise ScopeError(
             f"{path}: the processes have different values of it",
-            facts=_of_processes(said),
+            facts=_of_processes(texts),
             why="it was made in each process for itself, and the shards of one variable would be of different values",
             fix="give all processes the same seed before it is made, or load the same file in all of them",
         )
@@ -175,25 +176,25 @@ def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:
     Raises:
         ScopeError: They do; in all of them.
     """
-    told = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-    said, _ = check_alike(f"{told}, checksum {checksum(*arrays):08x}", gather)
-    if said:
+    described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+    texts, _ = check_alike(f"{described}, checksum {checksum(*arrays):08x}", gather)
+    if texts:
         raise ScopeError(
             "the processes bring different batches",
-            facts=_of_processes(said),
-            why="every process brings the whole batch here, and computes its part of it",
+            facts=_of_processes(texts),
+            why="every process brings the global batch here, and computes its part of it",
             fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
             "sampler that gives each process its own rows",
         )
 
 
-def _first_difference(told: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
-    """The first name of which the processes do not say the same, and the first line of each that differs.
+def _first_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
+    """Return the first name whose texts differ between processes, and the first line of each that differs.
 
-    Where they speak of different names it is one that some do not know.
+    Where the processes have different names it is one that some do not have.
     """
-    said, _ = check_alike(json.dumps(list(told)), gather)
-    lists: list[list[tuple[str, str]]] = [[(name, of) for name, of in json.loads(text)] for text in said]
+    texts, _ = check_alike(json.dumps(list(named_texts)), gather)
+    lists: list[list[tuple[str, str]]] = [[(name, of) for name, of in json.loads(text)] for text in texts]
     known = [{name for name, _ in each} for each in lists]
     nothing = ("", "nothing")
     for each in zip_longest(*lists, fillvalue=nothing):
@@ -206,9 +207,11 @@ def _first_difference(told: Iterable[tuple[str, str]], gather: Gather) -> tuple[
     return None
 
 
-def _of_processes(said: Sequence[str]) -> dict[str, object]:
-    return {f"process {number}": each for number, each in enumerate(said)}
+def _of_processes(texts: Sequence[str]) -> dict[str, object]:
+    return {f"process {number}": each for number, each in enumerate(texts)}
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}... checksum {zlib.crc32(text.encode()):08x}"
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"

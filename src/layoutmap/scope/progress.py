@@ -1,4 +1,4 @@
-"""A line on stderr that says how far a long piece of work is."""
+"""A line on stderr that shows how far a long piece of work is."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _BETWEEN_SECONDS = 0.1
 
 
 class Progress:
-    """Shows how many variables are made, and how many bytes; rewrites one line, and wipes it in the end.
+    """Shows how many variables are materialized, and which share of the bytes; clears its line in the end.
 
     Args:
-        assignments: What is to be made.
+        assignments: The variables to materialize, by key.
         enabled: Whether to show it; `None`: on a terminal, if the work takes more than two seconds.
     """
 
     def __init__(self, assignments: Mapping[str, Assignment], *, enabled: bool | None = None):
-        self._nbytes = {key: a.variable.global_bytes for key, a in assignments.items()}
-        self._total = sum(self._nbytes.values()) or 1
+        self._variables = {key: assignment.variable for key, assignment in assignments.items()}
+        self._total_bytes = sum(variable.global_bytes for variable in self._variables.values()) or 1
         self._made = self._made_bytes = 0
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
         self._next = time.monotonic() + (0 if enabled else _PATIENCE_SECONDS)
@@ -37,18 +37,17 @@ class Progress:
         return self
 
     def __call__(self, key: str) -> None:
-        """One more variable is made."""
+        """Count the variable of a key as materialized."""
+        variable = self._variables[key]
         self._made += 1
-        self._made_bytes += self._nbytes.get(key, 0)
+        self._made_bytes += variable.global_bytes
         now = time.monotonic()
         if self._enabled and now >= self._next:
             self._next = now + _BETWEEN_SECONDS
             self._shown = True
-            share = 100 * self._made_bytes // self._total
-            path = escaped(key.partition(":")[2] or key)
-            sys.stderr.write(
-                f"\r\x1b[Klayoutmap: {self._made}/{len(self._nbytes)} variables, {share}%  {path}"
-            )
+            share = 100 * self._made_bytes // self._total_bytes
+            counts = f"{self._made}/{len(self._variables)} variables, {share}%"
+            sys.stderr.write(f"\r\x1b[Klayoutmap: {counts}  {escaped(variable.path)}")
             sys.stderr.flush()
 
     def __exit__(

@@ -10,11 +10,18 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.checks import bound, device_names_of, no_devices
 
-__all__ = ["Device", "bound_devices", "jax_devices", "name_of", "named_sharding"]
+__all__ = [
+    "Device",
+    "bound_devices",
+    "bound_mesh",
+    "device_names",
+    "mesh_on",
+    "named_sharding",
+]
 
 Device = Any
 _MAX_NATIVES = 4096
@@ -22,59 +29,47 @@ _MAX_NATIVES = 4096
 
 def name_of(device: Device) -> str:
     """The name of a device: its platform and JAX's number of it."""
-    return f"{_type_of(device)}:{device.id}"
+    return f"{device.platform.upper()}:{device.id}"
 
 
-def _type_of(device: Device) -> str:
-    return device.platform.upper()
+def device_names(device_type: str | None) -> tuple[str, ...]:
+    """The names of all devices of a type, or of JAX's default platform, in JAX's order."""
+    return tuple(map(name_of, _devices(device_type)))
 
 
-def jax_devices(device_type: str | None) -> Sequence[Device]:
-    """All devices of a type, or of the default one."""
+def _devices(device_type: str | None) -> Sequence[Device]:
     if device_type is None:
         return jax.devices()
     try:
         return jax.devices(device_type.lower())
     except RuntimeError as error:
-        raise EngineError(
-            f"JAX has no {device_type.upper()} devices here",
-            why=str(error).partition("\n")[0],
-            fix=f"use device_type={_type_of(jax.devices()[0])!r}, or install JAX for {device_type.upper()}",
-        ) from None
+        usable, why = jax.devices()[0].platform.upper(), str(error).partition("\n")[0]
+        raise no_devices("JAX", device_type.upper(), usable, why) from None
 
 
 def bound_devices(mesh: Mesh) -> list[Device]:
-    """The devices of a mesh, in its order."""
+    """The devices of a mesh, in its order.
+
+    Raises:
+        MeshError: The machine has too few devices, or not the ones that are named.
+    """
     fix = (
         "make the mesh smaller, or on virtual CPU devices first: jax.config.update('jax_num_cpu_devices', N)"
     )
-    if mesh.devices is None:
-        devices = jax.devices()
-        if len(devices) < mesh.size:
-            raise MeshError(
-                f"mesh of {mesh.size} devices, and JAX has {len(devices)}",
-                facts={"mesh": str(mesh), "devices": _listed(list(map(name_of, devices)))},
-                why="each place of the mesh needs a device",
-                fix=fix,
-            )
-        return list(devices[: mesh.size])
-    try:
-        there = {name_of(device): device for device in jax_devices(mesh.device_type)}
-    except EngineError as error:
-        raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
-    unknown = [name for name in mesh.devices if name.upper() not in there]
-    if unknown:
-        raise MeshError(
-            f"device {unknown[0]!r} does not exist",
-            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(list(there))},
-            why=f"JAX has {len(there)} devices of that type here, named by their platform and number",
-            fix=fix if len(there) < mesh.size else "name devices that exist, or pass devices=None",
-        )
-    return [there[name.upper()] for name in mesh.devices]
+    names = device_names_of(mesh, device_names, "JAX", fix)
+    there = {name_of(device): device for device in _devices(mesh.device_type)}
+    return [there[name] for name in names]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
+def bound_mesh(mesh: Mesh) -> Mesh:
+    """The mesh on this machine."""
+    return mesh_on(mesh, bound_devices(mesh))
+
+
+def mesh_on(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
+    """A mesh with the devices of JAX that it consists of."""
+    here = (i for i, device in enumerate(devices) if device.process_index == jax.process_index())
+    return bound(mesh, [name_of(device) for device in devices], here)
 
 
 @functools.lru_cache(_MAX_NATIVES)

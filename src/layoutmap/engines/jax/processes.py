@@ -1,4 +1,4 @@
-"""What the processes of one JAX program must agree on: seeds, and values that each draws for itself.
+"""What the processes of one JAX program must agree on: seeds, and values that each computes for itself.
 
 Only processes that have a device of the mesh take part: a mesh of some processes' devices needs no others.
 """
@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
+from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.jax.devices import Device
 
 __all__ = ["check_equal_everywhere", "common_seeds", "gathered"]
@@ -42,8 +43,8 @@ def gathered(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
     try:
         row = np.ascontiguousarray(values).view(np.uint8).reshape(1, -1)  # as bytes: JAX knows no 64 bits
         rows = jax.make_array_from_callback((number, row.size), sharding, lambda _: row)
-        whole = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
-        received = np.asarray(whole.addressable_data(0))
+        replicated = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
+        received = np.asarray(replicated.addressable_data(0))
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: a program that was not begun
         raise _lost(error) from error
     return received.view(values.dtype).reshape(-1, *values.shape)
@@ -69,17 +70,17 @@ def _one_each(devices: tuple[Device, ...]) -> NamedSharding:
     return NamedSharding(jax.sharding.Mesh(column, ("process",)), PartitionSpec("process"))
 
 
-def common_seeds(draws: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, Any]:
+def common_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, Any]:
     """The seeds of all programs; across processes those of the first of them.
 
     Args:
-        draws: The draws by key, in the same order in all processes.
+        initializers: The initializers by key, in the same order in all processes.
         devices: Those of the mesh, or none if all are of this process.
 
     Raises:
-        EngineError: The processes have different draws.
+        EngineError: The processes have different initializers.
     """
-    seeds = {key: draw.program.seed for key, draw in draws.items() if draw.program is not None}
+    seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if not devices:
         return seeds
     leaves, tree = jax.tree.flatten(seeds)
@@ -88,10 +89,10 @@ def common_seeds(draws: Mapping[str, Initializer], devices: Sequence[Device]) ->
         np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         for leaf, is_key in zip(leaves, keys, strict=True)
     ]
-    told = repr((list(draws), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
+    text = repr((list(initializers), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
     # Of the size of what `agreement` asks: processes that are about different things find out.
-    if len(set(gathered(np.array([zlib.crc32(told.encode()), 0], np.uint32), devices)[:, 0])) > 1:
-        raise _differing("the processes create different variables")
+    if len(set(gathered(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0])) > 1:
+        raise processes_differ("the processes create different variables")
     sent = np.concatenate(
         [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in plain] or [np.empty(0, np.uint8)]
     )
@@ -109,21 +110,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def check_equal_everywhere(checksums: Sequence[tuple[str, int]], devices: Sequence[Device]) -> None:
-    """Raise if a value that every process drew whole, told by its path, is not the same in all of them."""
+    """Raise if a global value that every process computed, with its path, is not the same in all of them."""
     if not checksums or not devices:
         return
     everyone = gathered(np.array([value for _, value in checksums], np.uint32), devices)
     differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
     if differ:
-        raise _differing(
-            f"{differ[0]}: the processes drew different values", {"variables": ", ".join(differ[:10])}
+        raise processes_differ(
+            f"{differ[0]}: the processes have different values", {"variables": ", ".join(differ[:10])}
         )
-
-
-def _differing(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
-    return EngineError(
-        what,
-        facts=facts,
-        why="a value that is drawn whole is drawn by each process, from its own random state",
-        fix="make the same model in all processes, and give them the same seed before it is made",
-    )

@@ -1,12 +1,12 @@
-"""A draw's program as steps that make only shards, with the bits of the unsharded draw.
+"""An initializer's program as steps that compute only shards, with the bits of the plain initializer.
 
 The plain, unsharded model runs its initializer eagerly: each operation is a compiled program of its own. Compiled into
 one program, `sample * stddev + mean` becomes a fused multiply-add, which rounds once instead of twice, and the values
 differ in the last bit. So the program is traced, and each operation that rounds is again a program of its own, over the
 devices of the mesh; operations that are exact whatever they are compiled with (moves, whole numbers) join the next one.
 
-An operation that adds elements up (a matrix product, a sum, a QR decomposition) gives other bits when its operand
-is cut. A program with such an operation cannot be drawn in shards; `why_global` says so.
+An operation that adds elements up (a matrix product, a sum, a QR decomposition) returns other bits when its
+operand is sharded. A program with such an operation cannot be computed in shards; `why_global` says so.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _ELEMENTWISE = """
     nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh
 """
 _ORDERING = "argmax argmin reduce_max reduce_min sort"
-_SAME_WHEN_CUT = _EXACT_MOVES.union(_ELEMENTWISE.split(), _ORDERING.split())
-"""Operations that give the same bits however their operands are cut over devices.
+_SAME_WHEN_SHARDED = _EXACT_MOVES.union(_ELEMENTWISE.split(), _ORDERING.split())
+"""Operations that return the same bits however their operands are sharded.
 
 On CPU devices `atan` does not (measured with JAX 0.10.2), and so nothing that is built on it is here.
 """
@@ -53,15 +53,15 @@ def trace(function: Callable[[Any], Any], seed: Any) -> ClosedJaxpr:
 
 
 def why_global(closed: ClosedJaxpr) -> str:
-    """Why a program's value cannot be drawn in shards with the same bits; empty if it can."""
+    """Why a program's value cannot be computed in shards with the same bits; empty if it can."""
     if any(jnp.size(const) > _MAX_CONSTANT_SIZE for const in closed.consts):
         return "its value is computed from a constant array"
     found = next(_mixing(closed.jaxpr), None)
-    return f"{found} gives other bits when its operand is cut" if found else ""
+    return f"{found} returns other bits when its operand is sharded" if found else ""
 
 
 def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
-    """The names of operations whose bits depend on how their operands are cut."""
+    """The names of operations whose bits depend on how their operands are sharded."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = list(_inner_jaxprs(eqn.params.values()))
@@ -76,7 +76,7 @@ def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
         ):
             for nested in inner:
                 yield from _mixing(nested)
-        elif name not in _SAME_WHEN_CUT and any(map(_rounds, (*eqn.invars, *eqn.outvars))):
+        elif name not in _SAME_WHEN_SHARDED and any(map(_rounds, (*eqn.invars, *eqn.outvars))):
             yield name
 
 
@@ -192,7 +192,7 @@ def _compiled(
 
 
 def _sharding_of(aval: Any, result_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """Where a value between two steps lives: like the result, or cut over all devices, or everywhere if it is small."""
+    """Return the sharding of a value between two steps: the result's, or over all devices, or replicated if small."""
     plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if plain and aval.shape == result_shape:
         return sharding

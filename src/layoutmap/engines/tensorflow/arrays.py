@@ -1,8 +1,8 @@
-"""Tensors in layouts: put together from shards, taken apart, moved; each with all its bits.
+"""Tensors in layouts: made from shards, read shard by shard, moved; each with all its bits.
 
 DTensor's own relayout adds shards up with zeros around them, so it loses the sign of a zero and the bits of a NaN, and
-does not know all element types. Outside of compiled functions tensors are therefore taken apart and put together
-again. With several processes the shards travel as integers, which a sum with zeros does not change.
+does not know all element types. Outside of compiled functions tensors are therefore read and made again shard by
+shard. With several processes the shards travel as integers, which a sum with zeros does not change.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from layoutmap.core.blocks import Index, assemble, whole_index
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.tensorflow.devices import native_layout, to_mesh
 
 __all__ = [
     "canonical",
+    "check_dtype",
     "check_placed",
     "default_mesh_lock",
     "from_blocks",
-    "is_number",
     "layout_of",
     "move",
     "native_of",
@@ -37,7 +38,7 @@ __all__ = [
     "run_on",
     "shards_of",
     "tensor_of",
-    "whole",
+    "to_numpy",
 ]
 
 NumpyArray = npt.NDArray[Any]
@@ -66,7 +67,7 @@ def native_of(layout: Layout) -> Any:
 
 
 def layout_of(array: Any) -> Layout | None:
-    """The layout of a tensor or variable; `None` if it lies on no mesh, and in a `tf.function`, where none is known."""
+    """The layout of a tensor or variable; `None` if it is on no mesh, and in a `tf.function`, where none is known."""
     if not isinstance(array, (tf.Tensor, tf.Variable)) or not tf.executing_eagerly():
         return None
     if not dtensor.is_dtensor(array):
@@ -100,27 +101,30 @@ def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -
     return native_of(layout)
 
 
-def is_number(dtype: Any) -> bool:
-    """Whether elements of one of TensorFlow's types can lie in layouts."""
-    return dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool
+def check_dtype(name: str, path: str) -> None:
+    """Raise an `EngineError` for a variable of an element type that tensors in layouts cannot have."""
+    if not _is_number(name):
+        raise no_element_type("TensorFlow", name, path)
 
 
 def canonical(values: NumpyArray) -> NumpyArray:
-    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are."""
-    try:
-        _check_elements(tf.as_dtype(values.dtype), values.dtype)
-    except TypeError:
-        _check_elements(tf.string, values.dtype)
+    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are.
+
+    Raises:
+        EngineError: It does not.
+    """
+    if not _is_number(values.dtype):
+        raise no_numbers("TensorFlow", values.dtype)
     return values
 
 
-def _check_elements(dtype: Any, name: object) -> None:
-    if not is_number(dtype):
-        raise EngineError(
-            f"TensorFlow cannot hold an array of {name} in a layout",
-            why="arrays of TensorFlow hold numbers and truth values in layouts",
-            fix="pass an array of numbers",
-        )
+def _is_number(dtype: Any) -> bool:
+    """Whether tensors in layouts can have elements of a type, given as TensorFlow's, numpy's or its name."""
+    try:
+        dtype = tf.as_dtype(dtype)
+    except TypeError:
+        return False
+    return dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool
 
 
 def tensor_of(array: Any) -> Any:
@@ -135,7 +139,7 @@ def _with_values(array: Any) -> Any:
         raise EngineError(
             "a tensor inside a tf.function has no values yet",
             why="the function is being traced, and computes them later",
-            fix="take it apart, or put it together, outside of the function; relayout works inside",
+            fix="read its values outside of the function; relayout works inside",
         )
     return tensor
 
@@ -160,10 +164,10 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
 def from_blocks(
     shape: tuple[int, ...], layout: Layout, read: Callable[[Index], NumpyArray], *, copy: bool = True
 ) -> Any:
-    """A tensor put together from blocks, each read once.
+    """Make a tensor from blocks, each read once.
 
     Args:
-        shape: The shape of the whole.
+        shape: The shape of the tensor.
         layout: Its layout.
         read: Gives the values at an index.
         copy: Whether what is read may change later: TensorFlow may share the memory of a numpy array.
@@ -196,20 +200,21 @@ def run_on(native_mesh: Any) -> Generator[None]:
             inside.__exit__(None, None, None)
 
 
-def whole(array: Any) -> NumpyArray:
-    """All of an array's values."""
+def to_numpy(array: Any) -> NumpyArray:
+    """Return all of an array's values."""
     tensor = _with_values(array)
     layout = layout_of(tensor)
     if layout is None:
         return tensor.numpy()
     if dtensor.num_clients() > 1 and not layout.is_fully_replicated():
         tensor = _replicated(tensor, layout)
-    return _put_together(tensor)
+    return _assembled(tensor)
 
 
 def move(array: Any, layout: Layout) -> Any:
     """A tensor, plain or in a layout, in another layout, with all its bits. Gradients pass through it."""
-    _check_elements(array.dtype, array.dtype.name)
+    if not _is_number(array.dtype):
+        raise no_numbers("TensorFlow", array.dtype.name)
     if not tf.executing_eagerly():
         return _constrained(array, native_of(layout))
     present = layout_of(array)
@@ -222,7 +227,7 @@ def move(array: Any, layout: Layout) -> Any:
     @tf.custom_gradient
     def moved(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
         def back(upstream: Any) -> Any:
-            return tf.constant(whole(upstream)) if present is None else move(upstream, present)
+            return tf.constant(to_numpy(upstream)) if present is None else move(upstream, present)
 
         return _moved(tensor, layout), back
 
@@ -265,7 +270,7 @@ def _moved(tensor: Any, layout: Layout) -> Any:
     return from_blocks(shape, layout, lambda index: assemble(shards, shape, dtype, index))
 
 
-def _put_together(tensor: Any) -> NumpyArray:
+def _assembled(tensor: Any) -> NumpyArray:
     return assemble(shards_of(tensor), tuple(tensor.shape), tensor.dtype.as_numpy_dtype)
 
 

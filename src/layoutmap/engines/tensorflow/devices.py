@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.checks import bound, device_names_of, no_devices
 
 __all__ = ["bound_mesh", "device_names", "native_layout", "native_mesh", "native_specs", "to_mesh"]
 
@@ -34,11 +34,8 @@ def device_names(device_type: str | None) -> tuple[str, ...]:
     number = _num_local(kind)
     if not number:
         there = sorted({device.device_type for device in tf.config.list_logical_devices()})
-        raise EngineError(
-            f"TensorFlow has no {kind} devices here",
-            why=f"it has devices of these types: {', '.join(there)}",
-            fix=f"use device_type={there[0]!r}, or install TensorFlow for {kind}",
-        )
+        why = f"it has devices of these types: {', '.join(there)}"
+        raise no_devices("TensorFlow", kind, there[0], why)
     return tuple(f"{kind}:{i}" for i in range(number * dtensor.num_clients()))
 
 
@@ -51,49 +48,13 @@ def _num_local(device_type: str) -> int:
 
 def bound_mesh(mesh: Mesh) -> Mesh:
     """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
-    names = device_names(None) if mesh.devices is None else _known_devices(mesh)
-    if len(names) < mesh.size:
-        raise MeshError(
-            f"mesh of {mesh.size} devices, and TensorFlow has {len(names)}",
-            facts={"mesh": str(mesh), "devices": _listed(names)},
-            why="each place of the mesh needs a device",
-            fix=_fix_too_few(mesh.size),
-        )
-    names = names[: mesh.size]
-    here = [i for i, name in enumerate(names) if _full_name(name).task == dtensor.client_id()]
-    if mesh.devices is not None and tuple(here) == mesh.local_device_ids:
-        return mesh
-    return mesh.with_devices(names if mesh.devices is None else mesh.devices, local_device_ids=here)
-
-
-def _known_devices(mesh: Mesh) -> tuple[str, ...]:
-    try:
-        there = device_names(mesh.device_type)
-    except EngineError as error:
-        raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
-    names = tuple(short_name(name) for name in mesh.devices or ())
-    unknown = [given for given, name in zip(mesh.devices or (), names, strict=True) if name not in there]
-    if unknown:
-        raise MeshError(
-            f"device {unknown[0]!r} does not exist",
-            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(there)},
-            why=f"TensorFlow has {len(there)} devices of that type here, named by their type and number",
-            fix=_fix_too_few(mesh.size)
-            if len(there) < mesh.size
-            else "name devices that exist, or pass devices=None",
-        )
-    return names
-
-
-def _fix_too_few(size: int) -> str:
-    return (
+    fix = (
         "make the mesh smaller, or simulate devices before TensorFlow does anything else: "
-        f'tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices={size})'
+        f'tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices={mesh.size})'
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
+    names = device_names_of(mesh, device_names, "TensorFlow", fix, short_name)
+    here = (i for i, name in enumerate(names) if _full_name(name).task == dtensor.client_id())
+    return bound(mesh, mesh.devices or names, here)
 
 
 def short_name(name: str) -> str:
@@ -140,17 +101,17 @@ def native_specs(layout: Layout) -> list[str]:
     """
     specs: list[str] = []
     for axis, spec in enumerate(layout.sharding_specs):
-        # A mesh dim of size 1 cuts nothing, so of several dims only the larger ones count.
-        cutting = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
-        if isinstance(spec, tuple) and len(cutting) > 1:
+        # A mesh dim of size 1 shards nothing, so of several dims only the larger ones count.
+        sharding = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
+        if isinstance(spec, tuple) and len(sharding) > 1:
             raise EngineError(
-                f"TensorFlow cannot cut one axis over several mesh dims: axis {axis} over {', '.join(cutting)}",
+                f"TensorFlow cannot shard one axis over several mesh dims: axis {axis} over {', '.join(sharding)}",
                 facts={"layout": str(layout), "mesh": str(layout.mesh)},
                 why="a layout of DTensor has one mesh dim for each axis",
-                fix=f"cut axis {axis} over one dim, or make a mesh with one dim of size "
+                fix=f"shard axis {axis} over one dim, or make a mesh with one dim of size "
                 f"{layout.num_shards(axis)} in their place",
             )
-        specs.append(spec if isinstance(spec, str) else (cutting or [UNSHARDED])[0])
+        specs.append(spec if isinstance(spec, str) else (sharding or [UNSHARDED])[0])
     return specs
 
 

@@ -1,8 +1,8 @@
 """The TensorFlow engine: tensors of `tf.experimental.dtensor`.
 
-A layout is a `tf.experimental.dtensor.Layout`. DTensor cuts an axis over one mesh dim only, so an axis over several is
-refused. Only public names of TensorFlow are used; how far a random counter moves for each number is not documented, and
-is under test. Tested with TensorFlow 2.21.
+A layout is a `tf.experimental.dtensor.Layout`. DTensor shards an axis over one mesh dim only, so an axis over several
+is refused. Only public names of TensorFlow are used; how far a random counter moves for each number is not documented,
+and is under test. Tested with TensorFlow 2.21.
 
 References:
     https://www.tensorflow.org/guide/dtensor_overview
@@ -21,24 +21,30 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index, block_shape
+from layoutmap.core.blocks import Index
 from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
+from layoutmap.engines.checks import (
+    check_initial_value,
+    check_initializers,
+    check_one_result,
+    checked_reader,
+    remember,
+)
 from layoutmap.engines.tensorflow.arrays import (
     canonical,
+    check_dtype,
     check_placed,
     from_blocks,
-    is_number,
     layout_of,
     move,
     native_of,
     run_on,
     shards_of,
-    whole,
+    to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, common_seeds, gathered
@@ -50,8 +56,6 @@ __all__ = ["TensorFlowEngine", "engine"]
 
 NumpyArray = npt.NDArray[Any]
 dtensor: Any = tf.experimental.dtensor
-
-_MAX_PROGRAMS = 512
 
 
 class TensorFlowEngine:
@@ -68,6 +72,7 @@ class TensorFlowEngine:
     """
 
     name = "tensorflow"
+    array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +81,7 @@ class TensorFlowEngine:
     # -- devices and layouts
 
     def devices(self, device_type: str | None = None) -> tuple[str, ...]:
-        """The names of all devices of one type, of all processes.
+        """Return the names of all devices of one type, of all processes.
 
         Args:
             device_type: `"CPU"`, `"GPU"` or `"TPU"` in any case; `None`: accelerators if there are any, else CPUs.
@@ -87,7 +92,7 @@ class TensorFlowEngine:
         return device_names(device_type)
 
     def bind(self, mesh: Mesh) -> Mesh:
-        """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist.
+        """Return the mesh on this machine; an abstract one gets the first devices, others are checked to exist.
 
         Raises:
             MeshError: The machine has too few devices, or not the ones that are named.
@@ -103,10 +108,10 @@ class TensorFlowEngine:
         native_specs(layout)
 
     def native(self, layout: Layout, rank: int) -> Any:
-        """The `tf.experimental.dtensor.Layout` of a layout.
+        """Return the `tf.experimental.dtensor.Layout` of a layout.
 
         Raises:
-            EngineError: An axis is cut over several mesh dims.
+            EngineError: An axis is sharded over several mesh dims.
             LayoutError: The layout is not of that rank.
             MeshError: The machine does not have the mesh's devices.
         """
@@ -114,12 +119,8 @@ class TensorFlowEngine:
         return native_of(layout)
 
     def layout_of(self, array: Any) -> Layout | None:
-        """The layout of a tensor or variable, or `None` if it lies on no mesh."""
+        """Return the layout of a tensor or variable, or `None` if it is on no mesh."""
         return layout_of(array)
-
-    def holds(self, array: object) -> bool:
-        """Whether an object is a tensor or variable of TensorFlow."""
-        return isinstance(array, (tf.Tensor, tf.Variable))
 
     # -- arrays
 
@@ -127,47 +128,41 @@ class TensorFlowEngine:
     def create(
         self,
         assignments: Mapping[str, Assignment],
-        draws: Mapping[str, Initializer],
+        initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, Any]:
-        """First values, each straight in its layout, with the bits of the plain draw.
+        """Compute initial values, each straight in its layout, with the bits of the plain initializer.
 
-        A draw with a program is made in pieces of at most 16 MiB, or one row: random numbers of TensorFlow can be
-        drawn from any place on. A draw without one, or with one that cannot be drawn in pieces, is made whole, cut, and
-        freed before the next. Each process draws only what its devices hold, from the seeds of process 0.
+        An initializer with a program is computed in pieces of at most 16 MiB, or one row: random numbers of TensorFlow
+        can be computed from any place on. The global value of one without a program, or with one that cannot be
+        computed in pieces, is computed, sharded, and freed before the next. Each process computes only what its devices
+        hold, from the seeds of process 0.
 
         Args:
             assignments: For each key a variable and its layout.
-            draws: For each key how it gets its value.
+            initializers: For each key the initializer of its variable.
             progress: Called with the key after each variable.
 
         Raises:
-            EngineError: A draw is missing, or an element type or a layout is not held, or DTensor would train wrongly
-                in this process; nothing is made then. Or a draw does not give the shape or element type of its
-                variable, or differs between processes.
+            EngineError: An initializer is missing, or an element type or a layout is not held, or DTensor would train
+                wrongly in this process; nothing is made then. Or an initializer does not return the shape or element
+                type of its variable, or differs between processes.
             LayoutError: A layout does not fit its variable; nothing is made then.
             MeshError: The machine does not have the devices of a mesh; nothing is made then.
         """
         natives = [self._checked(assignment) for assignment in assignments.values()]
-        missing = [key for key in assignments if key not in draws]
-        if missing:
-            raise EngineError(
-                f"{missing[0]}: there is no draw",
-                facts={"missing": ", ".join(missing[:10])},
-                why="each variable that is created needs one",
-                fix="pass an Initializer for each assignment",
-            )
+        check_initializers(assignments, initializers)
         for native in natives[:1]:
             check_training(native.mesh)
         made: dict[str, Any] = {}
         checksums: list[tuple[str, int]] = []
         try:
             with tf.init_scope():
-                used = {key: draws[key] for key in assignments}
+                used = {key: initializers[key] for key in assignments}
                 seeds = common_seeds(used)
                 for key, assignment in assignments.items():
-                    made[key], drawn = self._created(assignment, used[key], seeds.get(key))
-                    checksums.append((assignment.variable.path, drawn))
+                    made[key], computed = self._created(assignment, used[key], seeds.get(key))
+                    checksums.append((assignment.variable.path, computed))
                     if progress is not None:
                         progress(key)
                 if dtensor.num_clients() > 1:
@@ -177,18 +172,12 @@ class TensorFlowEngine:
             raise
         return made
 
-    def why_global(self, draw: Initializer) -> str:
-        """Why a draw must be made whole before it is cut; empty if it need not. Nothing is computed."""
-        if draw.program is None:
-            return "its initializer gives no program"
-        return self._program(draw).why_global
-
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
-        """A tensor whose shards are read one by one.
+        """Make a tensor whose shards are read one by one.
 
         Args:
             assignment: The variable and its layout.
-            read: Gives the values at an index, with both ends. Called once for each different shard that this process
+            read: Returns the values at an index, with both ends. Called once for each different shard that this process
                 holds.
 
         Raises:
@@ -196,42 +185,25 @@ class TensorFlowEngine:
         """
         self._checked(assignment)
         variable = assignment.variable
-        dtype = _dtype_of(variable.dtype, variable.path)
-
-        def checked(index: Index) -> NumpyArray:
-            block = np.asarray(read(index))
-            if block.shape != block_shape(index) or block.dtype != dtype:
-                raise EngineError(
-                    f"{variable.path}: a shard was read wrong",
-                    facts={
-                        "index": index,
-                        "shard": f"{dtype}{list(block_shape(index))}",
-                        "read": f"{block.dtype}{list(block.shape)}",
-                    },
-                    why="a shard has the shape of its index and the variable's element type",
-                    fix="return exactly the values at the index",
-                )
-            return block
-
         with tf.init_scope():
-            return from_blocks(variable.shape, assignment.layout, checked)
+            return from_blocks(variable.shape, assignment.layout, checked_reader(variable, read))
 
     def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-        """The shards that this process holds, each index once, with both ends."""
+        """Yield the shards that this process holds, each index once, with both ends."""
         return shards_of(array)
 
     @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> Any:
-        """The same values in another layout; also takes plain tensors, numpy arrays and what numpy makes arrays of.
+        """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
 
         Gradients pass through it. Inside a `tf.function` DTensor does it, where the sign of a zero may be lost.
 
         Raises:
             LayoutError: The layout does not fit the array's shape.
-            EngineError: An axis is cut over several mesh dims.
+            EngineError: An axis is sharded over several mesh dims.
             MeshError: The machine does not have the mesh's devices.
         """
-        if self.holds(array):
+        if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # inside a tf.function it may be unknown
                 check_placed(layout, tuple(array.shape))
             return move(array, layout)
@@ -250,15 +222,15 @@ class TensorFlowEngine:
             return DVariable(array, name=name or "Variable", trainable=trainable)
 
     def to_numpy(self, array: Any) -> NumpyArray:
-        """All values of a tensor or variable, gathered from all processes that hold some; they must all ask."""
-        return whole(array)
+        """Return all values of a tensor or variable, gathered from all processes that hold some; they must all ask."""
+        return to_numpy(array)
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """The values of each process, one row each; they must all ask."""
+        """Return the values of each process, one row each; they must all ask."""
         return gathered(values)
 
     def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
-        """While open, operations on plain tensors run on the mesh, each device having all of them.
+        """While open, operations on plain tensors run on the mesh, replicated.
 
         It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
 
@@ -268,7 +240,7 @@ class TensorFlowEngine:
         return run_on(native_of(Layout.replicated(mesh, 0)).mesh)
 
     def canonical(self, values: NumpyArray) -> NumpyArray:
-        """Numpy values as TensorFlow holds them, which is as they are.
+        """Return numpy values as TensorFlow holds them, which is as they are.
 
         Raises:
             EngineError: They are no numbers.
@@ -279,13 +251,13 @@ class TensorFlowEngine:
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What a function gives, made in a layout, with the bits of the plain call.
+        """Return the result of a function in a layout, with the bits of the plain call.
 
-        A function that fills an array, or draws one, and takes no tensor is made in pieces. Any other is called as it
-        is, and its result cut: DTensor could compute it in shards, but would draw other random numbers.
+        A function that fills an array or draws random numbers, and takes no tensor, is computed in pieces. Any other is
+        called as it is, and its result sharded: DTensor would compute other random numbers.
 
         Raises:
-            EngineError: The function does not give one tensor, or an axis is cut over several mesh dims.
+            EngineError: The function does not return one tensor, or an axis is sharded over several mesh dims.
             LayoutError: The layout does not fit the shape of the result.
             MeshError: The machine does not have the mesh's devices.
         """
@@ -298,12 +270,7 @@ class TensorFlowEngine:
                 with tf.init_scope():
                     return _in_pieces(program, (), shape, layout)
         results = tf.nest.flatten(function(*args, **kwargs))
-        if len(results) != 1:
-            raise EngineError(
-                f"{getattr(function, '__name__', function)} gives {len(results)} arrays",
-                why="one layout is for one array",
-                fix="call it once for each array, or give it a function that returns one of them",
-            )
+        check_one_result(function, len(results))
         return self.relayout(results[0], layout)
 
     # -- parts
@@ -311,39 +278,40 @@ class TensorFlowEngine:
     def _checked(self, assignment: Assignment) -> Any:
         """DTensor's layout of an assignment, after all checks that need no tensor."""
         variable = assignment.variable
-        _dtype_of(variable.dtype, variable.path)
+        check_dtype(variable.dtype, variable.path)
         return check_placed(assignment.layout, variable.shape, variable.path)
 
-    def _created(self, assignment: Assignment, draw: Initializer, seed: Any) -> tuple[Any, int]:
-        """A first value, and with several processes the checksum of what each drew for itself."""
+    def _created(self, assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[Any, int]:
+        """Return an initial value, and with several processes the checksum of what each drew for itself."""
         variable = assignment.variable
-        if draw.program is not None:
-            program = self._program(draw)
+        if initializer.program is not None:
+            program = self._program(initializer)
             if len(program.outputs) == 1:
                 (output,) = program.outputs
-                _check_drawn(assignment, tuple(output.shape), output.dtype)
+                check_initial_value(variable, tuple(output.shape), output.dtype.name)
             if not program.why_global:
                 return _in_pieces(program, seed, variable.shape, assignment.layout), 0
         across = dtensor.num_clients() > 1
-        value = draw.program.function(seed) if across and draw.program is not None else draw.whole()
-        values = whole(value) if self.holds(value) else np.asarray(value)
-        _check_drawn(assignment, values.shape, values.dtype)
+        value = (
+            initializer.program.function(seed)
+            if across and initializer.program is not None
+            else initializer.whole()
+        )
+        values = to_numpy(value) if isinstance(value, self.array_types) else np.asarray(value)
+        check_initial_value(variable, values.shape, values.dtype.name)
         made = from_blocks(variable.shape, assignment.layout, values.__getitem__)
         return made, checksum(values) if across else 0
 
-    def _program(self, draw: Initializer) -> PieceProgram:
-        assert draw.program is not None
-        key = (draw.program.key, _signature(draw.program.seed))
+    def _program(self, initializer: Initializer) -> PieceProgram:
+        assert initializer.program is not None
+        key = (initializer.program.key, _signature(initializer.program.seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
                 return self._programs[key]
-        program = trace(draw.program.function, draw.program.seed)
+        program = trace(initializer.program.function, initializer.program.seed)
         with self._lock:
-            self._programs[key] = program
-            while len(self._programs) > _MAX_PROGRAMS:
-                self._programs.popitem(last=False)
-        return program
+            return remember(self._programs, key, program)
 
 
 @functools.cache
@@ -364,33 +332,3 @@ def _in_pieces(program: PieceProgram, seed: Any, shape: tuple[int, ...], layout:
 def _signature(seed: Any) -> Hashable:
     leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]
     return repr(tf.nest.map_structure(lambda _: 0, seed)), tuple((tuple(s.shape), s.dtype) for s in leaves)
-
-
-def _dtype_of(name: str, path: str) -> np.dtype[Any]:
-    """The element type of a name, if tensors in layouts can have it."""
-    try:
-        dtype = tf.as_dtype(name)
-    except TypeError:
-        dtype = tf.string
-    if not is_number(dtype):
-        raise EngineError(
-            f"{path}: TensorFlow holds no {name!r} in a layout",
-            why="tensors in layouts hold numbers and truth values",
-            fix="leave the variable to its framework, or store numbers",
-        )
-    return np.dtype(dtype.as_numpy_dtype)
-
-
-def _check_drawn(assignment: Assignment, shape: Sequence[int], dtype: Any) -> None:
-    variable = assignment.variable
-    if tuple(shape) == variable.shape and tf.as_dtype(dtype) == tf.as_dtype(variable.dtype):
-        return
-    raise EngineError(
-        f"{variable.path}: its draw gives another array than the variable is",
-        facts={
-            "variable": f"{variable.dtype}{list(variable.shape)}",
-            "drawn": f"{tf.as_dtype(dtype).name}{list(shape)}",
-        },
-        why="the first value of a variable has its shape and element type",
-        fix="make the initializer return that shape and element type",
-    )

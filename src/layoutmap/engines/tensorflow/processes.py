@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.tensorflow.devices import device_names, native_mesh
 
 __all__ = ["check_equal_everywhere", "common_seeds", "gathered"]
@@ -22,16 +22,16 @@ dtensor: Any = tf.experimental.dtensor
 NumpyArray = npt.NDArray[Any]
 
 
-def common_seeds(draws: Mapping[str, Initializer]) -> dict[str, Any]:
-    """The seed of each draw that has a program; with several processes, those of process 0.
+def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:
+    """Return the seed of each initializer that has a program; with several processes, those of process 0.
 
     Args:
-        draws: The draws by key, in the same order in all processes.
+        initializers: The initializers by key, in the same order in all processes.
 
     Raises:
-        EngineError: The processes have different numbers of draws.
+        EngineError: The processes have different numbers of initializers.
     """
-    seeds = {key: draw.program.seed for key, draw in draws.items() if draw.program is not None}
+    seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if dtensor.num_clients() == 1:
         return seeds
     leaves = [tf.convert_to_tensor(leaf).numpy() for leaf in tf.nest.flatten(seeds)]
@@ -45,17 +45,17 @@ def common_seeds(draws: Mapping[str, Initializer]) -> dict[str, Any]:
 
 
 def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
-    """Compare what the processes drew; the same in all of them, or an error in all of them.
+    """Compare what the processes computed; the same in all of them, or an error in all of them.
 
     Args:
-        checksums: For each variable its path, and a checksum of what this process drew.
+        checksums: For each variable its path, and a checksum of what this process computed.
 
     Raises:
         EngineError: They differ; names the first path.
     """
     rows = _gathered_alike([zlib.crc32(path.encode()) ^ value for path, value in checksums])
     for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
-        raise _differing(f"{checksums[int(i)][0]}: the processes drew different values")
+        raise processes_differ(f"{checksums[int(i)][0]}: the processes have different values")
 
 
 def gathered(values: NumpyArray) -> NumpyArray:
@@ -68,14 +68,6 @@ def gathered(values: NumpyArray) -> NumpyArray:
     return np.frombuffer(rows.astype(np.uint8).tobytes(), values.dtype).reshape(-1, *values.shape)
 
 
-def _differing(what: str) -> EngineError:
-    return EngineError(
-        what,
-        why="each process draws for itself, so all must draw the same",
-        fix="make the same model in all processes, and seed all alike before it is made",
-    )
-
-
 def _gathered_alike(numbers: Any) -> Any:
     """Whole numbers of every device's process, one row for each device.
 
@@ -86,7 +78,7 @@ def _gathered_alike(numbers: Any) -> Any:
     mine = np.asarray(numbers, np.int64)
     sizes = _gathered(mesh, np.array([mine.size], np.int64))[:, 0]
     if len(set(sizes.tolist())) > 1:
-        raise _differing("the processes create different variables")
+        raise processes_differ("the processes create different variables")
     return _gathered(mesh, mine) if mine.size else np.zeros((mesh.size, 0), np.int64)
 
 

@@ -57,11 +57,11 @@ def check_training(native_mesh: Any) -> None:
 def _step_is_right(mesh: Any) -> bool:
     """Whether two variables that each take a sum over the mesh, through a variable of their own, are right."""
     dim = max(mesh.dim_names, key=mesh.dim_size)
-    whole = dtensor.Layout.replicated(mesh, 1)
+    replicated = dtensor.Layout.replicated(mesh, 1)
     size = mesh.dim_size(dim)
 
     def variable() -> Any:
-        return dtensor.DVariable(dtensor.pack([tf.zeros(4)] * mesh.num_local_devices(), whole))
+        return dtensor.DVariable(dtensor.pack([tf.zeros(4)] * mesh.num_local_devices(), replicated))
 
     first, second, first_sum, second_sum = (variable() for _ in range(4))
     rows = dtensor.pack(

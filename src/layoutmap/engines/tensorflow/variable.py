@@ -1,6 +1,6 @@
-"""`DVariable`: TensorFlow's variable in a layout, made whole where TensorFlow's own is not.
+"""`DVariable`: TensorFlow's variable in a layout, completed where TensorFlow's own is not.
 
-TensorFlow's `DVariable` cannot be read whole when it is sharded (`numpy()` raises), nor be given a plain value. This
+TensorFlow's `DVariable` cannot be read when it is sharded (`numpy()` raises), nor be given a plain value. This
 subclass can, so what is written for a `tf.Variable` works: `get_weights`, saving to HDF5, callbacks, `repr`.
 """
 
@@ -21,7 +21,7 @@ from layoutmap.engines.tensorflow.arrays import (
     move,
     note,
     relayout_in_trace,
-    whole,
+    to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import native_layout
 from layoutmap.engines.tensorflow.selfcheck import check_training
@@ -32,13 +32,13 @@ dtensor: Any = tf.experimental.dtensor
 
 
 class DVariable(dtensor.DVariable):  # type: ignore[misc]
-    """A `tf.Variable` whose value lies in a layout.
+    """A `tf.Variable` whose value is in a layout.
 
     Copies and what comes out of a pickle lie in the same layout.
 
     Args:
         initial_value: The first value: a tensor in a layout, or with `layout` a plain one, a number or a numpy array;
-            or a function without arguments that gives one.
+            or a function without arguments that returns one.
         *args: See `tf.Variable`.
         layout: The layout; may be left out if the first value has one.
         **kwargs: See `tf.Variable`.
@@ -77,7 +77,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             raise EngineError(
                 "the first value of a DVariable is not computed yet",
                 why="inside a tf.function a tensor has no values",
-                fix="make the variable outside of it, or pass a function without arguments that gives the value",
+                fix="make the variable outside of it, or pass a function without arguments that returns the value",
             )
         with tf.init_scope():
             self._make(initial_value, layout, args, dtype, kwargs)
@@ -95,8 +95,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             )
         if wanted is not None and present is not None and native_layout(wanted) != native_layout(present):
             raise LayoutError(
-                "the first value of a DVariable lies in another layout",
-                facts={"layout": str(wanted), "first value": str(present)},
+                "the initial value of a DVariable is in another layout",
+                facts={"layout": str(wanted), "initial value": str(present)},
                 why="nothing is moved unseen",
                 fix="leave layout out, or relayout the value first",
             )
@@ -122,8 +122,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         pass
 
     def numpy(self) -> Any:
-        """The whole value."""
-        return whole(self) if tf.executing_eagerly() else super().numpy()
+        """Return the global value."""
+        return to_numpy(self) if tf.executing_eagerly() else super().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         values = self.numpy()
@@ -168,13 +168,13 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return self._updated(super().assign_sub(self._placed(delta), *args, **kwargs))
 
     def _updated(self, result: Any) -> Any:
-        """The variable in place of TensorFlow's stand-in for its new value, which cannot be read whole."""
+        """The variable in place of TensorFlow's stand-in for its new value, which cannot be read."""
         return self if result is not None and tf.executing_eagerly() else result
 
     def _placed(self, value: Any) -> Any:
         """A value in the variable's layout."""
         if not tf.executing_eagerly():
-            # DTensor would lay it out by itself, but fails where the variable is cut and what is assigned is whole.
+            # DTensor would lay it out by itself, but fails where the variable is sharded and the value replicated.
             if self._layout.is_fully_replicated():
                 return value
             value = tf.convert_to_tensor(value, dtype=self.dtype)

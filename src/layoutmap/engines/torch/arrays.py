@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from layoutmap.core.blocks import Index, intersect, whole_index
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
+from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.devices import (
     bound_mesh,
@@ -63,11 +64,7 @@ def torch_dtype(name: str, path: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if isinstance(found, torch.dtype):
         return found
-    raise EngineError(
-        f"{path}: torch has no element type {name!r}",
-        why="tensors hold numbers and truth values",
-        fix="leave the variable to its framework, or store numbers",
-    )
+    raise no_element_type("torch", name, path)
 
 
 _NAMES_OF_ML_DTYPES = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
@@ -106,11 +103,7 @@ def to_torch(values: NumpyArray) -> torch.Tensor:
     try:
         return torch.from_numpy(values.copy())
     except TypeError:
-        raise EngineError(
-            f"torch cannot hold an array of {values.dtype}",
-            why="tensors hold numbers and truth values",
-            fix="pass an array of numbers",
-        ) from None
+        raise no_numbers("torch", values.dtype) from None
 
 
 def canonical(values: NumpyArray) -> NumpyArray:

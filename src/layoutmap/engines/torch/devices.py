@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.private import DTensorSpec, ShardOrderEntry
 
@@ -51,11 +52,8 @@ def device_names(device_type: str | None) -> tuple[str, ...]:
     there = _types_there()
     kind = next(iter(there)) if device_type is None else device_type.upper()
     if kind not in there:
-        raise EngineError(
-            f"torch has no {kind} devices here",
-            why=f"it has devices of these types: {', '.join(there)}",
-            fix=f"use device_type={next(iter(there))!r}, or install torch for {kind}",
-        )
+        why = f"it has devices of these types: {', '.join(there)}"
+        raise no_devices("torch", kind, there[0], why)
     return tuple(f"{kind}:{i}" for i in range(simulation.world_size()))
 
 
@@ -72,35 +70,9 @@ def _types_there() -> list[str]:
 
 def bound_mesh(mesh: Mesh) -> Mesh:
     """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
-    there = _names_for(mesh)
-    if len(there) < mesh.size:
-        raise MeshError(
-            f"mesh of {mesh.size} devices, and torch has {len(there)}",
-            facts={"mesh": str(mesh), "devices": _listed(there)},
-            why="each place of the mesh needs a device",
-            fix=_fix_too_few(mesh.size),
-        )
-    unknown = [name for name in mesh.devices or () if name not in there]
-    if unknown:
-        raise MeshError(
-            f"device {unknown[0]!r} does not exist",
-            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(there)},
-            why=f"torch has {len(there)} devices of that type here, named by their type and rank",
-            fix="use names that layoutmap.scope.devices.devices() gives, or a mesh without devices",
-        )
-    names: Sequence[str] = mesh.devices or there[: mesh.size]
+    names = device_names_of(mesh, device_names, "torch", _fix_too_few(mesh.size))
     here = set(simulation.ranks_here(map(_rank, names)))
-    local = [i for i, name in enumerate(names) if _rank(name) in here]
-    if mesh.devices is not None and tuple(local) == mesh.local_device_ids:
-        return mesh
-    return mesh.with_devices(names, local_device_ids=local)
-
-
-def _names_for(mesh: Mesh) -> tuple[str, ...]:
-    try:
-        return device_names(mesh.device_type)
-    except EngineError as error:
-        raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
+    return bound(mesh, names, (i for i, name in enumerate(names) if _rank(name) in here))
 
 
 def _fix_too_few(size: int) -> str:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,13 +22,19 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.core.blocks import Index, block_shape
+from layoutmap.core.blocks import Index
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
+from layoutmap.engines.checks import (
+    check_initial_value,
+    check_initializers,
+    check_one_result,
+    check_shard,
+)
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
     canonical,
@@ -64,7 +69,6 @@ __all__ = ["TorchEngine", "engine"]
 
 NumpyArray = npt.NDArray[Any]
 
-_MAX_REASONS = 512
 _LARGE = 1 << 20  # bytes: the least variable after which memory is given back to the system
 
 
@@ -82,15 +86,12 @@ class TorchEngine:
     """
 
     name = "torch"
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._reasons: OrderedDict[Hashable, str] = OrderedDict()
+    array_types: tuple[type, ...] = (torch.Tensor,)
 
     # -- devices and layouts
 
     def devices(self, device_type: str | None = None) -> tuple[str, ...]:
-        """The names of all devices of one type: one for each process, or the simulated ones.
+        """Return the names of all devices of one type: one for each process, or the simulated ones.
 
         Args:
             device_type: `"CPU"` or `"GPU"` in any case; `None`: GPUs if the process group serves them, else CPUs.
@@ -101,7 +102,7 @@ class TorchEngine:
         return device_names(device_type)
 
     def bind(self, mesh: Mesh) -> Mesh:
-        """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist.
+        """Return the mesh on this machine; an abstract one gets the first devices, others are checked to exist.
 
         Raises:
             MeshError: The machine has too few devices, or not the ones that are named.
@@ -118,7 +119,7 @@ class TorchEngine:
 
     @plainly
     def native(self, layout: Layout, rank: int) -> tuple[Any, tuple[Any, ...]]:
-        """The `(DeviceMesh, placements)` of a layout.
+        """Return the `(DeviceMesh, placements)` of a layout.
 
         Raises:
             EngineError: The mesh's devices come in an order that torch does not keep.
@@ -129,12 +130,8 @@ class TorchEngine:
         return native_of(layout)
 
     def layout_of(self, array: Any) -> Layout | None:
-        """The layout of a DTensor; `None` for a plain tensor, and for a sum over the mesh that is still to be made."""
+        """Return the layout of a DTensor; `None` for a plain tensor, and for a sum that is still to be reduced."""
         return layout_of(array)
-
-    def holds(self, array: object) -> bool:
-        """Whether an object is a tensor."""
-        return isinstance(array, torch.Tensor)
 
     # -- arrays
 
@@ -142,39 +139,33 @@ class TorchEngine:
     def create(
         self,
         assignments: Mapping[str, Assignment],
-        draws: Mapping[str, Initializer],
+        initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, Any]:
-        """First values, each straight in its layout, with the bits of `draw.whole()`.
+        """Compute initial values, each straight in its layout, with the bits of `initializer.whole()`.
 
-        A draw that can give blocks, or whose program can be drawn in pieces, is: each process makes only what it holds.
-        Any other is made whole, cut, and freed before the next.
+        An initializer that can return blocks, or whose program can be computed in pieces, is: each process computes
+        only what it holds. The global value of any other is computed, sharded, and freed before the next.
 
         Args:
             assignments: For each key a variable and its layout.
-            draws: For each key how it gets its value.
+            initializers: For each key the initializer of its variable.
             progress: Called with the key after each variable.
 
         Raises:
-            EngineError: A draw is missing, or an element type or a mesh is not held; nothing is made then. Or a draw
-                does not give the shape or element type of its variable, or differs between processes.
+            EngineError: An initializer is missing, or an element type or a mesh is not held; nothing is made then.
+                Or an initializer does not return the shape or element type of its variable, or differs between
+                processes.
             LayoutError: A layout does not fit its variable; nothing is made then.
             MeshError: The machine does not have the devices of a mesh; nothing is made then.
         """
         for assignment in assignments.values():
             self._checked(assignment)
-        missing = [key for key in assignments if key not in draws]
-        if missing:
-            raise EngineError(
-                f"{missing[0]}: there is no draw",
-                facts={"missing": ", ".join(missing[:10])},
-                why="each variable that is created needs one",
-                fix="pass an Initializer for each assignment",
-            )
+        check_initializers(assignments, initializers)
         made: dict[str, Any] = {}
         checksums: list[tuple[str, int]] = []
         try:
-            used = {key: draws[key] for key in assignments}
+            used = {key: initializers[key] for key in assignments}
             seeds = common_seeds(used)
             if across() and any(draw.blocks is not None for draw in used.values()):
                 # Blocks differ between processes, so what they were drawn from is compared.
@@ -194,29 +185,13 @@ class TorchEngine:
             raise
         return made
 
-    def why_global(self, draw: Initializer) -> str:
-        """Why a draw must be made whole before it is cut; empty if it need not. Nothing is computed."""
-        if draw.blocks is not None:
-            return ""
-        if draw.program is None:
-            return "its initializer gives no program"
-        with self._lock:
-            known = self._reasons.get(draw.program.key)
-        if known is None:
-            known = trace(draw.program.function, draw.program.seed).why_global
-            with self._lock:
-                self._reasons[draw.program.key] = known
-                while len(self._reasons) > _MAX_REASONS:
-                    self._reasons.popitem(last=False)
-        return known
-
     @plainly
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
-        """A DTensor whose shards are read one by one.
+        """Make a DTensor whose shards are read one by one.
 
         Args:
             assignment: The variable and its layout.
-            read: Gives the values at an index, with both ends. Called once for each different shard that this process
+            read: Returns the values at an index, with both ends. Called once for each different shard that this process
                 holds.
 
         Raises:
@@ -227,28 +202,18 @@ class TorchEngine:
 
         def checked(index: Index) -> torch.Tensor:
             block = to_torch(np.asarray(read(index)))
-            if tuple(block.shape) != block_shape(index) or block.dtype != dtype:
-                raise EngineError(
-                    f"{variable.path}: a shard was read wrong",
-                    facts={
-                        "index": index,
-                        "shard": f"{variable.dtype}{list(block_shape(index))}",
-                        "read": f"{_name(block.dtype)}{list(block.shape)}",
-                    },
-                    why="a shard has the shape of its index and the variable's element type",
-                    fix="return exactly the values at the index",
-                )
+            check_shard(variable, index, block.shape, _name(block.dtype))
             return block
 
         return from_blocks(variable.shape, dtype, assignment.layout, checked)
 
     def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-        """The shards that this process holds, each index once, with both ends."""
+        """Yield the shards that this process holds, each index once, with both ends."""
         return shards_of(array)
 
     @plainly
     def relayout(self, array: Any, layout: Layout) -> Any:
-        """The same values in another layout; also takes plain tensors, numpy arrays and what numpy makes arrays of.
+        """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
 
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
 
@@ -259,7 +224,7 @@ class TorchEngine:
         """
         if isinstance(array, DTensor):
             return move(array, layout)
-        return cut(array if self.holds(array) else to_torch(np.asarray(array)), layout)
+        return cut(array if isinstance(array, torch.Tensor) else to_torch(np.asarray(array)), layout)
 
     @plainly
     def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
@@ -273,16 +238,16 @@ class TorchEngine:
 
     @plainly
     def to_numpy(self, array: Any) -> NumpyArray:
-        """All values of a tensor, gathered from all processes that hold some; they must all ask."""
+        """Return all values of a tensor, gathered from all processes that hold some; they must all ask."""
         return to_numpy(whole(array))
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """The values of each process, one row each; they must all ask."""
+        """Return the values of each process, one row each; they must all ask."""
         return gathered(values)
 
     @contextmanager
     def run_on(self, mesh: Mesh) -> Generator[None]:
-        """While open, what is computed from plain tensors lies on the mesh, each device having all of it.
+        """While open, what is computed from plain tensors is on the mesh, replicated.
 
         What DTensor alone would compute wrongly is computed right, or refused: see `dtensor_ops.mode`.
 
@@ -294,7 +259,7 @@ class TorchEngine:
             yield
 
     def canonical(self, values: NumpyArray) -> NumpyArray:
-        """Numpy values as torch holds them, which is as they are.
+        """Return numpy values as torch holds them, which is as they are.
 
         Raises:
             EngineError: They are no numbers.
@@ -304,13 +269,13 @@ class TorchEngine:
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What a function gives, made in a layout, with the bits of the plain call.
+        """Return the result of a function in a layout, with the bits of the plain call.
 
-        A function that fills a tensor, or draws one, and takes no tensor is made in pieces. Any other is called as it
-        is, and its result cut.
+        A function that fills a tensor or draws random numbers, and takes no tensor, is computed in pieces. Any other is
+        called as it is, and its result sharded.
 
         Raises:
-            EngineError: The function does not give one tensor.
+            EngineError: The function does not return one tensor.
             LayoutError: The layout does not fit the shape of the result.
             MeshError: The machine does not have the mesh's devices.
         """
@@ -325,12 +290,7 @@ class TorchEngine:
                 check_placed(layout, recipe.shape)
                 return _in_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
         results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]
-        if len(results) != 1:
-            raise EngineError(
-                f"{getattr(function, '__name__', function)} gives {len(results)} arrays",
-                why="one layout is for one array",
-                fix="call it once for each array, or give it a function that returns one of them",
-            )
+        check_one_result(function, len(results))
         return self.relayout(results[0], layout)
 
     # -- parts
@@ -386,21 +346,21 @@ class _OnMesh(TorchFunctionMode):
 
 
 def _created(assignment: Assignment, draw: Initializer, seed: Any) -> tuple[Any, int]:
-    """A first value, and the checksum of what this process drew whole, which all must draw alike."""
+    """Return an initial value, and the checksum of a global value, which all processes must compute alike."""
     variable, layout = assignment.variable, assignment.layout
     dtype = torch_dtype(variable.dtype, variable.path)
     if draw.blocks is not None:
         return _in_blocks(draw.blocks, variable.shape, dtype, layout, assignment), 0
     if draw.program is not None:
         recipe = trace(draw.program.function, seed)
-        _check_drawn(assignment, recipe.shape, recipe.dtype)
+        check_initial_value(variable, recipe.shape, _name(recipe.dtype))
         if not recipe.why_global:
             return _in_blocks(recipe.blocks, recipe.shape, dtype, layout), 0
         value: Any = recipe.whole()
     else:
         value = draw.whole()
     tensor = whole(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
-    _check_drawn(assignment, tuple(tensor.shape), tensor.dtype)
+    check_initial_value(variable, tensor.shape, _name(tensor.dtype))
     return cut(tensor, layout), checksum(to_numpy(tensor)) if across() else 0
 
 
@@ -415,24 +375,9 @@ def _in_blocks(
     made = dict(zip(indices, blocks(list(indices.values())), strict=True))
     for ends, block in made.items():
         if assignment is not None and block.dtype != dtype:
-            _check_drawn(assignment, shape, block.dtype)
+            check_initial_value(assignment.variable, shape, _name(block.dtype))
         assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
     return from_blocks(shape, dtype, layout, lambda index: made.pop(tuple((p.start, p.stop) for p in index)))
-
-
-def _check_drawn(assignment: Assignment, shape: Sequence[int], dtype: torch.dtype) -> None:
-    variable = assignment.variable
-    if tuple(shape) == variable.shape and _name(dtype) == variable.dtype:
-        return
-    raise EngineError(
-        f"{variable.path}: its draw gives another array than the variable is",
-        facts={
-            "variable": f"{variable.dtype}{list(variable.shape)}",
-            "drawn": f"{_name(dtype)}{list(shape)}",
-        },
-        why="the first value of a variable has its shape and element type",
-        fix="make the initializer return that shape and element type",
-    )
 
 
 def _name(dtype: torch.dtype) -> str:

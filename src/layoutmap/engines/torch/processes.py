@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
+from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.torch import simulation
 
 __all__ = ["check_equal_everywhere", "common_seeds", "gathered", "random_state"]
@@ -67,12 +67,12 @@ def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
     rows = _gathered([value for _, value in checksums])
     for place, (path, _) in enumerate(checksums):
         if len({row[place] for row in rows}) > 1:
-            raise _differing(f"{path}: the processes drew different values")
+            raise processes_differ(f"{path}: the processes have different values")
 
 
 def _check_alike(value: Any, what: str) -> None:
     if len({pickle.dumps(each) for each in _gathered(value)}) > 1:
-        raise _differing(what)
+        raise processes_differ(what)
 
 
 def _gathered(value: Any) -> list[Any]:
@@ -80,11 +80,3 @@ def _gathered(value: Any) -> list[Any]:
     rows: list[Any] = [None] * simulation.world_size()
     dist.all_gather_object(rows, value)
     return rows
-
-
-def _differing(what: str) -> EngineError:
-    return EngineError(
-        what,
-        why="each process draws for itself, so all must draw the same",
-        fix="make the same model in all processes, and seed all alike before it is made: torch.manual_seed(0)",
-    )

@@ -1,0 +1,233 @@
+"""Checks that all engines make, and what they say: one message for each mistake, whatever the framework."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from layoutmap.core.blocks import Index, block_shape
+from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, VariableSpec
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    NumpyArray = npt.NDArray[Any]
+
+__all__ = [
+    "bound",
+    "check_initial_value",
+    "check_initializers",
+    "check_one_result",
+    "check_shard",
+    "checked_reader",
+    "device_names_of",
+    "no_devices",
+    "no_element_type",
+    "no_numbers",
+    "processes_differ",
+    "remember",
+]
+
+Value = TypeVar("Value")
+
+_MAX_REMEMBERED = 512
+
+
+# -- devices
+
+
+def no_devices(framework: str, kind: str, usable: str, why: str) -> EngineError:
+    """The error for a device type of which the machine has no device.
+
+    Args:
+        framework: The framework's name.
+        kind: The device type that was asked for.
+        usable: A device type that is there.
+        why: What the framework says.
+    """
+    return EngineError(
+        f"{framework} has no {kind} devices here",
+        why=why,
+        fix=f"use device_type={usable!r}, or install {framework} for {kind}",
+    )
+
+
+def device_names_of(
+    mesh: Mesh,
+    device_names: Callable[[str | None], Sequence[str]],
+    framework: str,
+    fix_too_few: str,
+    canonical_name: Callable[[str], str] = str.upper,
+) -> tuple[str, ...]:
+    """The names of a mesh's devices on this machine; those of an abstract mesh are the first devices.
+
+    Args:
+        mesh: The mesh.
+        device_names: Returns the names of all devices of a type.
+        framework: The framework's name.
+        fix_too_few: What to do where the machine has too few devices.
+        canonical_name: Returns the name of a device as `device_names` spells it.
+
+    Raises:
+        MeshError: The machine has too few devices, or not the ones that are named.
+    """
+    try:
+        there = device_names(mesh.device_type)
+    except EngineError as error:
+        raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
+    too_few = len(there) < mesh.size
+    if mesh.devices is None:
+        if too_few:
+            raise MeshError(
+                f"mesh of {mesh.size} devices, and {framework} has {len(there)}",
+                facts={"mesh": str(mesh), "devices": _listed(there)},
+                why="each place of the mesh needs a device",
+                fix=fix_too_few,
+            )
+        return tuple(there[: mesh.size])
+    names = tuple(map(canonical_name, mesh.devices))
+    known = set(there)
+    unknown = [given for given, name in zip(mesh.devices, names, strict=True) if name not in known]
+    if unknown:
+        raise MeshError(
+            f"device {unknown[0]!r} does not exist",
+            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(there)},
+            why=f"{framework} has {len(there)} devices of that type here, named by their type and number",
+            fix=fix_too_few if too_few else "name devices that exist, or pass devices=None",
+        )
+    return names
+
+
+def bound(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
+    """The mesh with its devices; the same object if it knows them and which are of this process.
+
+    Args:
+        mesh: The mesh, abstract or not.
+        names: The names of its devices.
+        here: Which of them are of this process, by their place in the mesh.
+    """
+    local_device_ids = tuple(here)
+    if mesh.devices is not None and local_device_ids == mesh.local_device_ids:
+        return mesh
+    return mesh.with_devices(names, local_device_ids=local_device_ids)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
+
+
+# -- element types
+
+
+def no_element_type(framework: str, name: str, path: str) -> EngineError:
+    """The error for a variable of an element type that no array in a layout has."""
+    return EngineError(
+        f"{path}: {framework} has no element type {name!r} in layouts",
+        why="arrays in layouts hold numbers and truth values",
+        fix="leave the variable to its framework, or store numbers",
+    )
+
+
+def no_numbers(framework: str, dtype: object) -> EngineError:
+    """The error for values that are neither numbers nor truth values."""
+    return EngineError(
+        f"{framework} cannot hold an array of {dtype} in a layout",
+        why="arrays in layouts hold numbers and truth values",
+        fix="pass an array of numbers",
+    )
+
+
+# -- values
+
+
+def check_initializers(
+    assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
+) -> None:
+    """Raise an `EngineError` unless each variable that is to be created has an initializer."""
+    missing = [key for key in assignments if key not in initializers]
+    if missing:
+        raise EngineError(
+            f"{missing[0]}: there is no initializer",
+            facts={"missing": ", ".join(missing[:10])},
+            why="each variable that is created needs one",
+            fix="pass an Initializer for each assignment",
+        )
+
+
+def check_initial_value(variable: VariableSpec, shape: Sequence[int], dtype: str) -> None:
+    """Raise an `EngineError` unless an initial value has the shape and element type of its variable."""
+    if tuple(shape) != variable.shape or dtype != variable.dtype:
+        raise EngineError(
+            f"{variable.path}: its initializer returns another array than the variable is",
+            facts={
+                "variable": f"{variable.dtype}{list(variable.shape)}",
+                "returned": f"{dtype}{list(shape)}",
+            },
+            why="the initial value of a variable has its shape and element type",
+            fix="make the initializer return that shape and element type",
+        )
+
+
+def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtype: str) -> None:
+    """Raise an `EngineError` unless what was read for an index has its shape and the variable's element type."""
+    if tuple(shape) != block_shape(index) or dtype != variable.dtype:
+        raise EngineError(
+            f"{variable.path}: a shard was read wrong",
+            facts={
+                "index": index,
+                "shard": f"{variable.dtype}{list(block_shape(index))}",
+                "read": f"{dtype}{list(shape)}",
+            },
+            why="a shard has the shape of its index and the variable's element type",
+            fix="return exactly the values at the index",
+        )
+
+
+def checked_reader(
+    variable: VariableSpec, read: Callable[[Index], NumpyArray]
+) -> Callable[[Index], NumpyArray]:
+    """A reader of a variable's shards that checks what it reads."""
+
+    def checked(index: Index) -> NumpyArray:
+        block = np.asarray(read(index))
+        check_shard(variable, index, block.shape, block.dtype.name)
+        return block
+
+    return checked
+
+
+def check_one_result(function: Callable[..., Any], num_results: int) -> None:
+    """Raise an `EngineError` unless a function that is called with one layout returns one array."""
+    if num_results != 1:
+        raise EngineError(
+            f"{getattr(function, '__name__', function)} returns {num_results} arrays",
+            why="one layout is for one array",
+            fix="call it once for each array, or pass a function that returns one of them",
+        )
+
+
+def processes_differ(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
+    """The error for processes that would initialize one variable to different values."""
+    return EngineError(
+        what,
+        facts=facts,
+        why="each process computes initial values for itself, and all must compute the same",
+        fix="make the same model in all processes, and give them the same seed before it is made",
+    )
+
+
+# -- what is known of programs
+
+
+def remember(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
+    """Keep a value, and forget what was kept longest ago. The caller holds a lock."""
+    cache[key] = value
+    while len(cache) > _MAX_REMEMBERED:
+        cache.popitem(last=False)
+    return value

@@ -1,0 +1,93 @@
+"""Arrays in shardings: made from blocks, and read shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import NamedSharding
+
+from layoutmap.core.blocks import Index, with_ends
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.checks import no_element_type, no_numbers
+from layoutmap.engines.jax.devices import Device
+
+__all__ = ["canonical", "dtype_of", "from_blocks", "ready", "shards_of"]
+
+NumpyArray = npt.NDArray[Any]
+
+
+def dtype_of(name: str, path: str) -> np.dtype[Any]:
+    """The element type of a name, if JAX holds it as it is.
+
+    Raises:
+        EngineError: It does not; names the path.
+    """
+    try:
+        dtype = np.dtype(jnp.dtype(name))
+        kept = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:
+        raise no_element_type("JAX", name, path) from None
+    if kept != dtype:
+        raise EngineError(
+            f"{path}: JAX would hold {name} as {kept}",
+            facts={"dtype": name},
+            why="64-bit numbers are switched off in JAX",
+            fix="jax.config.update('jax_enable_x64', True), or make the variable of 32 bits",
+        )
+    return dtype
+
+
+def canonical(values: NumpyArray) -> NumpyArray:
+    """Numpy values in the element type that JAX holds them in.
+
+    Raises:
+        EngineError: It holds no such elements.
+    """
+    number = jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
+    if not number or values.dtype.kind in "mM":
+        raise no_numbers("JAX", values.dtype)
+    return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
+
+
+def from_blocks(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: NamedSharding,
+    read: Callable[[Index], NumpyArray],
+) -> jax.Array:
+    """An array made from blocks, each read once."""
+    holders: dict[tuple[tuple[int, int], ...], list[Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        ends = with_ends(index or (), shape)
+        holders.setdefault(tuple((part.start, part.stop) for part in ends), []).append(device)
+    pieces: list[jax.Array] = []
+    for ends, devices in holders.items():
+        # A copy: on CPU devices JAX would share the memory of a numpy array, and a later change of it would show.
+        block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=True)
+        pieces.extend(jax.device_put(block, device) for device in devices)
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
+
+
+def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards that this process holds, each index once, with both ends."""
+    seen: set[tuple[tuple[int, int], ...]] = set()
+    for shard in array.addressable_shards:
+        index = with_ends(shard.index, array.shape)
+        key = tuple((part.start, part.stop) for part in index)
+        if key not in seen:
+            seen.add(key)
+            yield index, np.asarray(shard.data)
+
+
+def ready(array: Any) -> Any:
+    """The array, computed already where that matters.
+
+    On CPU devices, independent programs with collectives that are under way at the same time can wait for each other
+    for ever, so each is waited for.
+    """
+    return jax.block_until_ready(array) if next(iter(array.sharding.device_set)).platform == "cpu" else array
