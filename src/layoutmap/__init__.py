@@ -16,10 +16,11 @@ from layoutmap.core.errors import (
 )
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh, MeshDimension
-from layoutmap.plan.table import Plan, Problem
+from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import Match, Rule
 from layoutmap.scope.devices import create_mesh
 from layoutmap.scope.layout_map import Activations, LayoutMap
+from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import Scope, apply, build, layout_map_scope, plan, scope
 
 if TYPE_CHECKING:

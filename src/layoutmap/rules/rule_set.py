@@ -453,10 +453,10 @@ class Rules(MutableMapping[str, Layout]):
         return twin
 
     def _repr_html_(self) -> str:
-        from layoutmap.report.html import table
+        from layoutmap.core.text_table import html_table
 
         rows = [(str(rule.number), rule.pattern, _given(rule)) for rule in self.rules]
-        return table(self._title(), (self._rule, "pattern", "layout"), rows)
+        return html_table(self._title(), (self._rule, "pattern", "layout"), rows)
 
     def __str__(self) -> str:
         rules = self.rules
