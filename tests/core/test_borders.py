@@ -14,7 +14,7 @@ import layoutmap as lm
 from layoutmap.core.blocks import block_shape, whole_index, with_ends
 from layoutmap.core.uneven import fitted
 from layoutmap.core.variables import VariableSpec, itemsize
-from layoutmap.rules.rule_set import Candidates
+from layoutmap.rules.near_misses import Candidates
 from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "batch=2,model=4")

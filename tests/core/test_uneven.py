@@ -60,8 +60,8 @@ def test_an_axis_made_of_several_follows_the_first():
     [
         lambda: lm.LayoutMap(lm.Mesh(None, "model=4"), uneven="pad"),
         lambda: lm.LayoutMap(lm.Mesh(None, "model=4")).add("d1", ("model",), uneven="pad"),
-        lambda: lm.LayoutMap.from_yaml("{version: 3, uneven: pad}"),
-        lambda: lm.LayoutMap.from_yaml("{version: 3, rules: {d1: {layout: [model], uneven: pad}}}"),
+        lambda: lm.LayoutMap.from_yaml("{version: 1, uneven: pad}"),
+        lambda: lm.LayoutMap.from_yaml("{version: 1, rules: {d1: {layout: [model], uneven: pad}}}"),
     ],
 )
 def test_another_policy_is_refused(make):

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import layoutmap as lm
+from layoutmap.core.match import Match, Rule
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.rules.rule_set import Match, Rule
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 

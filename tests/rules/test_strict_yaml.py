@@ -13,7 +13,7 @@ import layoutmap as lm
 from layoutmap.rules.strict_yaml import read_yaml
 from layoutmap.testing import strategies
 
-HEAD = "version: 3\nmesh: {dims: {batch: 2, model: 4}}\n"
+HEAD = "version: 1\nmesh: {dims: {batch: 2, model: 4}}\n"
 
 # Ten lists, each of ten times the one before: ten thousand million values in 344 bytes.
 BOMB = "\n".join(
@@ -104,7 +104,7 @@ def test_what_surprises_is_refused(text, line, what):
 def test_a_wrong_type_is_told_with_its_place(text, what):
     """No value of another type gets as far as the mesh or a rule."""
     with pytest.raises(lm.RuleError) as caught:
-        lm.LayoutMap.from_yaml("version: 3\n" + text)
+        lm.LayoutMap.from_yaml("version: 1\n" + text)
 
     assert what == caught.value.what
 
@@ -164,7 +164,7 @@ for name in "bcdefghij":
     bomb = "&%s [%s,%s]" % (name, bomb, ",".join(["*" + chr(ord(name) - 1)] * 8))
 for place in {places!r}:
     try:
-        lm.LayoutMap.from_yaml("version: 3\\n" + place % bomb)
+        lm.LayoutMap.from_yaml("version: 1\\n" + place % bomb)
     except lm.RuleError:
         print("refused")
 """

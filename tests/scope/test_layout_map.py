@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.layout import Layout
+from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh
-from layoutmap.rules.rule_set import Match, nearest
+from layoutmap.rules.near_misses import nearest
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.testing import strategies
 

@@ -11,8 +11,8 @@ from functools import cache, cached_property
 
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.layout import Layout, as_shape
+from layoutmap.core.match import Match
 from layoutmap.core.uneven import Axes
-from layoutmap.rules.rule_set import Match
 
 __all__ = [
     "Assignment",

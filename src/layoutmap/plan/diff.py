@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from layoutmap.core.escaping import escaped
+from layoutmap.core.match import Match
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.text_table import html_table, size
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.plan.table import PlanTable
-from layoutmap.rules.rule_set import Match
 
 __all__ = ["Change", "PlanDiff", "diff_plans"]
 

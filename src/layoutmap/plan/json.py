@@ -27,12 +27,12 @@ from typing import Any, TypeVar, cast, get_args
 
 from layoutmap.core.errors import LayoutMapError, PlanError, brief
 from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsize
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
-from layoutmap.rules.rule_set import Match, Rule
 
 __all__ = ["FORMAT", "VERSION", "fingerprint", "plan_from_json", "plan_to_json"]
 

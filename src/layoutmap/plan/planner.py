@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from layoutmap.core.errors import LayoutError, PlanError
 from layoutmap.core.layout import Layout
+from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import path_pattern, path_shape
 from layoutmap.core.uneven import Uneven, derived_layout, fitted
@@ -18,8 +19,9 @@ from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity, in_order
 from layoutmap.plan.table import PlanTable
-from layoutmap.rules.rule_set import Candidates, Match, Rule, Rules
-from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.rules.near_misses import Candidates
+from layoutmap.rules.rule_set import RuleSet
+from layoutmap.rules.rules import Rules
 
 __all__ = ["make_table"]
 
@@ -30,7 +32,7 @@ _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
 
 def make_table(
     variables: Sequence[VariableSpec],
-    layout_map: LayoutMap,
+    layout_map: RuleSet,
     *,
     global_init: Mapping[tuple[str, str], str] | None = None,
     limits: Sequence[Unsupported] = (),
@@ -82,7 +84,7 @@ class _Planning:
     def __init__(
         self,
         variables: Sequence[VariableSpec],
-        layout_map: LayoutMap,
+        layout_map: RuleSet,
         mesh: Mesh,
         global_init: Mapping[tuple[str, str], str],
     ) -> None:

@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any, Self
 
 from layoutmap.core.errors import PlanError
+from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.problems import Problem, group_problems, in_order
-from layoutmap.rules.rule_set import Match, nearest
+from layoutmap.rules.near_misses import nearest
 
 __all__ = ["PlanTable"]
 

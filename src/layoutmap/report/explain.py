@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layoutmap.core.escaping import escaped
+from layoutmap.core.match import how_to_change
 from layoutmap.core.paths import path_pattern
 from layoutmap.core.text_table import size
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.text import shape_text
-from layoutmap.rules.rule_set import how_to_change
 
 __all__ = ["explain_text"]
 

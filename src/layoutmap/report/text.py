@@ -6,13 +6,13 @@ Names are escaped here, each where it is put into a line: afterwards a newline o
 from __future__ import annotations
 
 from layoutmap.core.escaping import escaped
+from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.text_table import size, text_table
 from layoutmap.core.variables import full_names, has_several_models
 from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.rows import Row, plan_rows
-from layoutmap.rules.rule_set import Match, Rule
 
 __all__ = [
     "ACTIVATION_COLUMNS",

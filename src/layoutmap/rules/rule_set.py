@@ -1,595 +1,219 @@
-"""Rules: regexes over paths and the layout that each gives, as a dict that is read by path.
-
-The rules are tried in the order in which they were added, and the first that matches wins. Everything that lost is
-kept and can be asked for, since "which rule won, and why not mine?" is the question people have.
-"""
+"""The rules of one map: those over variables' paths, and those over layers' paths for the layers' outputs."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import re
-import threading
-import warnings
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
-from dataclasses import dataclass, replace
-from typing import Any
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
 
-from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, RuleError
-from layoutmap.core.layout import Layout, as_layout
-from layoutmap.core.mesh import Mesh
-from layoutmap.core.uneven import Uneven, as_uneven
-from layoutmap.rules.backtracking import doubling_text
-from layoutmap.rules.index import RuleIndex
+from layoutmap.core.errors import MeshError
+from layoutmap.core.mesh import Mesh, as_mesh
+from layoutmap.core.mesh_dims import kind_of
+from layoutmap.core.uneven import Uneven
+from layoutmap.rules import presets, yaml_file
+from layoutmap.rules.rules import WRITING, MeshSlot, Rules
 
-__all__ = ["Candidates", "Match", "MeshSlot", "Rule", "Rules", "how_to_change", "nearest"]
-
-_MISSING: Any = object()
-_CLOSE = 0.6
-_NUMBER = re.compile(r"\d+")
+__all__ = ["Activations", "RuleSet", "mesh_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule of a layout map.
+class Activations(Rules):
+    """The part of a layout map that says in which layout a layer's output is: `layout_map.activations`.
 
-    Args:
-        number: Its place in the map, counted from 1.
-        pattern: The regex.
-        layout: The layout it gives.
-        uneven: What happens to an axis that does not divide.
+    A dict from regex over a layer's path to a layout, with the semantics of the rules for variables. A layer puts out
+    one array or several in a tuple, list or dict; the layout is for each array among them, and its rank must be theirs.
+    What a layer puts out is not known before it runs, so another rank is an error when that layer is first called.
     """
 
-    number: int
-    pattern: str
-    layout: Layout
-    uneven: Uneven = "error"
+    _rule = "activation rule"
+    _paths = "layers' paths"
+    _written = "layout_map.activations"
+    _example = r"blocks\.\d+"
+    _otherwise = "what it puts out stays as it comes"
 
-    def __str__(self) -> str:
-        return f"rule {self.number}  {self.pattern}"
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What a layout map says of one path.
-
-    Args:
-        path: The path.
-        rule: The rule that won, or `None` if no rule matches.
-        others: The rules that match too and lost, in the order of the map.
-        near_misses: Patterns that come close, if no rule matches.
-        otherwise: What happens to the path if no rule matches.
-    """
-
-    path: str
-    rule: Rule | None
-    others: tuple[Rule, ...] = ()
-    near_misses: tuple[str, ...] = ()
-    otherwise: str = "it is replicated"
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout that won, or `None`."""
-        return self.rule and self.rule.layout
-
-    def __str__(self) -> str:
-        if self.rule is None:
-            near = "".join(f"\n  near miss  {p}" for p in self.near_misses)
-            return f"{self.path}: no rule matches, so {self.otherwise}{near}"
-        lost = "".join(f"\n  also matches  {rule}: would give {_given(rule)}" for rule in self.others)
-        change = f"  {'change it':<{12 if lost else 9}}  {how_to_change(self.rule, [self.path])}"
-        return f"{self.path}: {self.rule} -> {_given(self.rule)}{lost}\n{change}"
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
 
-_NewRule = tuple[Any, Any, Any]
-"""A pattern, a layout and `uneven` (`None`: as the map says), unchecked."""
+class RuleSet(Rules):
+    """A dict from regex over a variable's path to a layout, and one of layers' paths beside it: pure.
 
-
-@dataclass(slots=True)
-class MeshSlot:
-    """The mesh that the rules of one map share; `None` until the first layout brings it."""
-
-    mesh: Mesh | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One rule as a map keeps it: what is seen of it, its compiled pattern, and whether it says `uneven` itself."""
-
-    rule: Rule
-    compiled: re.Pattern[str]
-    says_uneven: bool
-
-
-class _Table:
-    """The rules of a map by pattern, in order, and their index.
-
-    A table only grows, and a map that takes rules out begins another: so a lookup needs no lock, whatever another
-    thread does to the map meanwhile.
-    """
-
-    def __init__(self, entries: Iterable[_Entry] = ()) -> None:
-        self.entries: dict[str, _Entry] = {}
-        self.in_order: list[Rule] = []
-        self.index = RuleIndex()
-        for entry in entries:
-            self.append(entry)
-
-    def append(self, entry: _Entry) -> None:
-        number = len(self.in_order) + 1
-        if entry.rule.number != number:
-            entry = replace(entry, rule=replace(entry.rule, number=number))
-        self.in_order.append(entry.rule)
-        self.index.append(entry.compiled)
-        self.entries[entry.rule.pattern] = entry
-
-    def layouts(self) -> dict[str, Layout]:
-        return {rule.pattern: rule.layout for rule in self.in_order.copy()}
-
-    def copy(self) -> _Table:
-        return _Table(self.entries.copy().values())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Table, (list(self.entries.copy().values()),)
-
-
-WRITING = threading.RLock()
-"""Held while a map changes, never while a path is looked up."""
-
-
-class Rules(MutableMapping[str, Layout]):
-    """A dict from regex over a path to a layout: what `LayoutMap` and its `activations` are.
-
-    Reading (`rules[path]`, `rules.get(path)`) looks the path up: an exact key first, then `re.match` over the rules in
-    insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`, `items`, ...)
-    is the dict of the rules themselves. One thread may change it while others look paths up; they see it before a
-    change or after it.
+    `LayoutMap` is this with the methods that make models.
 
     Args:
-        slot: The mesh to which tuples of specs are bound, shared with the other rules of a map.
-        rules: Rules to begin with, in order.
-        uneven: What happens to an axis that does not divide, where a rule does not say it itself.
+        mesh: See `LayoutMap`.
+        rules: See `LayoutMap`.
+        activations: See `LayoutMap`.
+        uneven: See `LayoutMap`.
 
     Raises:
         RuleError: See `__setitem__`.
+        MeshError: The mesh is none, or the text says none.
     """
 
-    # What messages call a rule and its paths, what they say to type, and what is done where no rule matches.
-    _rule = "rule"
-    _paths = "variable paths"
-    _written = "layout_map"
-    _example = r".*\.kernel"
-    _otherwise = "it is replicated"
-
-    def __init__(self, slot: MeshSlot, rules: Mapping[str, Any] | None = None, uneven: Uneven = "error"):
-        self._slot = slot
-        self._default_uneven: Uneven = as_uneven(uneven, self._written)
-        self._table = _Table()
-        Rules.update(self, rules or {})
-
-    # -- looking up a path
-
-    def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
-        rule = self._first(path)
-        return rule and rule.layout
-
-    def get(self, path: str, default: Any = None) -> Any:
-        """The layout of a path, or `default` if no rule matches."""
-        rule = self._first(path)
-        return rule.layout if rule else default
-
-    def match(self, path: str) -> Match:
-        """What the map says of a path, and why: the rule that won, those that lost, near misses if none matches.
-
-        Example:
-            >>> rules = {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)}
-            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"), rules)
-            >>> print(layout_map.match("d1.kernel"))
-            d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
-              also matches  rule 2  d1.*: would give (model, unsharded)
-              change it     the first rule that matches wins: put one before rule 1, or change that
-        """
-        won, *lost = self.matching_rules(path) or [None]
-        near = () if won else tuple(nearest(path, self))
-        return Match(path, won, tuple(rule for rule in lost if rule), near, self._otherwise)
-
-    def matching_rules(self, path: str) -> list[Rule]:
-        """All rules that match a path, the one that wins first."""
-        table = self._table
-        found = [table.in_order[number] for number in table.index.matches(path)]
-        exact = table.entries.get(path)
-        if exact is not None:
-            found = [exact.rule, *(rule for rule in found if rule.pattern != path)]
-        return found
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules, in order, numbered from 1."""
-        return tuple(self._table.in_order)
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh of the map; `None` while it has neither a mesh nor a rule."""
-        return self._slot.mesh
-
-    def _first(self, path: str) -> Rule | None:
-        table = self._table
-        exact = table.entries.get(path)
-        if exact is not None:
-            return exact.rule
-        number = next(table.index.matches(path), None)
-        return None if number is None else table.in_order[number]
-
-    # -- the dict of rules
-
-    def __setitem__(self, pattern: str, layout: Layout | Sequence[Any]) -> None:
-        """Add a rule, after those that are there.
-
-        Args:
-            pattern: A regex over paths.
-            layout: A `Layout`, one of `tf.experimental.dtensor`, or a tuple of specs to bind to the map's mesh.
-
-        Raises:
-            RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does
-                not have, or lies on another mesh than the rest of the map. Nothing is changed then.
-
-        Warns:
-            LayoutMapWarning: The pattern can take exponential time to fail, as `(a+)+$` does.
-        """
-        self._add([(pattern, layout, None)])
-
-    def add(
+    def __init__(
         self,
-        pattern: str,
-        layout: Layout | Sequence[Any],
+        mesh: Mesh | str | None = None,
+        rules: Mapping[str, Any] | None = None,
+        activations: Mapping[str, Any] | None = None,
         *,
-        uneven: Uneven | None = None,
-    ) -> None:
-        """Add a rule, after those that are there, and say more of it.
-
-        Args:
-            pattern: See `__setitem__`.
-            layout: See `__setitem__`.
-            uneven: `"error"`, `"replicate"` (the axis is left whole) or `"shrink"` (it is cut over as many of its mesh
-                dims as divide it); `None`: as the map says.
-
-        Raises:
-            RuleError: See `__setitem__`.
-
-        Example:
-            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"))
-            >>> layout_map.add(r".*\\.key\\.kernel", (None, "model", None), uneven="replicate")
-            >>> print(layout_map)
-            LayoutMap on model=4, 1 rules
-               1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
-        """
-        self._add([(pattern, layout, uneven)])
-
-    def _add(self, new: Iterable[_NewRule]) -> None:
-        new = list(new)
-        with WRITING:
-            self._put(*self._checked(new, self._slot.mesh))
-
-    def _checked(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[_Entry]]:
-        """The rules as entries, and the mesh with them; nothing is changed."""
-        made: dict[str, _Entry] = {}
-        for pattern, layout, uneven in new:
-            entry = self._entry(pattern, layout, uneven, mesh, made)
-            made[entry.rule.pattern] = entry
-            mesh = entry.rule.layout.mesh
-        return mesh, list(made.values())
-
-    def _put(self, mesh: Mesh | None, entries: Iterable[_Entry]) -> None:
-        self._slot.mesh = mesh
-        for entry in entries:
-            self._table.append(entry)
-
-    def _entry(
-        self, pattern: Any, layout: Any, uneven: Any, mesh: Mesh | None, beside: Mapping[str, _Entry]
-    ) -> _Entry:
-        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RuleError(
-                f"{self._rule} {pattern!r} is not text",
-                why=f"a rule is a regex over {self._paths}",
-                fix=f'write it as in {self._written}[r"{self._example}"]',
-            )
-        pattern = str.__str__(pattern)  # and not a class derived from it, such as numpy's
-        there = self._table.entries.get(pattern) or beside.get(pattern)
-        if there is not None:
-            raise RuleError(
-                f"{self._rule} {pattern!r} is in the map already",
-                facts={"there": there.rule.layout, "new": layout},
-                why="two layouts for one pattern contradict each other",
-                fix=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
-            )
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise RuleError(
-                f"{self._rule} {pattern!r} is not a regex", why=_why(error), fix=_fix(pattern)
-            ) from error
-        try:
-            value = as_layout(layout, mesh)
-        except LayoutMapError as error:
-            raise RuleError(
-                f"{self._rule} {pattern!r}: {error.what}", facts=error.facts, why=error.why, fix=error.fix
-            ) from error
-        if mesh is not None and value.mesh != mesh:
-            raise RuleError(
-                f"{self._rule} {pattern!r}: its layout is on another mesh",
-                facts=_difference(mesh, value.mesh),
-                why="one program runs all variables of a model on one mesh",
-                fix="use the map's mesh, or make another map",
-            )
-        own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
-        self._warn_of_backtracking(compiled)
-        number = len(self._table.in_order) + len(beside) + 1
-        return _Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
-
-    def _warn_of_backtracking(self, compiled: re.Pattern[str]) -> None:
-        text = doubling_text(compiled)
-        if text is not None:
-            warning = LayoutMapWarning(
-                f"{self._rule} {compiled.pattern!r} can take for ever on a path that it does not match",
-                facts={"for example": f"a path with {text!r} many times in a row"},
-                why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
-                fix="write it with one way to match, as in [^.]+ for a part of a path",
-            )
-            warnings.warn(warning, stacklevel=_level_of_user())
+        uneven: Uneven = "error",
+    ):
+        super().__init__(MeshSlot(mesh_of(mesh)), rules, uneven)
+        self._activations = Activations(self._slot, activations)
 
     @property
-    def uneven(self) -> Uneven:
-        """What happens to an axis that does not divide, where a rule does not say it itself."""
-        return self._default_uneven
-
-    def __delitem__(self, pattern: str) -> None:
-        with WRITING:
-            rest = self._table.entries.copy()
-            del rest[pattern]
-            self._table = _Table(rest.values())
+    def activations(self) -> Activations:
+        """The rules for what layers put out; they share the map's mesh."""
+        return self._activations
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
-        """Add rules, in order: all of them, or none if one cannot be added.
+        """Add rules, in order, and those for activations if they come from a layout map: all of them, or none.
 
         Raises:
             RuleError: See `__setitem__`.
         """
-        self._add(self._new_rules(rules, more))
-
-    def _new_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
-        if isinstance(rules, Rules):
-            new: list[_NewRule] = [
-                (r.pattern, r.layout, r.uneven if r.uneven != self._default_uneven else None)
-                for r in rules.rules
-            ]
-        elif hasattr(rules, "keys"):
-            new = [(pattern, rules[pattern], None) for pattern in rules.keys()]  # noqa: SIM118
-        else:
-            new = [(pattern, layout, None) for pattern, layout in rules]
-        return [*new, *((pattern, layout, None) for pattern, layout in more.items())]
-
-    def _uneven_rules(self) -> dict[str, Uneven]:
-        """The rules that say themselves what happens to an axis that does not divide."""
-        entries = self._table.entries.copy().items()
-        return {pattern: entry.rule.uneven for pattern, entry in entries if entry.says_uneven}
-
-    def __contains__(self, pattern: object) -> bool:
-        return pattern in self._table.entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._table.entries))
-
-    def __reversed__(self) -> Iterator[str]:
-        return reversed(list(self._table.entries))
-
-    def __len__(self) -> int:
-        return len(self._table.entries)
-
-    def values(self) -> ValuesView[Layout]:
-        """The layouts, in order, as they are now."""
-        return self._table.layouts().values()
-
-    def items(self) -> ItemsView[str, Layout]:
-        """Pairs of pattern and layout, in order, as they are now."""
-        return self._table.layouts().items()
-
-    def pop(self, pattern: str, default: Any = _MISSING) -> Any:
-        """Take a rule out and give its layout; without that rule, `default`.
-
-        Raises:
-            KeyError: There is no such rule and no default.
-        """
+        theirs = rules._activations if isinstance(rules, RuleSet) else ()
+        new, new_activations = self._new_rules(rules, more), self._activations._new_rules(theirs, {})
         with WRITING:
-            entry = self._table.entries.get(pattern)
-            if entry is not None:
-                del self[pattern]
-                return entry.rule.layout
-        if default is _MISSING:
-            raise KeyError(pattern)
-        return default
-
-    def popitem(self) -> tuple[str, Layout]:
-        """Take the last rule out.
-
-        Raises:
-            KeyError: There are no rules.
-        """
-        with WRITING:
-            if not self:
-                raise KeyError("popitem(): layout map is empty")
-            pattern = next(reversed(self))
-            return pattern, self.pop(pattern)
-
-    def setdefault(self, pattern: str, default: Any = None) -> Layout:
-        """The layout of the rule with this very pattern; adds it if there is none.
-
-        Raises:
-            RuleError: It has to be added and cannot; see `__setitem__`.
-        """
-        with WRITING:
-            if pattern not in self:
-                self[pattern] = default
-            return self._table.entries[pattern].rule.layout
-
-    def clear(self) -> None:
-        """Take all rules out. The mesh stays."""
-        with WRITING:
-            self._table = _Table()
+            mesh, entries = self._checked(new, self.mesh)
+            mesh, activations = self._activations._checked(new_activations, mesh)
+            self._put(mesh, entries)
+            self._activations._put(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
-        """Whether two have the same rules in the same order, on the same mesh; any other mapping has no order.
+        """Whether two maps have the same rules in the same order, on the same mesh, activations included.
 
-        Rules for variables and rules for activations are never equal.
+        Any other mapping has no order and stands for a map without activations.
         """
-        if isinstance(other, Rules):
-            return self._rule == other._rule and self.mesh == other.mesh and self.rules == other.rules
-        return self._table.layouts() == other if isinstance(other, Mapping) else NotImplemented
+        same = super().__eq__(other)
+        theirs: object = other._activations if isinstance(other, RuleSet) else {}
+        return same if same is NotImplemented else same and self._activations == theirs
 
     __hash__ = None  # type: ignore[assignment]
 
     def __copy__(self) -> Any:
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__, _slot=MeshSlot(self._slot.mesh), _table=self._table.copy())
+        twin = super().__copy__()
+        twin._activations = copy.copy(self._activations)
+        twin._activations._slot = twin._slot
         return twin
 
-    def _repr_html_(self) -> str:
-        from layoutmap.core.text_table import html_table
+    def to_yaml(self) -> str:
+        """The map as a rules file, to be kept beside the model; see `layoutmap.rules.yaml_file`.
 
-        rows = [(str(rule.number), rule.pattern, _given(rule)) for rule in self.rules]
-        return html_table(self._title(), (self._rule, "pattern", "layout"), rows)
+        Example:
+            >>> print(lm.LayoutMap(lm.Mesh(None, "model=4"), {r"d1\\.kernel": (None, "model")}).to_yaml())
+            version: 1
+            mesh:
+              dims:
+                model: 4
+            rules:
+              d1\\.kernel: [null, model]
+        """
+        mesh = self.mesh
+        return yaml_file.to_yaml(
+            yaml_file.RulesFields(
+                dims=None if mesh is None else {dim.name: dim.size for dim in mesh.mesh_dims},
+                mesh_name="" if mesh is None else mesh.name,
+                devices=None if mesh is None else mesh.devices,
+                rules={pattern: layout.sharding_specs for pattern, layout in self.items()},
+                activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
+                uneven=self.uneven,
+                uneven_rules=self._uneven_rules(),
+            )
+        )
+
+    @classmethod
+    def from_yaml(cls, text: str, mesh: Mesh | None = None) -> Self:
+        """Read a rules file.
+
+        Args:
+            text: The text of the file.
+            mesh: The mesh to use instead of the file's.
+
+        Raises:
+            RuleError: The text is no rules file, or a rule of it is not allowed.
+            MeshError: Its mesh is not allowed.
+
+        Example:
+            >>> text = "{version: 1, rules: {d1: [model]}}"
+            >>> lm.LayoutMap.from_yaml(text, lm.Mesh(None, "model=4"))["d1"].sharding_specs
+            ('model',)
+        """
+        fields = yaml_file.from_yaml(text)
+        if mesh is None and fields.dims is not None:
+            mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
+        return cls._of(fields, mesh)
+
+    @classmethod
+    def preset(
+        cls, name: str, mesh: Mesh, *, model_dim: str | None = "model", fsdp_dim: str | None = None
+    ) -> Self:
+        """Make a map for a family of models that this library knows.
+
+        It is a map as any other: rules can be added and taken out, and `to_yaml` writes it to a file.
+
+        Args:
+            name: The family, as in `"llama"`; `layoutmap.rules.presets.names()` are all.
+            mesh: The mesh.
+            model_dim: The mesh dim that layers are cut over: what goes into a device is whole, and it computes with its
+                heads, experts or features. `None`: they are not.
+            fsdp_dim: A mesh dim that weights are cut over along another axis, too, and gathered where they are used. It
+                must be the one that batches are cut over, as `scope(batch_dim=..)` says: `activations` then keep what
+                blocks put out cut along the batch. `None`: there is none, and there are no such rules.
+
+        Raises:
+            RuleError: There is no such preset, or the mesh has no such dim.
+
+        Example:
+            >>> mesh = lm.Mesh(None, "data=2,tp=4")
+            >>> layout_map = lm.LayoutMap.preset("llama", mesh, model_dim="tp")
+            >>> layout_map["backbone.transformer_layer_0.feedforward_gate_dense.kernel"].sharding_specs
+            ('unsharded', 'tp')
+            >>> layout_map = lm.LayoutMap.preset("llama", mesh, model_dim="tp", fsdp_dim="data")
+            >>> layout_map["backbone.transformer_layer_0.feedforward_gate_dense.kernel"].sharding_specs
+            ('data', 'tp')
+            >>> layout_map.activations["backbone.transformer_layer_0"].sharding_specs
+            ('data', 'unsharded', 'unsharded')
+        """
+        mesh = mesh_of(mesh) or mesh
+        return cls._of(presets.read(name, mesh, model_dim, fsdp_dim), mesh)
+
+    @classmethod
+    def _of(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
+        made = cls(mesh, activations=fields.activations, uneven=fields.uneven)
+        for pattern, specs in fields.rules.items():
+            made.add(pattern, specs, uneven=fields.uneven_rules.get(pattern))
+        return made
+
+    def __repr__(self) -> str:
+        if self._uneven_rules():  # only `add` can say it for one rule
+            return f"{type(self).__name__}.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
+        parts = [repr(self.mesh), _written(self)]
+        if self._activations:
+            parts.append(f"activations={_written(self._activations)}")
+        if self.uneven != "error":
+            parts.append(f"uneven={self.uneven!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def __str__(self) -> str:
-        rules = self.rules
-        width = max((len(rule.pattern) for rule in rules), default=0)
-        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {_given(rule)}" for rule in rules]
-        return "\n".join([f"{self._title()}, {len(rules)} rules", *rows])
-
-    def name_of(self, rule: Rule) -> str:
-        """What messages call one of these rules: `rule 2  .*kernel`, `activation rule 1  blocks`."""
-        return f"{self._rule} {rule.number}  {rule.pattern}"
-
-    def _title(self) -> str:
-        return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
+        return "\n".join([super().__str__(), *([str(self._activations)] if self._activations else [])])
 
 
-def _level_of_user() -> int:
-    """The `stacklevel` at which a warning of the function that asks names the user's line."""
-    frame, level = inspect.currentframe(), -1
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == "layoutmap":
-        frame, level = frame.f_back, level + 1
-    return level + 1
+def mesh_of(mesh: Any) -> Mesh | None:
+    """The mesh of a map, from what it is given."""
+    if isinstance(mesh, str):
+        return Mesh(None, mesh)
+    mesh = as_mesh(mesh)
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    raise MeshError(
+        f"{mesh!r} is no mesh",
+        why=f"it is {kind_of(mesh)}",
+        fix='pass a Mesh, as create_mesh("batch=2,model=4") makes one, or that text',
+    )
 
 
-def how_to_change(rule: Rule, paths: Sequence[str]) -> str:
-    """What to do about a rule that won, to have what has these paths elsewhere."""
-    if rule.pattern in paths:
-        return f"a rule that is the path itself wins over all others: change rule {rule.number}"
-    return f"the first rule that matches wins: put one before rule {rule.number}, or change that"
-
-
-def _given(rule: Rule) -> str:
-    """What a rule gives, and what it does with an axis that does not divide unless that is an error."""
-    return str(rule.layout) + (f'  uneven="{rule.uneven}"' if rule.uneven != "error" else "")
-
-
-def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
-    """In what two meshes differ, however many devices they have."""
-    said: tuple[str, str]
-    if ours.mesh_dims != theirs.mesh_dims:
-        said = str(ours), str(theirs)
-    elif ours.name != theirs.name:
-        said = f"named {ours.name!r}", f"named {theirs.name!r}"
-    elif ours.devices is None or theirs.devices is None:
-        said = tuple("abstract" if m.is_abstract else f"on {m.device_type} devices" for m in (ours, theirs))  # type: ignore[assignment]
-    else:
-        pairs = enumerate(zip(ours.devices, theirs.devices, strict=True))
-        said = next((f"{a!r} at place {i}", f"{b!r} at place {i}") for i, (a, b) in pairs if a != b)
-    return {"map's": said[0], "layout's": said[1]}
-
-
-def _why(error: Exception) -> str:
-    if not isinstance(error, re.error):
-        return str(error)
-    return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
-
-
-def _fix(pattern: str) -> str:
-    if re.search(r"(^|[(|])\*", pattern):  # the most common slip: a glob
-        meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
-        if _is_regex(meant):
-            return f"a regex says .* for anything: {meant!r}"
-    return f"fix the regex, or escape all its signs: {re.escape(pattern)!r}"
-
-
-def _is_regex(pattern: str) -> bool:
-    try:
-        return bool(re.compile(pattern))
-    except (re.error, OverflowError, RecursionError):
-        return False
-
-
-def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates most like a path or a pattern, best first; digits and regex signs do not count.
-
-    Example:
-        >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
-        ['d1.kernel']
-        >>> nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
-        ['layers.3.self_attention.query_dense.kernel']
-    """
-    return Candidates(candidates).nearest(text, count)
-
-
-class Candidates:
-    """Paths or patterns among which near misses are looked for many times; those of repeated blocks count as one.
-
-    Args:
-        candidates: The paths or patterns.
-        most: How many comparisons may be made in all, each of some 50 microseconds; where one search would need more
-            than are left, it finds nothing. `None`: any number.
-    """
-
-    def __init__(self, candidates: Iterable[str], most: int | None = None) -> None:
-        self._left = most
-        self._by_skeleton: dict[str, dict[tuple[str, ...], str]] = {}
-        for candidate in candidates:
-            numbers = tuple(_NUMBER.findall(candidate))
-            self._by_skeleton.setdefault(_skeleton(candidate), {}).setdefault(numbers, candidate)
-
-    def nearest(self, text: str, count: int = 3) -> list[str]:
-        """See `nearest`."""
-        if self._left is not None:
-            if len(self._by_skeleton) > self._left:
-                return []
-            self._left -= len(self._by_skeleton)
-        wanted = _skeleton(text).split(".")
-        numbers = tuple(_NUMBER.findall(text))
-        matcher = difflib.SequenceMatcher()
-        scored: list[tuple[float, str]] = []
-        for skeleton, block in self._by_skeleton.items():
-            # Of repeated blocks one is named: that of the same number, if it is there.
-            candidate = block.get(numbers) or next(iter(block.values()))
-            parts = skeleton.split(".")
-            # A pattern that starts with .* says nothing of the path's first parts.
-            shared = min(len(parts), len(wanted))
-            matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
-            # The last word says what a variable is; to be another kind of variable is the least likely slip.
-            score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
-            if score < _CLOSE and _is_part_of(wanted, parts):
-                score = _CLOSE
-            if score >= _CLOSE:
-                scored.append((-score, candidate))
-        return [candidate for _, candidate in sorted(scored)[:count]]
-
-
-def _is_part_of(wanted: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether a path's parts begin with the words that are looked for, in their order, with others between them."""
-    rest = iter(parts)
-    return any(wanted) and all(any(part.startswith(word) for part in rest) for word in wanted)
-
-
-def _skeleton(text: str) -> str:
-    """What is left of a path or a pattern without numbers and regex signs: its words, joined by dots."""
-    text = text.replace("\\.", ".")
-    text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
-    return re.sub(r"\.+", ".", text).strip(".")
+def _written(rules: Rules) -> str:
+    """Rules as code, one a line."""
+    lines = "".join(f"    {p!r}: {layout.sharding_specs!r},\n" for p, layout in rules.items())
+    return f"{{{chr(10) if lines else ''}{lines}}}"

@@ -1,6 +1,6 @@
 """A layout map as YAML: the rules file that a project keeps beside its model.
 
-    version: 3
+    version: 1
     mesh:
       dims: {batch: 2, model: 4}
     rules:
@@ -8,7 +8,6 @@
       head\\.kernel: [[batch, model], null]
     activations:
       blocks\\.\\d+: [batch, null, null]
-
     uneven: shrink
 
 A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
@@ -20,9 +19,7 @@ file may use is in `layoutmap.rules.strict_yaml`.
 
     # yaml-language-server: $schema=rules.schema.json
 
-The order of the rules is their order in the file. A map is written in the oldest version that can say it, since earlier
-releases read that: 1 has no activations, and 1 and 2 no `uneven`. This module knows the form; `LayoutMap` checks what
-it means.
+The order of the rules is their order in the file. This module knows the form; `LayoutMap` checks what it means.
 """
 
 from __future__ import annotations
@@ -39,16 +36,12 @@ from layoutmap.rules.strict_yaml import read_yaml
 
 __all__ = ["VERSION", "RulesFields", "from_yaml", "schema", "to_yaml"]
 
-VERSION = 3
-"""The newest version of the form; all from 1 on are read."""
+VERSION = 1
+"""The version of the form."""
 
-_KEYS = {
-    1: {"version", "mesh", "rules"},
-    2: {"version", "mesh", "rules", "activations"},
-    3: {"version", "mesh", "rules", "activations", "uneven"},
-}
+_KEYS = {"version", "mesh", "rules", "activations", "uneven"}
 _MESH_KEYS = {"dims", "name", "devices"}
-_MEND = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
+_FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +79,9 @@ def to_yaml(fields: RulesFields) -> str:
     def in_one_line(dumper: Any, data: Flow) -> Any:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
-    def text_of_numpy(dumper: Any, data: str) -> Any:
-        return dumper.represent_str(str(data))
-
     def mapping_in_one_line(dumper: Any, data: FlowMapping) -> Any:
         return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
 
-    Dumper.add_multi_representer(str, text_of_numpy)
     Dumper.add_representer(Flow, in_one_line)
     Dumper.add_representer(FlowMapping, mapping_in_one_line)
 
@@ -104,8 +93,7 @@ def to_yaml(fields: RulesFields) -> str:
         own = fields.uneven_rules.get(pattern)
         return FlowMapping(layout=listed, uneven=own) if own else listed
 
-    says_uneven = fields.uneven != "error" or fields.uneven_rules
-    data: dict[str, Any] = {"version": 3 if says_uneven else 2 if fields.activations else 1}
+    data: dict[str, Any] = {"version": VERSION}
     if fields.dims is not None:
         mesh: dict[str, Any] = {"dims": dict(fields.dims)}
         if fields.mesh_name:
@@ -130,21 +118,21 @@ def from_yaml(text: str) -> RulesFields:
     """
     data = read_yaml(text)
     version: Any = _mapping(data, "it", None).get("version")
-    if version not in tuple(_KEYS):
+    if version != VERSION:
         raise RuleError(
             f"rules file of version {brief(version)}",
-            why=f"this layoutmap reads versions 1 to {VERSION}",
+            why=f"this layoutmap reads version {VERSION}",
             fix=f"write version: {VERSION} in its first line, or use the layoutmap that wrote it",
         )
-    top = _mapping(data, "it", _KEYS[version])
+    top = _mapping(data, "it", _KEYS)
     mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
     name: Any = (mesh or {}).get("name")
     devices: Any = (mesh or {}).get("devices")
     if not isinstance(name, str | None):
-        raise RuleError("rules file: mesh name is no text", facts={"there": brief(name)}, fix=_MEND)
+        raise RuleError("rules file: mesh name is no text", facts={"there": brief(name)}, fix=_FIX)
     if devices is not None and not _are_texts(devices):
         raise RuleError(
-            "rules file: mesh devices is no list of texts", facts={"there": brief(devices)}, fix=_MEND
+            "rules file: mesh devices is no list of texts", facts={"there": brief(devices)}, fix=_FIX
         )
     dims = None if mesh is None else _mapping(mesh.get("dims"), "mesh dims", None)
     for dim, size in (dims or {}).items():
@@ -155,7 +143,7 @@ def from_yaml(text: str) -> RulesFields:
                 why="it is the number of devices along the dim",
                 fix=f"write a number, as in {{{dim}: 4}}",
             )
-    rules, uneven_rules = _split(_mapping(_or_none(top, "rules"), "rules", None), version)
+    rules, uneven_rules = _split(_mapping(_or_none(top, "rules"), "rules", None))
     return RulesFields(
         dims=dims,
         mesh_name=name or "",
@@ -168,7 +156,7 @@ def from_yaml(text: str) -> RulesFields:
 
 
 def schema() -> str:
-    """The JSON Schema of a rules file, all versions: its form, and not whether its patterns and dims are right."""
+    """The JSON Schema of a rules file: its form, and not whether its patterns and dims are right."""
     return Path(__file__).with_name("schema.json").read_text(encoding="utf-8")
 
 
@@ -177,11 +165,11 @@ def _or_none(top: dict[str, Any], key: str) -> Any:
     return {} if top.get(key) is None else top[key]
 
 
-def _split(rules: dict[str, Any], version: int) -> tuple[dict[str, Any], dict[str, Uneven]]:
+def _split(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Uneven]]:
     """The layouts of rules, and what those say that are written as a mapping."""
     layouts, uneven = dict(rules), dict[str, Uneven]()
     for pattern, value in rules.items():
-        if version >= 3 and isinstance(value, dict):
+        if isinstance(value, dict):
             own = _mapping(value, f"rule {pattern!r}", {"layout", "uneven"})
             layouts[pattern] = own.get("layout")
             if "uneven" in own:
@@ -219,7 +207,7 @@ def _are_texts(value: Any) -> bool:
 
 def _mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RuleError(f"rules file: {what} is no mapping", facts={"there": brief(value)}, fix=_MEND)
+        raise RuleError(f"rules file: {what} is no mapping", facts={"there": brief(value)}, fix=_FIX)
     found = cast("dict[str, Any]", value)
     for key in found:
         if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -32,7 +32,7 @@ from layoutmap.core.variables import Assignment, VariableSpec, has_several_model
 from layoutmap.engines import Engine, get_engine
 from layoutmap.plan.problems import Problem
 from layoutmap.report.text import warning_text
-from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
@@ -50,7 +50,7 @@ class Scope:
 
     def __init__(
         self,
-        layout_map: LayoutMap,
+        layout_map: RuleSet,
         adapter: Adapter,
         engine: Engine | None,
         *,
@@ -281,7 +281,7 @@ class Scope:
 
 @contextmanager
 def scope(
-    layout_map: LayoutMap,
+    layout_map: RuleSet,
     *,
     strict: bool = False,
     batch_dim: str | None = None,
@@ -347,7 +347,7 @@ def scope(
 
 
 @contextmanager
-def layout_map_scope(layout_map: LayoutMap) -> Generator[Scope]:
+def layout_map_scope(layout_map: RuleSet) -> Generator[Scope]:
     """The older spelling of `layout_map.scope()`; deprecated."""
     warnings.warn(
         "layout_map_scope(layout_map) is deprecated: write layout_map.scope()",
@@ -360,7 +360,7 @@ def layout_map_scope(layout_map: LayoutMap) -> Generator[Scope]:
 
 def build(
     make_model: Callable[[], Any],
-    layout_map: LayoutMap,
+    layout_map: RuleSet,
     *,
     inputs: Any = None,
     strict: bool = False,
@@ -407,7 +407,7 @@ def build(
 
 def plan(
     make_model: Callable[[], Any],
-    layout_map: LayoutMap,
+    layout_map: RuleSet,
     *,
     inputs: Any = None,
     strict: bool = False,
@@ -470,7 +470,7 @@ def plan(
 
 def apply(
     model: Any,
-    layout_map: LayoutMap,
+    layout_map: RuleSet,
     *,
     strict: bool = False,
     batch_dim: str | None = None,
@@ -523,7 +523,7 @@ def _adapter(library: str | None) -> Adapter:
     return get_adapter(library) if library else imported_adapter()
 
 
-def _open(layout_map: LayoutMap, adapter: Adapter, **options: Any) -> Scope:
+def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
     adapter.check()
     opened = Scope(layout_map, adapter, get_engine(adapter.engine_name), **options)
     bound = opened.engine.bind(opened.mesh)

@@ -10,13 +10,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from layoutmap.core.layout import Layout
+from layoutmap.core.match import Match, Rule
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.problems import Problem, in_order, merge_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import activation_cells
-from layoutmap.rules.rule_set import Match, Rule
 
 __all__ = ["page_data"]
 

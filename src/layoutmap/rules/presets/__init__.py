@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from layoutmap.core.errors import RuleError
@@ -24,7 +24,7 @@ from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
 __all__ = ["about", "names", "read"]
 
-_SUFFIX = ".yaml"
+_FOLDER = Path(__file__).parent
 
 
 def names() -> tuple[str, ...]:
@@ -34,8 +34,7 @@ def names() -> tuple[str, ...]:
         >>> names()
         ('bert', 'gemma', 'gpt2', 'llama', 'mixtral', 'qwen', 't5', 'vit', 'whisper')
     """
-    found = (each.name for each in files(__name__).iterdir())
-    return tuple(sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX)))
+    return tuple(sorted(file.stem for file in _FOLDER.glob("*.yaml")))
 
 
 def about(name: str) -> str:
@@ -95,7 +94,7 @@ def _text(name: str) -> str:
             if near
             else "use one of them, or LayoutMap.from_yaml for a file",
         )
-    return files(__name__).joinpath(name + _SUFFIX).read_text(encoding="utf-8")
+    return (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _renamed(

@@ -1,0 +1,75 @@
+"""A rule of a layout map, and which rule won for a path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.uneven import Uneven
+
+__all__ = ["Match", "Rule", "how_to_change", "layout_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of a layout map.
+
+    Args:
+        number: Its place in the map, counted from 1.
+        pattern: The regex.
+        layout: The layout it gives.
+        uneven: What happens to an axis that does not divide.
+    """
+
+    number: int
+    pattern: str
+    layout: Layout
+    uneven: Uneven = "error"
+
+    def __str__(self) -> str:
+        return f"rule {self.number}  {self.pattern}"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a layout map says of one path.
+
+    Args:
+        path: The path.
+        rule: The rule that won, or `None` if no rule matches.
+        others: The rules that match too and lost, in the order of the map.
+        near_misses: Patterns that come close, if no rule matches.
+        otherwise: What happens to the path if no rule matches.
+    """
+
+    path: str
+    rule: Rule | None
+    others: tuple[Rule, ...] = ()
+    near_misses: tuple[str, ...] = ()
+    otherwise: str = "it is replicated"
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout that won, or `None`."""
+        return self.rule and self.rule.layout
+
+    def __str__(self) -> str:
+        if self.rule is None:
+            near = "".join(f"\n  near miss  {p}" for p in self.near_misses)
+            return f"{self.path}: no rule matches, so {self.otherwise}{near}"
+        lost = "".join(f"\n  also matches  {rule}: would give {layout_text(rule)}" for rule in self.others)
+        change = f"  {'change it':<{12 if lost else 9}}  {how_to_change(self.rule, [self.path])}"
+        return f"{self.path}: {self.rule} -> {layout_text(self.rule)}{lost}\n{change}"
+
+
+def how_to_change(rule: Rule, paths: Sequence[str]) -> str:
+    """What to do about a rule that won, to have what has these paths elsewhere."""
+    if rule.pattern in paths:
+        return f"a rule that is the path itself wins over all others: change rule {rule.number}"
+    return f"the first rule that matches wins: put one before rule {rule.number}, or change that"
+
+
+def layout_text(rule: Rule) -> str:
+    """The layout of a rule as text, and what it does with an axis that does not divide unless that is an error."""
+    return str(rule.layout) + (f'  uneven="{rule.uneven}"' if rule.uneven != "error" else "")

@@ -1,0 +1,79 @@
+"""Which paths or patterns a mistyped one was probably meant to be."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+__all__ = ["Candidates", "nearest"]
+
+_CLOSE = 0.6
+_NUMBER = re.compile(r"\d+")
+
+
+def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """The candidates most like a path or a pattern, best first; digits and regex signs do not count.
+
+    Example:
+        >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
+        ['d1.kernel']
+        >>> nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
+        ['layers.3.self_attention.query_dense.kernel']
+    """
+    return Candidates(candidates).nearest(text, count)
+
+
+class Candidates:
+    """Paths or patterns among which near misses are looked for many times; those of repeated blocks count as one.
+
+    Args:
+        candidates: The paths or patterns.
+        most: How many comparisons may be made in all, each of some 50 microseconds; where one search would need more
+            than are left, it finds nothing. `None`: any number.
+    """
+
+    def __init__(self, candidates: Iterable[str], most: int | None = None) -> None:
+        self._left = most
+        self._by_skeleton: dict[str, dict[tuple[str, ...], str]] = {}
+        for candidate in candidates:
+            numbers = tuple(_NUMBER.findall(candidate))
+            self._by_skeleton.setdefault(_skeleton(candidate), {}).setdefault(numbers, candidate)
+
+    def nearest(self, text: str, count: int = 3) -> list[str]:
+        """See `nearest`."""
+        if self._left is not None:
+            if len(self._by_skeleton) > self._left:
+                return []
+            self._left -= len(self._by_skeleton)
+        wanted = _skeleton(text).split(".")
+        numbers = tuple(_NUMBER.findall(text))
+        matcher = difflib.SequenceMatcher()
+        scored: list[tuple[float, str]] = []
+        for skeleton, block in self._by_skeleton.items():
+            # Of repeated blocks one is named: that of the same number, if it is there.
+            candidate = block.get(numbers) or next(iter(block.values()))
+            parts = skeleton.split(".")
+            # A pattern that starts with .* says nothing of the path's first parts.
+            shared = min(len(parts), len(wanted))
+            matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
+            # The last word says what a variable is; to be another kind of variable is the least likely slip.
+            score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
+            if score < _CLOSE and _is_part_of(wanted, parts):
+                score = _CLOSE
+            if score >= _CLOSE:
+                scored.append((-score, candidate))
+        return [candidate for _, candidate in sorted(scored)[:count]]
+
+
+def _is_part_of(wanted: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether a path's parts begin with the words that are looked for, in their order, with others between them."""
+    rest = iter(parts)
+    return any(wanted) and all(any(part.startswith(word) for part in rest) for word in wanted)
+
+
+def _skeleton(text: str) -> str:
+    """What is left of a path or a pattern without numbers and regex signs: its words, joined by dots."""
+    text = text.replace("\\.", ".")
+    text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
+    return re.sub(r"\.+", ".", text).strip(".")
