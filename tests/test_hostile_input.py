@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MANY = int(os.environ.get("LAYOUTMAP_FUZZ_EXAMPLES", "1000"))

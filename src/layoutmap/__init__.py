@@ -17,11 +17,12 @@ from layoutmap.core.errors import (
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh, MeshDimension
-from layoutmap.plan.table import Plan, Problem
+from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import Activations
 from layoutmap.scope.context import Scope
 from layoutmap.scope.devices import create_mesh
 from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from cases import few
 import layoutmap as lm
 from layoutmap.core.errors import RuleError
 from layoutmap.core.variables import Kind
-from layoutmap.plan.planner import make_plan
 from layoutmap.rules import zoo
+from layoutmap.scope.plan import make_plan
 
 PROCESSES = ("jax",)
 # keras-hub 0.32 has T5 pass masks to its attention, which takes none.

@@ -12,7 +12,7 @@ from cases import few
 import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.roles import uses
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 
 PROCESSES = ("jax",)
 ROWS = 3

@@ -10,7 +10,7 @@ import layoutmap as lm
 from layoutmap.cli.main import main
 from layoutmap.core.escaping import escaped
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 
 PLAN = make_plan(
     [VariableSpec("up.kernel", (8, 8), "float32")],

@@ -14,7 +14,7 @@ import layoutmap as lm
 from layoutmap.cli.main import main
 from layoutmap.cli.output import write
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 
 PLAN = make_plan(
     [VariableSpec(f"größe.{i}.kernel", (8, 8 + i), "float32") for i in range(4)],

@@ -14,8 +14,8 @@ import layoutmap as lm
 from layoutmap.core.blocks import block_shape, whole_index, with_ends
 from layoutmap.core.uneven import fitted
 from layoutmap.core.variables import VariableSpec, itemsize
-from layoutmap.plan.planner import make_plan
 from layoutmap.rules.near_misses import Candidates
+from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "batch=2,model=4")
 ROW = lm.Layout(["model"], MESH)

@@ -12,7 +12,7 @@ import layoutmap as lm
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 
 HOSTILE = "a\x1b[31m\nforged: line\r\x9b2J\u202e\u2066\x07\t\x85\u2028b"
 SCRIPTS = "größe 重み नमस्ते می‌خواهم 👩‍👩‍👧 e\u0301"

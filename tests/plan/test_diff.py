@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import layoutmap as lm
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MESH = lm.Mesh(None, "batch=2,model=4")

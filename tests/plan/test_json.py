@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
-from layoutmap.plan.table import Problem
+from layoutmap.plan.problems import Problem
+from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MESH = lm.Mesh(None, "batch=2,model=4")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from layoutmap import LayoutMap, Mesh, Plan, PlanError
 from layoutmap.core.variables import Use, VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 HIDDEN, HEADS, SIZE, WIDE, ROWS = 64, 8, 16, 256, 512

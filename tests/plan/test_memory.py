@@ -5,7 +5,7 @@ from hypothesis import given
 import layoutmap as lm
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 

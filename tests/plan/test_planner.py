@@ -9,8 +9,8 @@ from hypothesis import given
 import layoutmap as lm
 from layoutmap.core.uneven import fitted
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
-from layoutmap.plan.table import Problem, group_problems
+from layoutmap.plan.problems import Problem, group_problems
+from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MESH = lm.Mesh(None, "batch=2,model=4")

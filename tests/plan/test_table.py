@@ -9,7 +9,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 
 MAP = lm.LayoutMap(lm.Mesh(None, "model=4"))
 

@@ -6,7 +6,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "batch=2,model=4")
 VARIABLES = [

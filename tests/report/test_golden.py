@@ -9,7 +9,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 
 GOLDEN = Path(__file__).with_name("golden")
 MESH = lm.Mesh(None, "batch=2,model=4")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
-from layoutmap.plan.table import Problem
+from layoutmap.plan.problems import Problem
 from layoutmap.report.page.page import _SCRIPTS, plan_page
 from layoutmap.report.rows import plan_rows
+from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MESH = lm.Mesh(None, "batch=2,model=4")

@@ -20,7 +20,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 import layoutmap as lm
 from layoutmap.core.paths import merge_paths
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
+from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MESH = lm.Mesh(None, "stage=2,batch=2,model=4")

@@ -4,11 +4,11 @@ import textwrap
 from html.parser import HTMLParser
 
 import layoutmap as lm
+from layoutmap.core.text_table import html_table, size
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
-from layoutmap.report.html import table
-from layoutmap.report.rows import plan_rows, size
+from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import warning_text
+from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "batch=2,model=4")
 
@@ -163,7 +163,7 @@ def test_html_escapes_whatever_is_in_a_path():
     """A path, a pattern or a cell with markup in it is shown, not run."""
     evil = "<script>alert('&')</script>"
     plan = make_plan([VariableSpec(f"{evil}.k", (6,), "float32")], lm.LayoutMap(MESH, {r"<s.*": ("model",)}))
-    found = read(plan._repr_html_() + table(evil, [evil], [[evil]]))
+    found = read(plan._repr_html_() + html_table(evil, [evil], [[evil]]))
 
     assert "script" not in found.tags
     assert f"{evil}.k" in found.text

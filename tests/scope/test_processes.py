@@ -9,8 +9,8 @@ import pytest
 import layoutmap as lm
 from layoutmap.core.checksums import checksum
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.planner import make_plan
-from layoutmap.plan.table import Problem
+from layoutmap.plan.problems import Problem
+from layoutmap.scope.plan import make_plan
 from layoutmap.scope.processes import (
     check_alike,
     check_batch,

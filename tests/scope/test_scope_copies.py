@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import layoutmap as lm
-from layoutmap.plan.table import Plan
+from layoutmap.scope.plan import Plan
 
 PROCESSES = ("jax", "tensorflow", "torch")
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")

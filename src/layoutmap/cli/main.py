@@ -26,8 +26,8 @@ from layoutmap.cli.plans import add_model_options, plan_of, plans_of
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
+from layoutmap.core.text_table import size
 from layoutmap.engines import ENGINES
-from layoutmap.report.rows import size
 from layoutmap.rules.yaml_file import schema
 from layoutmap.scope.devices import devices
 

@@ -23,8 +23,8 @@ from layoutmap.cli.output import say
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import Mesh
-from layoutmap.plan.table import Plan
 from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan as make_plan
 
 __all__ = ["add_model_options", "plan_of", "plans_of"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from layoutmap.core.escaping import escaped
 from layoutmap.core.match import Match
 from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.text_table import html_table, size
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
-from layoutmap.plan.table import Plan
+from layoutmap.plan.table import PlanTable
 
 __all__ = ["Change", "PlanDiff", "diff_plans"]
 
@@ -46,8 +48,8 @@ class PlanDiff:
         changes: Every difference: of the mesh, then of variables, then of layers' outputs.
     """
 
-    before: Plan
-    after: Plan
+    before: PlanTable
+    after: PlanTable
     changes: tuple[Change, ...]
 
     def __bool__(self) -> bool:
@@ -60,19 +62,31 @@ class PlanDiff:
         return len(self.changes)
 
     def __repr__(self) -> str:
-        from layoutmap.report.text import diff_line
-
-        return f"<PlanDiff: {diff_line(self)}>"
+        return f"<PlanDiff: {self._line}>"
 
     def __str__(self) -> str:
-        from layoutmap.report.text import diff_text
-
-        return diff_text(self)
+        rows = [tuple(map(escaped, row)) for row in self._cells]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+        lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
+        return "\n".join([*lines, *([""] if lines else []), self._line])
 
     def _repr_html_(self) -> str:
-        from layoutmap.report.html import diff_html
+        return html_table(f"Plan: {self._line}", ("variable", "changed", "how"), self._cells)
 
-        return diff_html(self)
+    @property
+    def _line(self) -> str:
+        if not self:
+            return "no change"
+        count = f"{len(self)} change{'' if len(self) == 1 else 's'}"
+        return f"{count}; per device {size(self.before.device_bytes)} -> {size(self.after.device_bytes)}"
+
+    @property
+    def _cells(self) -> list[tuple[str, str, str]]:
+        """What has changed, in which respect, and how."""
+        return [
+            (each.path or "the mesh", each.what, " -> ".join(filter(None, (each.before, each.after))))
+            for _, each in self.grouped
+        ]
 
     @property
     def grouped(self) -> list[tuple[int, Change]]:
@@ -93,7 +107,7 @@ def _as_one(group: list[Change]) -> Change:
     return replace(first, path=merge_paths([change.path for change in group]))
 
 
-def diff_plans(before: Plan, after: Plan) -> PlanDiff:
+def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
     """What differs between two plans; pure."""
     changes: list[Change] = []
     if before.mesh.mesh_dims != after.mesh.mesh_dims:
@@ -103,7 +117,7 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     return PlanDiff(before, after, tuple(changes))
 
 
-def _by_path(plan: Plan) -> dict[tuple[str, str], Assignment]:
+def _by_path(plan: PlanTable) -> dict[tuple[str, str], Assignment]:
     return {a.variable.key: a for a in plan.assignments}
 
 

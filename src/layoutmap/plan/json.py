@@ -31,7 +31,8 @@ from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsize
-from layoutmap.plan.table import Plan, Problem, Severity
+from layoutmap.plan.problems import Problem, Severity
+from layoutmap.plan.table import PlanTable
 
 __all__ = ["FORMAT", "VERSION", "fingerprint", "plan_from_json", "plan_to_json"]
 
@@ -49,7 +50,7 @@ Read = Callable[[Any, str], T]
 """Makes a value of a part of the file; the text is the place of that part, for messages."""
 
 
-def plan_to_json(plan: Plan) -> str:
+def plan_to_json(plan: PlanTable) -> str:
     """The text of a plan; equal plans give equal texts."""
     mesh: dict[str, Any] = {"dims": _dims(plan.mesh)}
     if plan.mesh.name:
@@ -68,7 +69,7 @@ def plan_to_json(plan: Plan) -> str:
     return "{" + ",\n ".join(parts) + "}\n"
 
 
-def plan_from_json(text: str) -> Plan:
+def plan_from_json(text: str) -> PlanTable:
     """Read a plan.
 
     Raises:
@@ -88,7 +89,7 @@ def plan_from_json(text: str) -> Plan:
         why = f"this layoutmap reads version {VERSION}"
         raise _refused(f"version {brief(version)}", why, "write it again with this layoutmap")
     mesh = top("mesh", _mesh)
-    plan = Plan(
+    plan = PlanTable(
         mesh,
         top("variables", _list_of(lambda each, place: _read_variable(each, place, mesh))),
         top("problems", _list_of(_read_problem)),
@@ -105,7 +106,7 @@ def plan_from_json(text: str) -> Plan:
     return plan
 
 
-def fingerprint(plan: Plan) -> str:
+def fingerprint(plan: PlanTable) -> str:
     """A short text that is the same for plans that put the same variables in the same places.
 
     It changes with the sizes of the mesh's dims, with a variable's path, shape, dtype or layout, and with the layout of

@@ -1,24 +1,28 @@
-"""What the variables of a plan come to on a device, and what replicated ones among them could save."""
+"""What the variables of a plan take on a device, and how much sharding the replicated ones would save."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.text_table import size, text_table
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.table import Plan
+from layoutmap.plan.table import PlanTable
 
-__all__ = ["CouldShard", "Memory", "memory_of"]
+__all__ = ["CouldShard", "CouldShardRow", "Memory", "memory_of"]
+
+_MOST_ROWS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class CouldShard:
-    """A variable that every device holds whole, and the axis and mesh dim that would save most.
+    """A replicated variable, and the axis and mesh dim whose sharding would save most.
 
     Args:
         assignment: The variable as it is planned.
-        axis: The axis that could be cut.
-        dim: The mesh dim over which it divides.
+        axis: The axis that could be sharded.
+        dim: The mesh dim that divides it.
         saved_bytes: Bytes that each device would save.
     """
 
@@ -28,11 +32,30 @@ class CouldShard:
     saved_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class CouldShardRow:
+    """Replicated variables of repeated blocks that could be sharded alike.
+
+    Args:
+        path: Their paths in one.
+        axis: The axis that could be sharded.
+        dim: The mesh dim that divides it.
+        saved_bytes: Bytes that each device would save if all of them were.
+        assignments: The variables.
+    """
+
+    path: str
+    axis: int
+    dim: str
+    saved_bytes: int
+    assignments: tuple[Assignment, ...]
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Memory:
     """Bytes that one device holds, by what they are for, and what could be less.
 
-    Gradients lie as their weights do, for as long as they are there; what layers compute is not counted.
+    Gradients are laid out as their weights are, while they exist; what layers compute is not counted.
 
     Args:
         weights: Trained weights.
@@ -53,25 +76,54 @@ class Memory:
         """All of them."""
         return self.weights + self.gradients + self.slots + self.state
 
-    def __str__(self) -> str:
-        from layoutmap.report.text import memory_text
+    @property
+    def rows(self) -> list[CouldShardRow]:
+        """What is replicated and could be sharded, repeated blocks in one row, those that would save most first."""
+        groups: dict[object, list[CouldShard]] = {}
+        for each in self.could_be_sharded:
+            v = each.assignment.variable
+            groups.setdefault((v.model, path_shape(v.path), v.shape, v.dtype), []).append(each)
+        rows = [
+            CouldShardRow(
+                merge_paths([each.assignment.variable.path for each in group]),
+                group[0].axis,
+                group[0].dim,
+                sum(each.saved_bytes for each in group),
+                tuple(each.assignment for each in group),
+            )
+            for group in groups.values()
+        ]
+        return sorted(rows, key=lambda row: -row.saved_bytes)
 
-        return memory_text(self)
+    def __str__(self) -> str:
+        cells = [(row.path, size(row.saved_bytes), f"axis {row.axis} over {row.dim}") for row in self.rows]
+        lines = [self._line]
+        if cells:
+            lines += ["", *text_table(("replicated", "saves", "if sharded"), cells[:_MOST_ROWS], {"saves"})]
+        if len(cells) > _MOST_ROWS:
+            lines.append(f"... and {len(cells) - _MOST_ROWS} more")
+        return "\n".join(lines)
+
+    @property
+    def _line(self) -> str:
+        parts = {name: getattr(self, name) for name in ("weights", "gradients", "slots", "state")}
+        listed = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+        return f"per device: {listed or 'nothing'}; {size(self.total)} in total"
 
     def __repr__(self) -> str:
-        return f"<Memory: {str(self).splitlines()[0]}>"
+        return f"<Memory: {self._line}>"
 
 
-def memory_of(plan: Plan) -> Memory:
-    """Count, by kind; what does not fit its layout is left out."""
+def memory_of(plan: PlanTable) -> Memory:
+    """Count the bytes by kind; variables that do not fit their layouts are left out."""
     fitting = [a for a in plan.assignments if a.fits]
     weights = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
     slots = sum(a.shard_bytes for a in fitting if a.variable.kind is Kind.SLOT)
-    cuts = sorted(_cuts(plan, fitting), key=lambda cut: -cut.saved_bytes)
-    return Memory(weights, weights, slots, plan.device_bytes - weights - slots, tuple(cuts))
+    could = sorted(_could_shard(plan, fitting), key=lambda each: -each.saved_bytes)
+    return Memory(weights, weights, slots, plan.device_bytes - weights - slots, tuple(could))
 
 
-def _cuts(plan: Plan, fitting: list[Assignment]) -> Iterator[CouldShard]:
+def _could_shard(plan: PlanTable, fitting: list[Assignment]) -> Iterator[CouldShard]:
     dims = sorted((dim for dim in plan.mesh.mesh_dims if dim.size > 1), key=lambda dim: -dim.size)
     for a in fitting:
         # What follows another variable saves where that does.

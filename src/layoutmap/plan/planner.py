@@ -1,7 +1,7 @@
 """Making a plan: match every variable, collect every problem; pure.
 
-`make_plan` takes what is known of the variables and a layout map, and makes a value. The dry run and the real run share
-it: what `layoutmap.plan` prints is what a scope then does.
+`make_table` takes what is known of the variables and a layout map, and makes a value. The dry run and the real run
+share it: what `layoutmap.plan` prints is what a scope then does.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from layoutmap.core.paths import path_pattern, path_shape
 from layoutmap.core.uneven import Uneven, derived_layout, fitted
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
-from layoutmap.plan.table import Plan, Problem, Severity, in_order
+from layoutmap.plan.problems import Problem, Severity, in_order
+from layoutmap.plan.table import PlanTable
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.rules.rules import Rules
 
-__all__ = ["make_plan"]
+__all__ = ["make_table"]
 
 _MOST_COMPARISONS = 20_000  # for near misses of each sort: a second; nobody reads those of more
 _MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
 
 
-def make_plan(
+def make_table(
     variables: Sequence[VariableSpec],
     layout_map: RuleSet,
     *,
@@ -38,7 +39,7 @@ def make_plan(
     complete: bool = True,
     layers: Sequence[str] | None = None,
     free_activations: bool = False,
-) -> Plan:
+) -> PlanTable:
     """Match every variable, collect every problem; pure.
 
     Args:
@@ -74,7 +75,7 @@ def make_plan(
         problems += _problems_of_free_activations(assignments)
     held = [each for each in limits if each.device_type in (None, mesh.device_type) or not mesh.devices]
     problems += _problems_of_unsupported(held, assignments)
-    return Plan(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
+    return PlanTable(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
 
 
 class _Planning:

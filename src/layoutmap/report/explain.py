@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from layoutmap.core.escaping import escaped
 from layoutmap.core.match import how_to_change
 from layoutmap.core.paths import path_pattern
+from layoutmap.core.text_table import size
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.plan.table import Plan
-from layoutmap.report.rows import size
+from layoutmap.plan.table import PlanTable
 from layoutmap.report.text import shape_text
 
 __all__ = ["explain_text"]
 
 
-def explain_text(plan: Plan, path: str) -> str:
+def explain_text(plan: PlanTable, path: str) -> str:
     """What won, what else matches, what was found wrong, and what to type.
 
     Raises:
@@ -82,7 +82,7 @@ def _axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
         yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(told))
 
 
-def _problems(plan: Plan, assignment: Assignment) -> Iterator[tuple[str, str]]:
+def _problems(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:
     variable = assignment.variable
     for problem in plan.problems:
         is_its = problem.subject == variable.path and problem.model in ("", variable.model)

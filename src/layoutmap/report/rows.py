@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
-from layoutmap.plan.memory import CouldShard, Memory
-from layoutmap.plan.table import Plan
+from layoutmap.plan.table import PlanTable
 
-__all__ = ["CouldShardRow", "Row", "could_shard_rows", "plan_rows", "size"]
+__all__ = ["Row", "plan_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Row:
         return str(match.rule.number) if match.rule else "no rule"
 
 
-def plan_rows(plan: Plan) -> list[Row]:
+def plan_rows(plan: PlanTable) -> list[Row]:
     """The rows of a plan, in the order of their first variables."""
     layouts = {(a.variable.model, a.variable.path): (a.variable.shape, a.layout) for a in plan.assignments}
     groups: dict[tuple[object, ...], list[Assignment]] = {}
@@ -88,57 +87,5 @@ def plan_rows(plan: Plan) -> list[Row]:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class CouldShardRow:
-    """Replicated variables of repeated blocks that could be cut alike.
-
-    Args:
-        path: Their paths in one.
-        axis: The axis that could be cut.
-        dim: The mesh dim over which it divides.
-        saved_bytes: Bytes that each device would save if all of them were.
-        assignments: The variables.
-    """
-
-    path: str
-    axis: int
-    dim: str
-    saved_bytes: int
-    assignments: tuple[Assignment, ...]
-
-
-def could_shard_rows(memory: Memory) -> list[CouldShardRow]:
-    """What is replicated and could be cut, those that would save most first."""
-    groups: dict[object, list[CouldShard]] = {}
-    for cut in memory.could_be_sharded:
-        v = cut.assignment.variable
-        groups.setdefault((v.model, path_shape(v.path), v.shape, v.dtype), []).append(cut)
-    rows = [
-        CouldShardRow(
-            merge_paths([cut.assignment.variable.path for cut in group]),
-            group[0].axis,
-            group[0].dim,
-            sum(cut.saved_bytes for cut in group),
-            tuple(cut.assignment for cut in group),
-        )
-        for group in groups.values()
-    ]
-    return sorted(rows, key=lambda row: -row.saved_bytes)
-
-
 def _slot_kind(variable: VariableSpec) -> str:
     return variable.path.rpartition(f"{variable.parent}.")[2]
-
-
-def size(nbytes: float) -> str:
-    """A size as people read it.
-
-    Example:
-        >>> size(3 * 2**20), size(100)
-        ('3.0 MiB', '100 B')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if nbytes < 1024 or unit == "TiB":
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError("unreachable")

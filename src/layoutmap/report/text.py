@@ -5,28 +5,19 @@ Names are escaped here, each where it is put into a line: afterwards a newline o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from layoutmap.core.escaping import escaped
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.text_table import size, text_table
 from layoutmap.core.variables import full_names, has_several_models
-from layoutmap.plan.diff import PlanDiff
-from layoutmap.plan.lint import Findings
-from layoutmap.plan.memory import Memory
-from layoutmap.plan.table import Plan, group_problems
-from layoutmap.report.rows import Row, could_shard_rows, plan_rows, size
+from layoutmap.plan.problems import group_problems
+from layoutmap.plan.table import PlanTable
+from layoutmap.report.rows import Row, plan_rows
 
 __all__ = [
     "ACTIVATION_COLUMNS",
     "COLUMNS",
     "activation_cells",
-    "diff_cells",
-    "diff_line",
-    "diff_text",
-    "findings_line",
-    "findings_text",
-    "memory_text",
     "plan_line",
     "plan_text",
     "row_cells",
@@ -37,11 +28,10 @@ __all__ = [
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
 _RIGHT = {"times", "bytes", "per device"}
-_MOST_CUTS = 10
 _MOST_RULES = 40
 
 
-def plan_line(plan: Plan) -> str:
+def plan_line(plan: PlanTable) -> str:
     """A plan in one line."""
     count = len(plan)
     faults = [
@@ -55,16 +45,16 @@ def plan_line(plan: Plan) -> str:
     )
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanTable) -> str:
     """A plan as a table, its totals, and its problems in full."""
-    lines = _table(COLUMNS, map(row_cells, plan_rows(plan)))
+    lines = text_table(COLUMNS, map(row_cells, plan_rows(plan)), _RIGHT)
     rules = _rules_that_won(plan)
     if rules:
         lines += ["", *(escaped(str(rule)) for rule in rules[:_MOST_RULES])]
     if len(rules) > _MOST_RULES:
         lines.append(f"... and {len(rules) - _MOST_RULES} more rules")
     if plan.activations:
-        lines += ["", *_table(ACTIVATION_COLUMNS, activation_cells(plan))]
+        lines += ["", *text_table(ACTIVATION_COLUMNS, activation_cells(plan), _RIGHT)]
     lines += ["", f"Plan: {plan_line(plan)}"]
     whole = plan.largest_global_init
     if whole:
@@ -93,67 +83,13 @@ def plan_text(plan: Plan) -> str:
     return "\n".join([*lines, *([""] if taken else []), *taken])
 
 
-def _rules_that_won(plan: Plan) -> list[Rule]:
+def _rules_that_won(plan: PlanTable) -> list[Rule]:
     """The rules that decide on a variable, in their order."""
     won = {a.match.rule.number: a.match.rule for a in plan.assignments if a.match and a.match.rule}
     return [won[number] for number in sorted(won)]
 
 
-def memory_text(memory: Memory) -> str:
-    """What a device holds, in a line, and the variables that could be cut, repeated blocks in one line each."""
-    parts = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
-    told = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items() if nbytes)
-    lines = [f"per device: {told or 'nothing'}; {size(memory.total)} in all"]
-    rows = [
-        (row.path, size(row.saved_bytes), f"axis {row.axis} over {row.dim}")
-        for row in could_shard_rows(memory)
-    ]
-    if rows:
-        lines += ["", *_table(("whole on every device", "bytes", "could save it"), rows[:_MOST_CUTS])]
-    return "\n".join(
-        [*lines, *([f"... and {len(rows) - _MOST_CUTS} more"] if len(rows) > _MOST_CUTS else [])]
-    )
-
-
-def diff_line(diff: PlanDiff) -> str:
-    """What differs between two plans, in one line."""
-    if not diff:
-        return "no change"
-    count = f"{len(diff)} change{'' if len(diff) == 1 else 's'}"
-    return f"{count}; per device {size(diff.before.device_bytes)} -> {size(diff.after.device_bytes)}"
-
-
-def diff_cells(diff: PlanDiff) -> list[tuple[str, str, str]]:
-    """What differs between two plans: what has changed, in which respect, and how; repeated blocks in one row."""
-    return [
-        (each.path or "the mesh", each.what, " -> ".join(text for text in (each.before, each.after) if text))
-        for _, each in diff.grouped
-    ]
-
-
-def diff_text(diff: PlanDiff) -> str:
-    """What differs between two plans, a line for each change, and what it does to a device."""
-    rows = [tuple(map(escaped, row)) for row in diff_cells(diff)]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-    lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
-    return "\n".join([*lines, *([""] if lines else []), diff_line(diff)])
-
-
-def findings_line(findings: Findings) -> str:
-    """What lint has found, in one line."""
-    count = len(group_problems(findings.problems))
-    told = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
-    batch = findings.batch_dim
-    return f"{told}; {'the batch is cut over ' + escaped(batch) if batch else 'which dim cuts the batch is not known'}"
-
-
-def findings_text(findings: Findings) -> str:
-    """What lint has found, each with its evidence and the fix."""
-    lines = [f"{escaped(problem.kind)}: {problem}\n" for problem in group_problems(findings.problems)]
-    return "\n".join([*lines, f"Lint: {findings_line(findings)}"])
-
-
-def warning_text(plan: Plan) -> str:
+def warning_text(plan: PlanTable) -> str:
     """What a scope warns of by itself; empty if there is nothing.
 
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
@@ -186,7 +122,7 @@ def row_cells(row: Row) -> tuple[str, ...]:
     return row.path, times, shape, a.variable.dtype, layout, shard, size(row.global_bytes), held, row.rule
 
 
-def activation_cells(plan: Plan) -> list[tuple[str, ...]]:
+def activation_cells(plan: PlanTable) -> list[tuple[str, ...]]:
     """The layers whose output is laid out, as text, repeated blocks in one row; a cell for each column."""
     groups: dict[object, list[Match]] = {}
     for match in plan.activations:
@@ -200,21 +136,6 @@ def activation_cells(plan: Plan) -> list[tuple[str, ...]]:
         )
         for group in groups.values()
     ]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows of text in columns, under a head and a rule."""
-    table = [head, *(tuple(map(escaped, cells)) for cells in rows)]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for cell, width, name in zip(cells, widths, head, strict=True)
-        ).rstrip()
-        for cells in table
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

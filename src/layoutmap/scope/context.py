@@ -19,10 +19,10 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
 from layoutmap.engines import Engine, get_engine
-from layoutmap.plan.planner import make_plan
-from layoutmap.plan.table import Plan, Problem
+from layoutmap.plan.problems import Problem
 from layoutmap.report.text import warning_text
 from layoutmap.rules.rule_set import RuleSet
+from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
 __all__ = ["Scope"]

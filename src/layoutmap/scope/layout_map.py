@@ -10,7 +10,7 @@ from typing import Any
 from layoutmap.core.errors import LayoutMapWarning, RuleError
 from layoutmap.core.match import layout_text
 from layoutmap.core.mesh import Mesh
-from layoutmap.report.html import table
+from layoutmap.core.text_table import html_table
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
 from layoutmap.scope.context import Scope
@@ -152,7 +152,7 @@ class LayoutMap(RuleSet):
     def _repr_html_(self) -> str:
         shown = [(self, "rule"), (self.activations, "activation rule")]
         return "".join(
-            table(
+            html_table(
                 rules.title(),
                 (kind, "pattern", "layout"),
                 [(str(rule.number), rule.pattern, layout_text(rule)) for rule in rules.rules],

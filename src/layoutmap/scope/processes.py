@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import PlanError, ScopeError
+from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
-from layoutmap.plan.table import Plan
+from layoutmap.plan.table import PlanTable
 
 __all__ = [
     "Gather",
@@ -84,7 +85,7 @@ def check_options(options: Mapping[str, object], gather: Gather) -> None:
         )
 
 
-def check_plans(plan: Plan, gather: Gather, *, strict: bool = False) -> None:
+def check_plans(plan: PlanTable, gather: Gather, *, strict: bool = False) -> None:
     """Raise if the processes have other plans, or some would refuse theirs and others would not.
 
     Args:
@@ -113,7 +114,7 @@ def check_plans(plan: Plan, gather: Gather, *, strict: bool = False) -> None:
             why="they have different rules or models, though all variables have the same layouts",
             fix="give all processes the same layout map, and make the same model in each",
         )
-    difference = plans[0].diff(plans[other])
+    difference = diff_plans(plans[0], plans[other])
     devices = [", ".join(each.mesh.devices or ()) for each in (plans[0], plans[other])]
     raise PlanError(
         f"process {other} has another plan than process 0",

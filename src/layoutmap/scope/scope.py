@@ -20,10 +20,10 @@ from layoutmap.adapters import (
 )
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.engines import get_engine
-from layoutmap.plan.planner import make_plan
-from layoutmap.plan.table import Plan, Problem
+from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.context import Scope
+from layoutmap.scope.plan import Plan, make_plan
 
 __all__ = ["apply", "build", "layout_map_scope", "plan", "scope"]
 

@@ -13,36 +13,11 @@ the same `hypothesis` seed, and `gathered` joins what they hold.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import contextlib
-import gc
-import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
-
-import hypothesis.strategies as st
-import numpy as np
-import numpy.typing as npt
-import pytest
-from hypothesis import HealthCheck, given, settings
-
-from layoutmap.core.blocks import Index, assemble, block_shape, whole_index
-from layoutmap.core.errors import EngineError, LayoutError, MeshError
-from layoutmap.core.initializers import Initializer
-from layoutmap.core.layout import Layout
-from layoutmap.core.mesh import Mesh
-from layoutmap.core.specs import ShardingSpec
-from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.engines import engine_of_array, get_engine
-from layoutmap.engines.protocol import Engine
-=======
 from layoutmap.testing.engine.cases import all_specs, assert_same_bits, random_values
 from layoutmap.testing.engine.computing import ComputingLaws
 from layoutmap.testing.engine.creation import CreationLaws
 from layoutmap.testing.engine.layouts import LayoutLaws
 from layoutmap.testing.engine.shards import ShardLaws
->>>>>>> engines2
 
 __all__ = ["EngineContract", "all_specs", "assert_same_bits", "random_values"]
 

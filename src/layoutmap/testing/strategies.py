@@ -21,9 +21,8 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.planner import make_plan
-from layoutmap.plan.table import Plan
 from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.plan import Plan, make_plan
 
 __all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "plans", "shapes"]
 

@@ -19,9 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from layoutmap.core.errors import PlanError
+from layoutmap.core.escaping import escaped
+from layoutmap.core.text_table import html_table
 from layoutmap.plan.lint.checks import CHECKS
 from layoutmap.plan.lint.weights import Linted
-from layoutmap.plan.table import Plan, Problem
+from layoutmap.plan.problems import Problem, group_problems
+from layoutmap.plan.table import PlanTable
 
 __all__ = ["Findings", "lint_plan"]
 
@@ -51,22 +54,25 @@ class Findings:
         return len(self.problems)
 
     def __str__(self) -> str:
-        from layoutmap.report.text import findings_text
-
-        return findings_text(self)
+        lines = [f"{escaped(problem.kind)}: {problem}\n" for problem in group_problems(self.problems)]
+        return "\n".join([*lines, f"Lint: {self._line}"])
 
     def __repr__(self) -> str:
-        from layoutmap.report.text import findings_line
-
-        return f"<Findings: {findings_line(self)}>"
+        return f"<Findings: {self._line}>"
 
     def _repr_html_(self) -> str:
-        from layoutmap.report.html import findings_html
+        rows = [(p.kind, p.what, p.why, p.fix) for p in group_problems(self.problems)]
+        return html_table(f"Lint: {self._line}", ("kind", "what", "why", "fix"), rows)
 
-        return findings_html(self)
+    @property
+    def _line(self) -> str:
+        count = len(group_problems(self.problems))
+        found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
+        batch = self.batch_dim
+        return f"{found}; {f'batches are sharded over {escaped(batch)}' if batch else 'the batch dim is not known'}"
 
 
-def lint_plan(plan: Plan, batch_dim: str | None = None) -> Findings:
+def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
     """Look for layouts that are probably not meant; see `Plan.lint`.
 
     Raises:
@@ -84,7 +90,7 @@ def lint_plan(plan: Plan, batch_dim: str | None = None) -> Findings:
     return Findings(tuple(found), linted.batch_dim)
 
 
-def _batch_dim(plan: Plan) -> str | None:
+def _batch_dim(plan: PlanTable) -> str | None:
     """The dim that cuts the batch, as far as the plan tells: by its rules for activations, or by its name."""
     cuts = Counter(
         dim

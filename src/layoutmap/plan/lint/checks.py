@@ -10,7 +10,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import derived_layout, fitted
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.weights import Linted, Weight, rule_of, takes_heads
-from layoutmap.plan.table import Problem
+from layoutmap.plan.problems import Problem
 
 __all__ = ["CHECKS"]
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, Use
-from layoutmap.plan.table import Plan
+from layoutmap.plan.table import PlanTable
 
 __all__ = ["Linted", "Weight", "rule_of", "takes_heads"]
 
@@ -87,7 +87,7 @@ class Weight:
 class Linted:
     """One plan, sorted for the checks."""
 
-    def __init__(self, plan: Plan, batch_dim: str | None) -> None:
+    def __init__(self, plan: PlanTable, batch_dim: str | None) -> None:
         self.plan = plan
         self.batch_dim = batch_dim
         self.weights = [

@@ -12,9 +12,10 @@ from typing import Any
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.memory import Memory
-from layoutmap.plan.table import Plan, Problem, in_order, merge_problems
-from layoutmap.report.rows import could_shard_rows, plan_rows
+from layoutmap.plan.memory import Memory, memory_of
+from layoutmap.plan.problems import Problem, in_order, merge_problems
+from layoutmap.plan.table import PlanTable
+from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import activation_cells
 
 __all__ = ["page_data"]
@@ -22,7 +23,7 @@ __all__ = ["page_data"]
 NO_RULE, NOT_ASKED = -1, -2
 
 
-def page_data(plan: Plan, findings: Sequence[Problem] = ()) -> dict[str, Any]:
+def page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, Any]:
     """A plan as plain lists and dicts, for JSON; equal plans give equal data."""
     return _PageData(plan).all(findings)
 
@@ -35,7 +36,7 @@ class _Shared(dict[Hashable, int]):
 
 
 class _PageData:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanTable) -> None:
         self.plan = plan
         self.layouts, self.forms, self.rules = _Shared(), _Shared(), _Shared()
         self.lists = _Shared()  # of rules that match too, and of near misses
@@ -48,7 +49,7 @@ class _PageData:
                 self.by_path.setdefault(path, []).append(i)
 
     def all(self, findings: Sequence[Problem]) -> dict[str, Any]:
-        plan, memory = self.plan, self.plan.memory
+        plan, memory = self.plan, memory_of(self.plan)
         rows = plan_rows(plan)
         row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
         variables = [self._variable(a, row_of[id(a)]) for a in plan.assignments]
@@ -65,7 +66,7 @@ class _PageData:
             "problems": [self._problem(*group) for group in _groups(plan, findings)],
             "cuts": [
                 [row.path, row.axis, row.dim, row.saved_bytes, [self.number[id(a)] for a in row.assignments]]
-                for row in could_shard_rows(memory)
+                for row in memory.rows
             ],
             "activations": activation_cells(plan),
             "forms": list(self.forms),
@@ -132,12 +133,12 @@ class _PageData:
         return {**written, "count": len(members), "variables": list(of)}
 
 
-def _groups(plan: Plan, findings: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
+def _groups(plan: PlanTable, findings: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
     """The problems with those of repeated blocks made one, each with what it was made of; what is known twice, once."""
     return merge_problems(in_order(list(dict.fromkeys([*plan.problems, *findings]))))
 
 
-def _bytes_by_use(plan: Plan, memory: Memory) -> dict[str, Mapping[str, int]]:
+def _bytes_by_use(plan: PlanTable, memory: Memory) -> dict[str, Mapping[str, int]]:
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     weights = sum(a.variable.global_bytes for a in plan.assignments if a.variable.is_trained)
     slots = sum(a.variable.global_bytes for a in plan.assignments if a.variable.kind is Kind.SLOT)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from layoutmap.plan.table import Plan, Problem
+from layoutmap.plan.problems import Problem
+from layoutmap.plan.table import PlanTable
 from layoutmap.report.page.data import page_data
 from layoutmap.report.text import plan_line
 
@@ -37,7 +38,7 @@ _SCRIPTS = (
 )
 
 
-def plan_page(plan: Plan, findings: Sequence[Problem] = ()) -> str:
+def plan_page(plan: PlanTable, findings: Sequence[Problem] = ()) -> str:
     """A plan as a page that holds all it needs; equal plans give equal pages.
 
     Args:

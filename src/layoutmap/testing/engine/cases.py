@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from layoutmap.core.blocks import Index, assemble
 from layoutmap.core.initializers import Initializer
-from layoutmap.core.layout import Layout, ShardingSpec
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.protocol import Engine

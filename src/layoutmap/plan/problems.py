@@ -1,0 +1,79 @@
+"""A problem of a plan; those of repeated blocks as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from layoutmap.core.errors import format_message
+from layoutmap.core.escaping import escaped
+from layoutmap.core.paths import merge_paths, path_pattern, path_shape
+
+__all__ = ["Problem", "Severity", "group_problems", "in_order", "merge_problems"]
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something in a plan that is wrong or may not be meant.
+
+    Args:
+        kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`
+            (of variables or of activations), `"tied"`, `"drawn whole"`, `"no activations"`, `"not built"`, `"not held"`
+            or `"cannot run"`. What lint finds has kinds of its own; see `layoutmap.plan.lint`.
+        severity: `"error"`: the model cannot be made so. `"warning"`: it can, and `strict` makes it an error. `"note"`:
+            worth knowing, never an error.
+        subject: The path or the pattern concerned.
+        what: The headline.
+        facts: The values that show it.
+        why: The reason.
+        fix: What to type instead.
+        model: The name of the model that the subject is in, if the plan has several; the headline begins with it then.
+    """
+
+    kind: str
+    severity: Severity
+    subject: str
+    what: str
+    facts: tuple[tuple[str, str], ...] = ()
+    why: str = ""
+    fix: str = ""
+    model: str = ""
+
+    def of_model(self, model: str) -> Problem:
+        """The same problem of one model among several, named in the headline; `""`: as it is."""
+        return replace(self, what=f"{model}: {self.what}", model=model) if model else self
+
+    def __str__(self) -> str:
+        return format_message(escaped(self.what), dict(self.facts), self.why, self.fix)
+
+
+def group_problems(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems with those of repeated blocks made one: `blocks.{0..31}.kernel: ...`."""
+    return [merged for merged, _ in merge_problems(problems)]
+
+
+def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
+    """The problems with those of repeated blocks made one, each with those that it was made of."""
+    groups: dict[object, list[Problem]] = {}
+    for p in problems:
+        # The pattern in a fix names one block; all else must be equal for two problems to be one.
+        key = (p.kind, p.severity, p.model, path_shape(p.subject), p.facts, p.why)
+        groups.setdefault(key, []).append(p)
+    merged: list[tuple[Problem, tuple[Problem, ...]]] = []
+    for first, *rest in groups.values():
+        subjects = [first.subject, *(p.subject for p in rest)]
+        new = merge_paths(subjects) if rest else first.subject
+        fix = first.fix.replace(path_pattern(subjects[:1]), path_pattern(subjects))
+        head = f"{first.model}: " if first.model else ""
+        what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
+        merged.append((replace(first, subject=new, what=what, fix=fix), (first, *rest)))
+    return merged
+
+
+def in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Errors first."""
+    order = {"error": 0, "warning": 1, "note": 2}
+    return tuple(sorted(problems, key=lambda p: order[p.severity]))

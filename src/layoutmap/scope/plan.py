@@ -1,0 +1,209 @@
+"""The plan as users see it: the pure table, and every question that can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+from layoutmap.plan.diff import PlanDiff, diff_plans
+from layoutmap.plan.lint import Findings, lint_plan
+from layoutmap.plan.memory import Memory, memory_of
+from layoutmap.plan.planner import make_table
+from layoutmap.plan.table import PlanTable
+from layoutmap.report.explain import explain_text
+from layoutmap.report.html import plan_html
+from layoutmap.report.text import plan_line, plan_text
+
+__all__ = ["Plan", "make_plan"]
+
+# What reads and writes JSON and pages is imported late: it takes as long to load as a third of all the rest.
+
+P = ParamSpec("P")
+
+
+class Plan(PlanTable):
+    """Where every variable of a model goes: a mapping from path to `Assignment`.
+
+    A variable is found under each of its paths, and iteration gives its first one. Where several models have a variable
+    of one path, the keys are `"model: path"`, and the path alone is a `PlanError` that names them.
+
+    Args:
+        mesh: The mesh.
+        assignments: The variables and their layouts, in the order of the model.
+        problems: Everything found, errors first.
+        activations: The layers whose output a rule of `LayoutMap.activations` lays out, in the order of the model;
+            empty too where the library tells no layers.
+        free_activations: Whether a compiler chooses how activations lie where no rule says it.
+
+    Example:
+        >>> from layoutmap import LayoutMap, Mesh
+        >>> from layoutmap.scope.plan import make_plan
+        >>> from layoutmap.core.variables import VariableSpec
+        >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {r".*\\.kernel": (None, "model")})
+        >>> plan = make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map)
+        >>> plan["d1.kernel"].shard_shape, plan.device_bytes
+        ((512, 256), 524288)
+        >>> plan
+        <Plan: 1 variable on batch=2, model=4, 2.0 MiB, 512.0 KiB per device; no problems>
+    """
+
+    @classmethod
+    def of(cls, table: PlanTable) -> Plan:
+        """Make the plan of a pure table."""
+        return cls(table.mesh, table.assignments, table.problems, table.activations, table.free_activations)
+
+    @property
+    def memory(self) -> Memory:
+        """What each device holds: weights, gradients, slots and state; and what is whole there and need not be.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.scope.plan import make_plan
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> variables = [VariableSpec(path, (512, 1024), "float32") for path in ("up.kernel", "head.kernel")]
+            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {"up": (None, "model"), "head": (None, None)})
+            >>> print(make_plan(variables, layout_map).memory)
+            per device: weights 2.5 MiB, gradients 2.5 MiB; 5.0 MiB in all
+            <BLANKLINE>
+            whole on every device    bytes  could save it
+            ---------------------  -------  -----------------
+            head.kernel            1.5 MiB  axis 0 over model
+        """
+        return memory_of(self)
+
+    def explain(self, path: str) -> str:
+        """Why a variable is where it is, and what to type to have it elsewhere.
+
+        Args:
+            path: The variable's path, or another path to it.
+
+        Raises:
+            KeyError: The plan has no such variable; names those that come close.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.scope.plan import make_plan
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> rules = {r".*\\.kernel": (None, "model"), "d1": ("model",)}
+            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), rules)
+            >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).explain("d1.kernel"))
+            d1.kernel
+              what          weight, float32[512, 1024], 2.0 MiB
+              layout        (unsharded, model)
+              per device    512 x 256, 512.0 KiB
+              because       rule 1  .*\\.kernel
+              also matches  rule 2  d1: would give (model,)
+              change it     the first rule that matches wins: put one before rule 1, or change that
+        """
+        return explain_text(self, path)
+
+    def diff(self, other: PlanTable) -> PlanDiff:
+        """What moves from this plan to another; false if nothing does.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.scope.plan import make_plan
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> mesh, variables = Mesh(None, "model=4"), [VariableSpec("d1.kernel", (512, 1024), "float32")]
+            >>> rows, columns = LayoutMap(mesh, {"d1": ("model", None)}), LayoutMap(mesh, {"d1": (None, "model")})
+            >>> print(make_plan(variables, rows).diff(make_plan(variables, columns)))
+            d1.kernel  layout  (model, unsharded) -> (unsharded, model)
+            <BLANKLINE>
+            1 change; per device 512.0 KiB -> 512.0 KiB
+        """
+        return diff_plans(self, other)
+
+    def lint(self, batch_dim: str | None = None) -> Findings:
+        """What can be made so, and is probably not meant: each with its evidence and a fix.
+
+        Args:
+            batch_dim: The mesh dim that cuts the batch. Without it, the one that cuts the first axis of activations by
+                their rules, or else one that is called batch, data, dp or fsdp.
+
+        Raises:
+            PlanError: The mesh has no such dim.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.scope.plan import make_plan
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {".*": ("batch", None)})
+            >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).lint())
+            unused dim: model: nothing is cut over this dim of the mesh
+              mesh  batch=2, model=4
+              why   groups of 4 devices hold the same, and compute the same: 2 of the 8 devices would do
+              fix   cut weights over model, or plan for a mesh without it
+            <BLANKLINE>
+            Lint: 1 finding; the batch is cut over batch
+        """
+        return lint_plan(self, batch_dim)
+
+    @property
+    def fingerprint(self) -> str:
+        """A short text that is the same for plans that put the same variables in the same places of a mesh."""
+        from layoutmap.plan.json import fingerprint
+
+        return fingerprint(self)
+
+    # -- texts
+
+    def to_json(self) -> str:
+        """The plan as JSON, a variable in each line: to be kept beside the model, and compared by `diff`."""
+        from layoutmap.plan.json import plan_to_json
+
+        return plan_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: The text is no plan, or of another version; says where.
+        """
+        from layoutmap.plan.json import plan_from_json
+
+        return Plan.of(plan_from_json(text))
+
+    def to_html(self, batch_dim: str | None = None) -> str:
+        """The plan as one page for a browser, which loads nothing: the mesh, memory, every variable and its slices.
+
+        What `lint` finds stands beside the problems.
+
+        Args:
+            batch_dim: See `lint`.
+
+        Example:
+            >>> from layoutmap import LayoutMap, Mesh
+            >>> from layoutmap.scope.plan import make_plan
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> layout_map = LayoutMap(Mesh(None, "model=4"), {"d1": (None, "model")})
+            >>> page = make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).to_html()
+            >>> page.startswith("<!doctype html>"), "d1.kernel" in page
+            (True, True)
+        """
+        from layoutmap.report.page.page import plan_page
+
+        return plan_page(self, self.lint(batch_dim).problems)
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {plan_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+
+def _faced(make: Callable[P, PlanTable]) -> Callable[P, Plan]:
+    """The same function, which returns the table as a plan."""
+
+    @wraps(make)
+    def make_faced(*args: P.args, **options: P.kwargs) -> Plan:
+        return Plan.of(make(*args, **options))
+
+    return make_faced
+
+
+make_plan = _faced(make_table)
