@@ -10,11 +10,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.backends import backend_name, backend_of
 from layoutmap.adapters.keras.derived import reduced_slots
-from layoutmap.adapters.keras.hooks import check_keras, global_seed_state, installed
+from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.paths import find_variables, slot_path
-from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.private import check_keras, global_seed_state
+from layoutmap.adapters.keras.protocol import backend_name, backend_of
+from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.errors import ScopeError
@@ -56,11 +57,11 @@ class KerasAdapter:
         """While open, Keras layers that are built here are refused: the scope is one for another library."""
         return installed()
 
-    def begin(self, context: ScopeContext) -> KerasSession:
+    def begin(self, context: ScopeContext) -> Session:
         """A session for one scope."""
         backend = backend_of(backend_name())
         check_keras(backend.private_names())
-        return KerasSession(context, backend)
+        return Session(context, backend)
 
     @contextmanager
     def undisturbed(self) -> Generator[None]:

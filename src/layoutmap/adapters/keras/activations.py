@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.hooks import in_symbolic_scope
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.private import in_symbolic_scope
+from layoutmap.adapters.keras.protocol import KerasSession
 
 __all__ = ["laying_out"]
 

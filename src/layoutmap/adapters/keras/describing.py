@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.backends import Backend
 from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
-from layoutmap.adapters.keras.hooks import is_global_seed
 from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
+from layoutmap.adapters.keras.private import is_global_seed
+from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, VariableSpec, distinct

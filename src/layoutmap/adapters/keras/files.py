@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from layoutmap.adapters.keras.hooks import dataset_of
+from layoutmap.adapters.keras.private import dataset_of
 
 __all__ = ["FileArray", "FileStore"]
 

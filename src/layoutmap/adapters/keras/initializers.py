@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.hooks import draw_seed
+from layoutmap.adapters.keras.private import draw_seed
 from layoutmap.core.initializers import Initializer, Program
 
 __all__ = ["initializer_of", "initializer_of_seed", "why_global"]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from layoutmap.adapters.keras.hooks import to_snake_case
+from layoutmap.adapters.keras.private import to_snake_case
 
 __all__ = ["is_noted", "note_given", "stable_names"]
 

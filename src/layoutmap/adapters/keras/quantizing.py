@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.protocol import KerasSession
 
 __all__ = ["weights_off_mesh"]
 

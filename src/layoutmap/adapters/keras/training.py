@@ -8,12 +8,11 @@ are wrapped is in `ports`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.protocol import KerasSession
 
 __all__ = [
     "adopt_for_training",
@@ -21,7 +20,7 @@ __all__ = [
     "complete",
     "parents_by_name",
     "place_batch",
-    "settle_for_training",
+    "materialize_for_training",
 ]
 
 
@@ -58,11 +57,11 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
     return variables
 
 
-def settle_for_training(model: Any, session: KerasSession) -> None:
+def materialize_for_training(model: Any, session: KerasSession) -> None:
     """Bring every variable that a step touches onto the mesh, each with memory of its own."""
     variables = adopt_for_training(model, session)
     session.refuse_in_a_plan(model.name)
-    session.settle()
+    session.materialize()
     session.backend.own_memory(variables)
 
 

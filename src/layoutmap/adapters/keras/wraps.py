@@ -14,16 +14,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from layoutmap.adapters.keras.activations import laying_out
-from layoutmap.adapters.keras.hooks import Functional
 from layoutmap.adapters.keras.loading import loading, loading_weights
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.private import Functional
+from layoutmap.adapters.keras.protocol import KerasSession
 
 __all__ = ["CALLS", "call_of", "session_of", "wrap_layer", "wrap_optimizer"]
 

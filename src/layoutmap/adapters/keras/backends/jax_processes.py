@@ -11,20 +11,18 @@ import functools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 import numpy as np
 import numpy.typing as npt
 
+from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
 
 __all__ = ["Rows", "gathered_value", "saving", "telling"]
 

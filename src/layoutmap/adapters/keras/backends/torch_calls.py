@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 import torch
-from keras.src.backend.torch.core import get_device
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.keras.hooks import in_stateless_scope
+from layoutmap.adapters.keras.backends.torch_private import is_symbolic_device
+from layoutmap.adapters.keras.private import in_stateless_scope
+from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
@@ -21,9 +22,6 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, summed_up, with_summed_gradient
 from layoutmap.engines.torch.dtensor_ops.whole import whole as plain_tensor
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
 
 __all__ = ["calling", "on_mesh", "own_losses", "placed", "plain", "running", "whole"]
 
@@ -73,18 +71,18 @@ def running(session: KerasSession, values: Any) -> Generator[None]:
         session: The scope.
         values: What it is called with, on the mesh.
     """
-    session.inside.depth = getattr(session.inside, "depth", 0) + 1
-    session.inside.sums_up = sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
+    session.on_thread.call_depth += 1
+    session.on_thread.sums_up = sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
     try:
         # The session's lock first, as where weights are made: two threads would else wait for each other.
         with session.lock, on_mesh(session), SummingUp() if sums_up else nullcontext():
             yield
     finally:
-        session.inside.depth -= 1
+        session.on_thread.call_depth -= 1
 
 
 def _is_running(session: KerasSession) -> bool:
-    return getattr(session.inside, "depth", 0) > 0
+    return session.on_thread.call_depth > 0
 
 
 def _each(change: Callable[[Any], Any], values: Any) -> Any:
@@ -93,7 +91,7 @@ def _each(change: Callable[[Any], Any], values: Any) -> Any:
 
 def _has_no_values(session: KerasSession) -> bool:
     """Whether Keras only finds out shapes: with symbols, or with placeholders where symbols do not do."""
-    return get_device() == "meta" or (session.context.plan_only and in_stateless_scope())
+    return is_symbolic_device() or (session.context.plan_only and in_stateless_scope())
 
 
 # -- calls
@@ -106,7 +104,7 @@ def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_running(session):
-            if session.inside.sums_up:
+            if session.on_thread.sums_up:
                 args, kwargs = _each(with_summed_gradient, (args, kwargs))
             # Once here, not by each of those who use it. The rows of an embedding that is cut by rows are a sum, too.
             return _by_rows(_each(summed_up, function(*args, **kwargs)), layer, session)
@@ -176,7 +174,7 @@ def own_losses(method: Callable[..., Any], session: KerasSession) -> Callable[..
 
 def _by_rows(outputs: Any, layer: Any, session: KerasSession) -> Any:
     """What a model puts out in a step, cut along the batch only: losses and metrics look along the other axes."""
-    if getattr(session.inside, "model", None) is not layer:
+    if session.on_thread.model_in_step is not layer:
         return outputs
 
     def by_rows(value: Any) -> Any:
