@@ -1,4 +1,4 @@
-"""What a layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
+"""What a layer returns, in the layout of a rule of `LayoutMap.activations`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["laying_out"]
 
 
 def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's `call`, or what stands for it, that puts out arrays in their layout.
+    """Return a layer's `call`, or what stands for it, that returns arrays in their layout.
 
     Args:
         layer: The layer; its path may not be known yet, and is looked up when it is called.

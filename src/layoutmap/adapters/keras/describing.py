@@ -36,8 +36,8 @@ def describe(
     Args:
         layers: The layers of the scope.
         optimizers: Its optimizers.
-        known: Its variables, in the order of their birth.
-        parent_of: Gives the weight of a slot, if somebody has seen it being made.
+        known: Its variables, in the order in which they were made.
+        parent_of: Returns the weight of a slot, if somebody has seen it being made.
     """
     entries = list(_of_layers(layers))
     by_variable = {id(entry.variable): entry for entry in entries}

@@ -23,7 +23,7 @@ __all__ = ["initializer_of", "initializer_of_seed", "why_global"]
 
 
 def why_global(initializer: Any, global_init: Mapping[str, str]) -> str:
-    """Why a variable must be drawn whole on one device; empty if its shards can be drawn apart.
+    """Return why a variable's global value must be drawn on one device; empty if its shards can be drawn apart.
 
     Args:
         initializer: What Keras would call for the value.

@@ -1,4 +1,4 @@
-"""Values from the host: from numpy and from files, cut there, so that a device gets its shards and nothing more.
+"""Values from the host: from numpy and from files, sharded there, so that a device gets its shards and nothing more.
 
 Keras would first make all of a value an array on one device, whoever assigns it: `set_weights`, `load_weights`,
 `load_model`, a callback that restores weights. And it loads a file layer by layer, so that a file of another model
@@ -114,7 +114,7 @@ def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) 
 
     Args:
         model: The model.
-        sessions: Gives the scopes that look after it and its layers.
+        sessions: Returns the scopes that look after it and its layers.
     """
     plain = model.load_weights
 

@@ -5,7 +5,7 @@ Inside Keras's symbolic and stateless code it acts as Keras's own valueless vari
 the one variable, straight in its layout, and an assignment places the assigned value without running the initializer.
 Once it has its value the class is swapped back, so nothing is paid later.
 
-While a model is only planned, it never gets one: a read gives zeros of its shape, an assignment checks the shape.
+While a model is only planned, it never gets one: a read returns zeros of its shape, an assignment checks the shape.
 """
 
 from __future__ import annotations

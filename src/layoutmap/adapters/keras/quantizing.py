@@ -13,9 +13,9 @@ __all__ = ["weights_off_mesh"]
 
 @contextmanager
 def weights_off_mesh(layer: Any, session: KerasSession, as_plain: Callable[[Any], Any]) -> Generator[None]:
-    """While open, a layer's own weights are whole and plain; what is made of them is laid out as it is assigned.
+    """While open, a layer's own weights are plain global arrays; what is made of them is laid out as it is assigned.
 
-    One layer's weights are whole on the host then, which is what Keras's quantizers need.
+    One layer's weights are gathered on the host then, which is what Keras's quantizers need.
 
     Args:
         layer: The layer.

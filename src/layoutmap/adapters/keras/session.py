@@ -43,7 +43,7 @@ from layoutmap.engines.protocol import Engine
 
 __all__ = ["Session"]
 
-_MOST_ZEROS = 2**28  # elements: what a plan gives to whoever reads a weight
+_MOST_ZEROS = 2**28  # elements: of the zeros that a plan returns to whoever reads a weight
 
 
 class Session(KerasSession):
@@ -144,7 +144,7 @@ class Session(KerasSession):
     # -- describing
 
     def unbuilt(self) -> list[str]:
-        """The names of layers that will make weights when they are first called."""
+        """Return the names of layers that will make weights when they are first called."""
         return [
             layer.name
             for layer in self._registry.layers()
@@ -152,7 +152,7 @@ class Session(KerasSession):
         ]
 
     def _describe(self) -> list[Entry]:
-        """All variables of the scope: those of the models first, in the order of the models, then the rest."""
+        """Return all variables of the scope: those of the models first, in the order of the models, then the rest."""
         registry = self._registry
         return describe(registry.layers(), registry.optimizers(), registry.variables(), registry.parent_of)
 
@@ -216,10 +216,10 @@ class Session(KerasSession):
             self.backend.chooses_layouts,
         )
 
-    # -- what layers put out
+    # -- activations
 
     def output_layout(self, layer: Any) -> tuple[str, Layout | None]:
-        """A layer's path, and the layout of what it puts out; `None`: as it comes."""
+        """Return a layer's path, and the layout of what it returns; `None`: it stays as it is."""
         if not self._outputs.is_current():
             found: dict[int, tuple[str, Layout | None]] = {}
             for path, each in layer_paths(self._registry.layers()):
@@ -293,12 +293,12 @@ class Session(KerasSession):
                 self._planned_ahead.fill({id(e.variable): a for e, a in pairs})
 
     def path_of(self, variable: Any) -> str:
-        """The object path of a variable, for messages."""
+        """Return the object path of a variable, for messages."""
         with self.lock, self._outside():
             return self._entry_of(variable).spec.path
 
     def _assignment_of(self, entry: Entry) -> Assignment:
-        """The layout of a variable that gets its value before all are planned, or as planned ahead."""
+        """Return the layout of a variable that gets its value before all are planned, or as planned ahead."""
         return self._planned_ahead.get(entry.variable) or self.context.assign_one(entry.spec)
 
     def refuse_in_a_plan(self, name: str) -> None:

@@ -2,7 +2,7 @@
 
 Keras keeps its own loops and callbacks. What is the same on every backend is here: before a step, variables that nobody
 laid out yet (metrics, an optimizer made elsewhere) join the mesh, and each batch is placed on it. How a backend's steps
-are wrapped is in `ports`.
+are wrapped is in `backends`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def complete(model: Any, inputs: Any) -> None:
 
 
 def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
-    """Have the scope know every variable that a step touches; gives them."""
+    """Have the scope know every variable that a step touches; returns them."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         session.optimizer_attached(optimizer)
@@ -66,7 +66,7 @@ def materialize_for_training(model: Any, session: KerasSession) -> None:
 
 
 def place_batch(batch: Any, session: KerasSession) -> Any:
-    """A batch on the mesh: each array cut along its first axis, or whole where that does not divide."""
+    """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide."""
 
     def place(array: Any) -> Any:
         if array is None or not hasattr(array, "shape"):

@@ -33,13 +33,13 @@ class JaxBackend(Backend):
     global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
-            "Constant": "its constant is an array, which is whole already",
+            "Constant": "its constant is an array, all of which is there already",
         }
     )
 
     def outside(self) -> AbstractContextManager[Any]:
         """Leave any tracing that goes on."""
-        # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, whole arrays of them.
+        # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, global arrays of them.
         return jax.core.eval_context()
 
     def is_tracing(self) -> bool:
@@ -172,7 +172,7 @@ def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Cal
 
 def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
     if not isinstance(array, jax.Array):
-        return array  # a number that a step of one's own gives
+        return array  # a number that a step of one's own returns
     layout = session.policy.batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
     return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
@@ -180,12 +180,12 @@ def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
 def _assign(variable: Any, value: Any) -> None:
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         type(variable)._direct_assign(variable, value)
-    else:  # of its own value each process cuts its devices' parts; JAX would first send all of it around
+    else:  # each process takes its devices' shards of its own value; JAX would first send all of it around
         variable._value = get_engine("jax").relayout(value, variable.layout)
 
 
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-    # JAX would keep what it has put together, with the array: after a save the host would hold the whole model.
+    # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
     return np.asarray(gathered_value(variable, get_engine("jax").whole), dtype=dtype)
 
 

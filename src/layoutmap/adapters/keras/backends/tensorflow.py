@@ -53,7 +53,7 @@ class TensorFlowBackend(Backend):
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
             "Identity": "TensorFlow makes a diagonal in one piece",
-            "Constant": "its constant is an array, which is whole already",
+            "Constant": "its constant is an array, all of which is there already",
         }
     )
 
@@ -81,7 +81,7 @@ class TensorFlowBackend(Backend):
         return tag
 
     def read(self, variable: Any) -> Any:
-        """The whole value of a variable."""
+        """Return the global value of a variable."""
         return variable.value.numpy()
 
     def values_changed(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
@@ -112,7 +112,7 @@ class TensorFlowBackend(Backend):
         return wraps
 
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
-        """Slots are made without reading the weight; gradients of rows become whole ones; updates run on the mesh."""
+        """Slots are made without reading the weight; gradients of rows become dense ones; updates run on the mesh."""
         add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
         assigns = ("assign", "assign_add", "assign_sub")
         return {

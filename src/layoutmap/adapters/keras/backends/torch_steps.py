@@ -37,7 +37,7 @@ def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
 
 
 class _Step:
-    """A step that places its batch, runs on the mesh, and gives plain results."""
+    """A step that places its batch, runs on the mesh, and returns plain results."""
 
     def __init__(self, model: Any, session: KerasSession, step: Callable[..., Any]) -> None:
         self._model = model
@@ -99,7 +99,7 @@ def refusing_export(model: Any) -> Callable[..., Any]:
         raise ScopeError(
             f"{model.name}: a model in layouts is not exported on torch",
             why="what torch exports would hold the pieces of a mesh",
-            fix="save it, and export what keras.models.load_model gives outside of a scope",
+            fix="save it, and export what keras.models.load_model returns outside of a scope",
         )
 
     return export
