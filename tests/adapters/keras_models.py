@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras.src.backend import compute_output_spec
 
-from layoutmap.adapters.keras.hooks import CommonVariable
+from layoutmap.adapters.keras.private import CommonVariable
 from layoutmap.engines import get_engine
 
 L = keras.layers

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.keras.backends import backend_name, backend_of
 from layoutmap.adapters.keras.initializers import initializer_of, why_global
+from layoutmap.adapters.keras.protocol import backend_name, backend_of
 
 PROCESSES = ("jax", "tensorflow", "torch")
 I = keras.initializers  # noqa: E741 - as Keras's users abbreviate it

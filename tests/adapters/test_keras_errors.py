@@ -388,12 +388,12 @@ except lm.ScopeError as error:
 
 
 def test_a_keras_that_makes_its_variables_whole():
-    """KERAS_NNX_ENABLED is refused by name: in that mode each variable is first made whole on one device."""
+    """KERAS_NNX_ENABLED is refused by name: in that mode each global value is first made on one device."""
     source = "import keras\nkeras.config.is_nnx_enabled = lambda: True\n" + OPEN
 
     assert run_python(source) == text("""
         Keras runs with KERAS_NNX_ENABLED
-          why   in that mode each variable is first made whole on one device, which a layout map exists to avoid
+          why   in that mode the global value of each variable is first made on one device, which a layout map avoids
           fix   unset KERAS_NNX_ENABLED and start again
         """)
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.keras import hooks
-from layoutmap.adapters.keras.backends import backend_name, backend_of
+from layoutmap.adapters.keras import private
+from layoutmap.adapters.keras.protocol import backend_name, backend_of
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
@@ -110,7 +110,7 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
 
 
 def probed():
-    return [*hooks.NAMES, *backend_of(backend_name()).private_names()]
+    return [*private.NAMES, *backend_of(backend_name()).private_names()]
 
 
 def name_of(value):
@@ -151,7 +151,7 @@ def with_code(method, code):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(o, n) for o, names in hooks.ATTRIBUTES for n in names], ids=name_of
+    ("owner", "name"), [(o, n) for o, names in private.ATTRIBUTES for n in names], ids=name_of
 )
 def test_each_attribute_that_is_gone_is_refused(owner, name, monkeypatch):
     """So is a Keras whose objects have an attribute under another name."""
@@ -168,8 +168,8 @@ def test_each_attribute_that_is_gone_is_refused(owner, name, monkeypatch):
 
 
 def imported():
-    """The modules and names that `hooks` imports from Keras's own."""
-    tree = ast.parse(Path(hooks.__file__).read_text(encoding="utf-8"))
+    """The modules and names that `private` imports from Keras's own."""
+    tree = ast.parse(Path(private.__file__).read_text(encoding="utf-8"))
     return [
         (node.module, alias.name)
         for node in ast.walk(tree)
@@ -180,10 +180,10 @@ def imported():
 
 @pytest.mark.parametrize(("module", "name"), imported())
 def test_each_import_that_is_gone_is_refused(module, name, monkeypatch):
-    """A name that the hooks import, and that is gone, is refused when the adapter is loaded."""
+    """A name that is imported and is gone is refused when the adapter is loaded."""
     monkeypatch.delattr(sys.modules[module], name)
     monkeypatch.delitem(sys.modules, f"{module}.{name}", raising=False)
-    spec = importlib.util.spec_from_file_location("hooks_again", hooks.__file__)
+    spec = importlib.util.spec_from_file_location("private_again", private.__file__)
     with (
         pytest.raises(ValueError, match=f"(?s)is not supported.*cannot import name '{name}'.*keras=="),
         without_file(f"{module}.{name}"),
@@ -208,14 +208,14 @@ def without_file(module):
 
 
 def test_the_list_says_all_that_is_probed():
-    """Every name that is probed or imported is in the list at the top of `hooks`, or of the backend's port."""
+    """Every name that is probed or imported is in the list at the top of `private`, or of a file of the backend."""
     folder = Path(sys.modules[type(backend_of(backend_name())).__module__].__file__).parent
     lists = [
-        hooks.__doc__,
+        private.__doc__,
         *(ast.get_docstring(ast.parse(p.read_text("utf-8"))) for p in folder.glob("*.py")),
     ]
-    private = [n for _, names in (*probed(), *hooks.ATTRIBUTES) for n in names if n.startswith("_")]
-    named = [*private, *(name for _, name in imported())]
+    probed_names = [n for _, names in (*probed(), *private.ATTRIBUTES) for n in names if n.startswith("_")]
+    named = [*probed_names, *(name for _, name in imported())]
 
     assert {"__getitem__"} == {
         name for name in named if not any(name in text for text in lists)

@@ -10,13 +10,23 @@ from keras.src.backend.common.variables import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 import layoutmap as lm
-from layoutmap.adapters.keras import hooks
+from layoutmap.adapters.keras import hooks, private
 from layoutmap.core.current import current
 
 PROCESSES = ("jax",)
 L = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
-FILES = ("core/patches.py", "core/current.py", "scope/scope.py", "keras/session.py", "keras/hooks.py")
+FILES = (
+    "core/patches.py",
+    "core/current.py",
+    "scope/scope.py",
+    "scope/context.py",
+    "keras/session.py",
+    "keras/registry.py",
+    "keras/materialize.py",
+    "keras/hooks.py",
+    "keras/private.py",
+)
 READING = ("check_names", "_names_in", "_lineage", "_file_of", "<setcomp>", "<listcomp>", "<genexpr>")
 PLACES = [(Variable, "__init__"), (L.Layer, "__new__"), (BaseOptimizer, "__init__")]
 PLAIN = [vars(owner)[name] for owner, name in PLACES]
@@ -53,7 +63,7 @@ def sweep(function, step=1):
             classes() != PLAIN
             or current() is not None
             or list(hooks._PATCHES._users)
-            or hooks.in_stateless_scope()
+            or private.in_stateless_scope()
         ):
             left.append(at)
         at += step

@@ -337,7 +337,7 @@ class TestWhatElseRefersToATensor:
         step(plain, its, 2)
         step(model, old)
         make_map(rules={"weight": ("model", None)}).apply(model)
-        before = get_engine("torch").whole(model.weight)
+        before = get_engine("torch").to_numpy(model.weight)
         with pytest.raises(lm.ScopeError) as caught:
             step(model, old)
 
@@ -348,13 +348,13 @@ class TestWhatElseRefersToATensor:
             "  fix     make the optimizer after apply, and take its state along: "
             "new = SGD(model.parameters(), ...); new.load_state_dict(old.state_dict())"
         ) == str(caught.value)
-        assert (before == get_engine("torch").whole(model.weight)).all()
+        assert (before == get_engine("torch").to_numpy(model.weight)).all()
 
         new = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
         new.load_state_dict(old.state_dict())
         step(model, new)
         torch.testing.assert_close(
-            torch.as_tensor(get_engine("torch").whole(model.weight)), plain.weight.data
+            torch.as_tensor(get_engine("torch").to_numpy(model.weight)), plain.weight.data
         )
         slot = new.state[model.weight]["momentum_buffer"]
         assert lm.dtensor.fetch_layout(model.weight) == lm.dtensor.fetch_layout(slot)
@@ -367,7 +367,7 @@ class TestWhatElseRefersToATensor:
         make_map(rules={"weight": ("model", None)}).apply(model)
 
         assert lm.dtensor.fetch_layout(model.weight) == lm.dtensor.fetch_layout(model.weight.grad)
-        assert (expected == get_engine("torch").whole(model.weight.grad)).all()
+        assert (expected == get_engine("torch").to_numpy(model.weight.grad)).all()
 
     def test_an_optimizer_of_tensors_that_are_gone_from_memory(self):
         """Nothing is kept of the tensors that were replaced, so that no new tensor is taken for one."""

@@ -103,7 +103,7 @@ class Session(Protocol):
     """The name of the library's adapter."""
 
     def defer(self) -> AbstractContextManager[None]:
-        """While open, variables are born without values; leaving the outermost one settles what is pending."""
+        """While open, variables are made without values; the outermost one materializes them at its end."""
         ...
 
     def take(self, model: Any) -> None:
@@ -111,7 +111,7 @@ class Session(Protocol):
         ...
 
     def unbuilt(self) -> Sequence[str]:
-        """The names of layers that will make weights when they are first called."""
+        """Return the names of layers that will make weights when they are first called."""
         ...
 
     def complete(self, model: Any, inputs: Any) -> None:
@@ -153,7 +153,7 @@ class Adapter(Protocol):
         ...
 
     def begin(self, context: ScopeContext) -> Session:
-        """A session for one scope."""
+        """Return a session for one scope."""
         ...
 
     def undisturbed(self) -> AbstractContextManager[None]:
@@ -169,11 +169,11 @@ class Adapter(Protocol):
         ...
 
     def variables(self, model: Any) -> dict[str, Any]:
-        """A model's variables by path, in a fixed order: weights, states, and slots of its optimizer."""
+        """Return a model's variables by path, in a fixed order: weights, states, and slots of its optimizer."""
         ...
 
     def read(self, variable: Any) -> Any:
-        """The whole value of a variable, as a numpy array."""
+        """Return the global value of a variable, as a numpy array."""
         ...
 
     def write(self, variable: Any, value: Any) -> None:
@@ -181,13 +181,13 @@ class Adapter(Protocol):
         ...
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """What a model puts out for a batch, in inference; numpy arrays, nested as the model nests them."""
+        """Return what a model returns for a batch, in inference; numpy arrays, nested as the model nests them."""
         ...
 
     def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
-        """The loss of a batch, and its gradient for each trainable variable by path, as numpy arrays."""
+        """Return the loss of a batch, and its gradient for each trainable variable by path, as numpy arrays."""
         ...
 
     def train_step(self, model: Any, batch: Any) -> float:
-        """One optimizer step of a compiled model on a batch; gives the loss before it."""
+        """One optimizer step of a compiled model on a batch; returns the loss before it."""
         ...

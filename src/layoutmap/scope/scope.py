@@ -41,8 +41,8 @@ def scope(
 ) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
-    Inside the `with` block, and at the first call of what was built in it, every variable is born without a value,
-    matched by its object path, and then made in its layout. All rules are checked before anything is made.
+    Inside the `with` block, and at the first call of what was built in it, every variable is deferred, matched by
+    its object path, and then materialized in its layout. All rules are checked before anything is made.
 
     The scope works with the rules as they are when it is opened. A change of the map inside the block or after it
     counts for scopes that are opened later; what these models make afterwards, in `compile` or `fit`, follows the

@@ -1,4 +1,4 @@
-"""Keras 3 models, on any backend that has a backend: subclassed, Functional and Sequential."""
+"""Keras 3 models, on any of its backends that is supported: subclassed, Functional and Sequential."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.backends import backend_name, backend_of
 from layoutmap.adapters.keras.derived import reduced_slots
-from layoutmap.adapters.keras.hooks import check_keras, global_seed_state, installed
+from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.paths import find_variables, slot_path
-from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.private import check_keras, global_seed_state
+from layoutmap.adapters.keras.protocol import backend_name, backend_of
+from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.errors import ScopeError
@@ -56,11 +57,11 @@ class KerasAdapter:
         """While open, Keras layers that are built here are refused: the scope is one for another library."""
         return installed()
 
-    def begin(self, context: ScopeContext) -> KerasSession:
+    def begin(self, context: ScopeContext) -> Session:
         """A session for one scope."""
         backend = backend_of(backend_name())
         check_keras(backend.private_names())
-        return KerasSession(context, backend)
+        return Session(context, backend)
 
     @contextmanager
     def undisturbed(self) -> Generator[None]:
@@ -100,7 +101,7 @@ class KerasAdapter:
         return named
 
     def read(self, variable: Any) -> Any:
-        """The whole value of a variable, as a numpy array."""
+        """Return the global value of a variable, as a numpy array."""
         return backend_of(backend_name()).read(variable)
 
     def write(self, variable: Any, value: Any) -> None:
@@ -108,7 +109,7 @@ class KerasAdapter:
         variable.assign(value)
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """What a model puts out for a batch, in inference."""
+        """Return what a model returns for a batch, in inference."""
         return keras.tree.map_structure(np.asarray, model.predict_on_batch(_x_of(batch)))
 
     def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
@@ -122,7 +123,7 @@ class KerasAdapter:
         return float(loss), {paths[id(v)]: gradient for v, gradient in named}
 
     def train_step(self, model: Any, batch: Any) -> float:
-        """One optimizer step of a compiled model on a batch; gives the loss before it."""
+        """One optimizer step of a compiled model on a batch; returns the loss before it."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with backend_of(backend_name()).drawing(model):
             return float(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)["loss"])

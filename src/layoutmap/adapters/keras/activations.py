@@ -1,23 +1,21 @@
-"""What a layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
+"""What a layer returns, in the layout of a rule of `LayoutMap.activations`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.hooks import in_symbolic_scope
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.private import in_symbolic_scope
+from layoutmap.adapters.keras.protocol import KerasSession
 
 __all__ = ["laying_out"]
 
 
 def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's `call`, or what stands for it, that puts out arrays in their layout.
+    """Return a layer's `call`, or what stands for it, that returns arrays in their layout.
 
     Args:
         layer: The layer; its path may not be known yet, and is looked up when it is called.

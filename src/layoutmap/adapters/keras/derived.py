@@ -1,6 +1,6 @@
 """Variables that Keras derives from another: LoRA factors, quantized kernels and their scales, slots of reduced shape.
 
-Such a variable lies as its parent does, axis for axis. What an axis means is known here, from the layers that make it:
+Such a variable has its parent's layout, axis for axis. What an axis means is known here, from the layers that make it:
 
     lora_kernel_a, _b           the kernel's axes but the last, then the rank; the rank, then the last
     kernel of int4, gptq, awq   the axes that are summed over as one, and the others as one, two values in a byte

@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.backends import Backend
 from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
-from layoutmap.adapters.keras.hooks import is_global_seed
 from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
+from layoutmap.adapters.keras.private import is_global_seed
+from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, VariableSpec, distinct
@@ -36,8 +36,8 @@ def describe(
     Args:
         layers: The layers of the scope.
         optimizers: Its optimizers.
-        known: Its variables, in the order of their birth.
-        parent_of: Gives the weight of a slot, if somebody has seen it being made.
+        known: Its variables, in the order in which they were made.
+        parent_of: Returns the weight of a slot, if somebody has seen it being made.
     """
     entries = list(_of_layers(layers))
     by_variable = {id(entry.variable): entry for entry in entries}

@@ -1,6 +1,6 @@
 """Values in Keras's weight files, read from the disk only where they are wanted.
 
-A store of Keras's hands out whole arrays: of a weight that is cut, each would be in the host's memory at once. This one
+A store of Keras's returns global arrays: of a sharded weight, each would be in the host's memory at once. This one
 hands out arrays that are still in the file, and of which a block can be read. Whatever else is done with one reads it.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from layoutmap.adapters.keras.hooks import dataset_of
+from layoutmap.adapters.keras.private import dataset_of
 
 __all__ = ["FileArray", "FileStore"]
 

@@ -16,14 +16,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.hooks import draw_seed
+from layoutmap.adapters.keras.private import draw_seed
 from layoutmap.core.initializers import Initializer, Program
 
 __all__ = ["initializer_of", "initializer_of_seed", "why_global"]
 
 
 def why_global(initializer: Any, global_init: Mapping[str, str]) -> str:
-    """Why a variable must be drawn whole on one device; empty if its shards can be drawn apart.
+    """Return why a variable's global value must be drawn on one device; empty if its shards can be drawn apart.
 
     Args:
         initializer: What Keras would call for the value.

@@ -1,4 +1,4 @@
-"""Values from the host: from numpy and from files, cut there, so that a device gets its shards and nothing more.
+"""Values from the host: from numpy and from files, sharded there, so that a device gets its shards and nothing more.
 
 Keras would first make all of a value an array on one device, whoever assigns it: `set_weights`, `load_weights`,
 `load_model`, a callback that restores weights. And it loads a file layer by layer, so that a file of another model
@@ -12,23 +12,20 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import ml_dtypes
 import numpy as np
 
-from layoutmap.adapters.keras.backends import backend_name, backend_of
 from layoutmap.adapters.keras.files import FileArray, FileStore
-from layoutmap.adapters.keras.hooks import H5IOStore, in_stateless_scope
+from layoutmap.adapters.keras.private import H5IOStore, in_stateless_scope
+from layoutmap.adapters.keras.protocol import KerasSession, backend_name, backend_of
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
 
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
-
-__all__ = ["check_shape", "cut_on_the_host", "from_host", "is_on_host", "loading", "loading_weights"]
+__all__ = ["check_shape", "sharded_on_the_host", "from_host", "is_on_host", "loading", "loading_weights"]
 
 _FILES = (".weights.h5", ".weights.json", ".keras")
 
@@ -52,7 +49,7 @@ def from_host(assignment: Assignment, value: Any) -> Any:
     return engine.from_shards(held, lambda index: np.asarray(value[index]).astype(dtype, copy=False))
 
 
-def cut_on_the_host(variable: Any, assignment: Assignment) -> None:
+def sharded_on_the_host(variable: Any, assignment: Assignment) -> None:
     """Have a variable take what is assigned to it from the host shard by shard, in a scope and after it."""
     # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
     variable.__dict__["_convert_to_tensor"] = functools.partial(_converted, variable, assignment)
@@ -100,7 +97,7 @@ def loading(thing: Any, session: KerasSession) -> Callable[..., Any]:
         session.plan_ahead()
         files = FileStore(store)
         try:
-            found = getattr(session.inside, "checking", None)
+            found = session.on_thread.mismatches
             if found is None:
                 return plain(files)
             if _only_assigns(plain):
@@ -117,7 +114,7 @@ def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) 
 
     Args:
         model: The model.
-        sessions: Gives the scopes that look after it and its layers.
+        sessions: Returns the scopes that look after it and its layers.
     """
     plain = model.load_weights
 
@@ -128,14 +125,14 @@ def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) 
             found: dict[str, str] = {}
             checking = list(sessions())
             for session in checking:
-                session.inside.checking = found
+                session.on_thread.mismatches = found
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # they come when it is loaded
                     plain(filepath, **kwargs)
             finally:
                 for session in checking:
-                    session.inside.checking = None
+                    session.on_thread.mismatches = None
             _refuse_other_shapes(name, found)
         return plain(filepath, skip_mismatch=skip_mismatch, **kwargs)
 

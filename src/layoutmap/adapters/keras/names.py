@@ -4,7 +4,7 @@ Where a path goes by a layer's name (in Functional and Sequential models, and fo
 name of its own has one that Keras numbered: `dense_7`, after six others of its class in this process. Built again, the
 same model would have other paths. So such layers are numbered anew inside what holds them: `dense`, `dense_1`, ...
 
-A name that was given is never changed, even if it looks numbered. Only a layer born in a scope is known to have been
+A name that was given is never changed, even if it looks numbered. Only a layer made in a scope is known to have been
 given none; in a model that exists, or is loaded, all names count as given.
 """
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from layoutmap.adapters.keras.hooks import to_snake_case
+from layoutmap.adapters.keras.private import to_snake_case
 
 __all__ = ["is_noted", "note_given", "stable_names"]
 

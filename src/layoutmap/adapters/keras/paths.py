@@ -21,8 +21,8 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.hooks import Functional
 from layoutmap.adapters.keras.names import stable_names
+from layoutmap.adapters.keras.private import Functional
 from layoutmap.core.variables import distinct
 
 __all__ = ["Found", "find_layers", "find_variables", "slot_path", "sublayers"]

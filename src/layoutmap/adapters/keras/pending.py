@@ -5,7 +5,7 @@ Inside Keras's symbolic and stateless code it acts as Keras's own valueless vari
 the one variable, straight in its layout, and an assignment places the assigned value without running the initializer.
 Once it has its value the class is swapped back, so nothing is paid later.
 
-While a model is only planned, it never gets one: a read gives zeros of its shape, an assignment checks the shape.
+While a model is only planned, it never gets one: a read returns zeros of its shape, an assignment checks the shape.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from layoutmap.adapters.keras.hooks import in_stateless_scope
 from layoutmap.adapters.keras.loading import is_on_host
+from layoutmap.adapters.keras.private import in_stateless_scope
 
-__all__ = ["is_pending", "make_pending", "settle"]
+__all__ = ["end_pending", "is_pending", "make_pending"]
 
 _SESSION = "_layoutmap_session"
 _classes: dict[type, type] = {}
@@ -79,7 +79,7 @@ def is_pending(variable: Any) -> bool:
     return isinstance(variable, _Pending)
 
 
-def settle(variable: Any) -> None:
+def end_pending(variable: Any) -> None:
     """Turn a pending variable back into what it was; it has its value, or is about to."""
     if isinstance(variable, _Pending):
         variable.__class__ = type(variable).__mro__[2]

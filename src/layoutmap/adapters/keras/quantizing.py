@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.protocol import KerasSession
 
 __all__ = ["weights_off_mesh"]
 
 
 @contextmanager
 def weights_off_mesh(layer: Any, session: KerasSession, as_plain: Callable[[Any], Any]) -> Generator[None]:
-    """While open, a layer's own weights are whole and plain; what is made of them is laid out as it is assigned.
+    """While open, a layer's own weights are plain global arrays; what is made of them is laid out as it is assigned.
 
-    One layer's weights are whole on the host then, which is what Keras's quantizers need.
+    One layer's weights are gathered on the host then, which is what Keras's quantizers need.
 
     Args:
         layer: The layer.

@@ -1,6 +1,6 @@
 """What the axes of a layer's weights do when it is called, for Keras's own layers.
 
-A plan is linted by it: an axis that is summed over is another thing to cut than one that is put out.
+A plan is linted by it: to shard an axis that is summed over is another thing than to shard one of the output.
 
     Dense            kernel (in, out), bias (out)
     EinsumDense      what its equation says: `abc,cde->abde` has a kernel (in, out, out)

@@ -2,18 +2,17 @@
 
 Keras keeps its own loops and callbacks. What is the same on every backend is here: before a step, variables that nobody
 laid out yet (metrics, an optimizer made elsewhere) join the mesh, and each batch is placed on it. How a backend's steps
-are wrapped is in `ports`.
+are wrapped is in `backends`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.protocol import KerasSession
 
 __all__ = [
     "adopt_for_training",
@@ -21,7 +20,7 @@ __all__ = [
     "complete",
     "parents_by_name",
     "place_batch",
-    "settle_for_training",
+    "materialize_for_training",
 ]
 
 
@@ -44,7 +43,7 @@ def complete(model: Any, inputs: Any) -> None:
 
 
 def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
-    """Have the scope know every variable that a step touches; gives them."""
+    """Have the scope know every variable that a step touches; returns them."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         session.optimizer_attached(optimizer)
@@ -58,16 +57,16 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
     return variables
 
 
-def settle_for_training(model: Any, session: KerasSession) -> None:
+def materialize_for_training(model: Any, session: KerasSession) -> None:
     """Bring every variable that a step touches onto the mesh, each with memory of its own."""
     variables = adopt_for_training(model, session)
     session.refuse_in_a_plan(model.name)
-    session.settle()
+    session.materialize()
     session.backend.own_memory(variables)
 
 
 def place_batch(batch: Any, session: KerasSession) -> Any:
-    """A batch on the mesh: each array cut along its first axis, or whole where that does not divide."""
+    """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide."""
 
     def place(array: Any) -> Any:
         if array is None or not hasattr(array, "shape"):

@@ -1,12 +1,12 @@
-"""What a layer that was born in a scope carries with it: a few methods wrapped on the instance.
+"""What a layer that was made in a scope carries with it: a few methods wrapped on the instance.
 
 Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class.
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
-    call, quantized_call                                    put out arrays in the layout of a rule for activations
+    call, quantized_call                                    return arrays in the layout of a rule for activations
     optimizer.build                                         the same, on the optimizer given to compile
     load_own_variables, load_weights                        values go from a file to their devices: see `loading`
-    call, make_train_function and its like                  what the backend needs: see `ports`
+    call, make_train_function and its like                  what the backend needs: see `backends`
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from layoutmap.adapters.keras.activations import laying_out
-from layoutmap.adapters.keras.hooks import Functional
 from layoutmap.adapters.keras.loading import loading, loading_weights
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
+from layoutmap.adapters.keras.private import Functional
+from layoutmap.adapters.keras.protocol import KerasSession
 
 __all__ = ["CALLS", "call_of", "session_of", "wrap_layer", "wrap_optimizer"]
 
 CALLS = ("call", "quantized_call")
-"""The methods by which Keras computes what a layer puts out: the second one once it is quantized."""
+"""The methods by which Keras computes what a layer returns: the second one once it is quantized."""
 
 _MARK = "_layoutmap_session"
 _BEFORE = "_layoutmap_before"
@@ -81,10 +79,10 @@ def session_of(thing: Any) -> KerasSession | None:
 
 
 def call_of(layer: Any, name: str) -> Callable[..., Any]:
-    """The `call` of a layer that is being born, or what stands for it, to be wrapped.
+    """Return the `call` of a layer that is being made, or what stands for it, to be wrapped.
 
     A class without one may be Functional by inheritance: Keras makes it so while its first model is being initialized,
-    which is after the birth.
+    which is after `__new__`.
     """
     if name != "call" or name in layer.__dict__ or type(layer).call is not keras.Model.call:
         return getattr(layer, name)

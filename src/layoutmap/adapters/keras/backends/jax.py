@@ -3,51 +3,43 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.backends import Wraps
 from layoutmap.adapters.keras.backends.jax_processes import Rows, gathered_value, saving, telling
 from layoutmap.adapters.keras.backends.jax_unsupported import unsupported_of
-from layoutmap.adapters.keras.training import place_batch, settle_for_training
+from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
+from layoutmap.adapters.keras.training import materialize_for_training, place_batch
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
 
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
-
 __all__ = ["JaxBackend"]
 
 
-class JaxBackend:
-    """Keras on JAX; see `layoutmap.adapters.keras.backends`."""
+class JaxBackend(Backend):
+    """Keras on JAX; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "jax"
     chooses_layouts = True
-    quiet = ()
-    global_init: Mapping[str, str] = MappingProxyType(
+    global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
-            "Constant": "its constant is an array, which is whole already",
+            "Constant": "its constant is an array, all of which is there already",
         }
     )
 
-    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
-        """None beyond what every backend needs."""
-        return ()
-
     def outside(self) -> AbstractContextManager[Any]:
         """Leave any tracing that goes on."""
-        # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, whole arrays of them.
+        # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, global arrays of them.
         return jax.core.eval_context()
 
     def is_tracing(self) -> bool:
@@ -70,16 +62,9 @@ class JaxBackend:
             own["_direct_assign"] = functools.partial(_assign, variable)
         return tag
 
-    def read(self, variable: Any) -> Any:
-        """The whole value of a variable."""
-        return get_engine("jax").to_numpy(variable.value)
-
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """In a trace a constraint; else the array is moved."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
-
-    def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
-        """Optimizers know variables by the variable, which stays."""
 
     def own_memory(self, variables: Sequence[Any]) -> None:
         """A step gives its buffers away, and each can be given away only once."""
@@ -88,18 +73,6 @@ class JaxBackend:
             if id(variable._value) in held:
                 variable._value = variable._value.copy()
             held.add(id(variable._value))
-
-    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
-        """JAX computes with arrays in layouts as with any others."""
-        return nullcontext()
-
-    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
-        """JAX computes with arrays in layouts as with any others."""
-        return {}
-
-    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
-        """Keras's optimizers on JAX are functions of arrays."""
-        return {}
 
     def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
         """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
@@ -116,10 +89,6 @@ class JaxBackend:
     def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
         """What XLA cannot compile of a layer."""
         return unsupported_of(layer, path, weights)
-
-    def drawing(self, model: Any) -> AbstractContextManager[Any]:
-        """Keras draws from generators that are variables."""
-        return nullcontext()
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
         """The loss in training, and its gradients."""
@@ -151,7 +120,7 @@ def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def make(force: bool = False) -> Any:
-        settle_for_training(model, session)
+        materialize_for_training(model, session)
         if getattr(model, attribute) is None or force:
             plain(force=force)
             step = getattr(model, attribute)
@@ -203,7 +172,7 @@ def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Cal
 
 def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
     if not isinstance(array, jax.Array):
-        return array  # a number that a step of one's own gives
+        return array  # a number that a step of one's own returns
     layout = session.policy.batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
     return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
@@ -211,12 +180,12 @@ def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
 def _assign(variable: Any, value: Any) -> None:
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         type(variable)._direct_assign(variable, value)
-    else:  # of its own value each process cuts its devices' parts; JAX would first send all of it around
+    else:  # each process takes its devices' shards of its own value; JAX would first send all of it around
         variable._value = get_engine("jax").relayout(value, variable.layout)
 
 
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-    # JAX would keep what it has put together, with the array: after a save the host would hold the whole model.
+    # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
     return np.asarray(gathered_value(variable, get_engine("jax").to_numpy), dtype=dtype)
 
 

@@ -1,8 +1,8 @@
 """Keras on JAX in several processes: each brings its own rows of a batch, and one of them writes a file.
 
-The rows of a process are those that its devices hold. Where the batch's dim does not cut the processes, their devices
-hold the same rows, and each process brings all of them. Before each step the processes compare what they bring: parts
-that do not fit together would wait for each other for ever.
+The rows of a process are those that its devices hold. Where the batch's dim does not divide the processes, their
+devices hold the same rows, and each process brings all of them. Before each step the processes compare what they
+bring: parts that do not fit together would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import functools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 import numpy as np
 import numpy.typing as npt
 
+from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
 
 __all__ = ["Rows", "gathered_value", "saving", "telling"]
 
@@ -72,7 +70,7 @@ class Rows:
         self._compare("no more batches", 0)
 
     def own(self, outputs: Any) -> Any:
-        """Of what a model puts out for all rows, this process's own, as numpy arrays; what has no rows is whole."""
+        """Return this process's own rows of what a model returned, as numpy arrays; what has no rows is global."""
         return keras.tree.map_structure(self._own_rows, outputs)
 
     # -- comparing
@@ -95,9 +93,9 @@ class Rows:
             error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows bring different ones",
                 facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)},
-                why="the batch is not cut between these processes, so each of them brings all of its rows",
+                why="the batch is not sharded over these processes, so each of them brings all of its rows",
                 fix="read the same data in them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
-                "before; or cut the batch: scope(batch_dim=..) with a dim that goes over the processes",
+                "before; or shard the batch: scope(batch_dim=..) with a dim that goes over the processes",
             )
         else:
             return

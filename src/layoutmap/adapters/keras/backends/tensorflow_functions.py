@@ -1,6 +1,6 @@
 """Functions of Keras that compute otherwise while a laid out model is called or updated.
 
-Random functions draw whole arrays: DTensor draws other numbers for each way in which it cuts a random array, so a
+Random functions draw global arrays: DTensor draws other numbers for each way in which a random array is sharded, so a
 dropout mask would depend on the mesh. Every device draws all of it and keeps its part; that costs drawing time, and no
 traffic.
 
@@ -29,8 +29,8 @@ from layoutmap.core.patches import Attribute, Patches
 
 __all__ = ["REPLACED", "computing_for_a_mesh"]
 
-Whole = Callable[[Any], Any]
-"""Puts a tensor in the layout in which every device holds all of it."""
+Replicate = Callable[[Any], Any]
+"""Returns a tensor in the layout in which every device holds all of it."""
 
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
 REPLACED = [(keras_random, (*_RANDOM, "dropout")), (keras_numpy, ("divide",))]
@@ -40,19 +40,19 @@ _current = threading.local()
 
 
 @contextmanager
-def computing_for_a_mesh(whole: Whole) -> Generator[None]:
+def computing_for_a_mesh(replicate: Replicate) -> Generator[None]:
     """While open, in this thread, Keras computes as DTensor can, with numbers that do not depend on the mesh.
 
     Args:
-        whole: Puts a tensor in the layout in which every device holds all of it.
+        replicate: Returns a tensor in the layout in which every device holds all of it.
     """
     with _PATCHES.used():
-        before = getattr(_current, "whole", None)
+        before = getattr(_current, "replicate", None)
         try:
-            _current.whole = whole
+            _current.replicate = replicate
             yield
         finally:
-            _current.whole = before
+            _current.replicate = before
 
 
 def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Attribute:
@@ -61,28 +61,28 @@ def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Attribute:
     def make(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            whole: Whole | None = getattr(_current, "whole", None)
-            return plain(*args, **kwargs) if whole is None else by(plain, whole, *args, **kwargs)
+            replicate: Replicate | None = getattr(_current, "replicate", None)
+            return plain(*args, **kwargs) if replicate is None else by(plain, replicate, *args, **kwargs)
 
         return replaced
 
     return Attribute(module, name, make)
 
 
-def _global_init(plain: Callable[..., Any], whole: Whole, *args: Any, **kwargs: Any) -> Any:
-    return whole(plain(*args, **kwargs))
+def _random(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
+    return replicate(plain(*args, **kwargs))
 
 
 def _dropout(
-    plain: Callable[..., Any], whole: Whole, inputs: Any, rate: Any, *args: Any, **kwargs: Any
+    plain: Callable[..., Any], replicate: Replicate, inputs: Any, rate: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if rate in (0.0, 1.0):
         return plain(inputs, rate, *args, **kwargs)
     # What dropout makes of ones is its mask: zero, or the factor that makes up for what was dropped.
-    return inputs * whole(plain(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
+    return inputs * replicate(plain(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
 
 
-def _divide(plain: Callable[..., Any], whole: Whole, x1: Any, x2: Any) -> Any:
+def _divide(plain: Callable[..., Any], replicate: Replicate, x1: Any, x2: Any) -> Any:
     if isinstance(x1, tf.IndexedSlices) and len(getattr(x2, "shape", ())):
         return tf.IndexedSlices(plain(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
     return plain(x1, x2)
@@ -90,7 +90,7 @@ def _divide(plain: Callable[..., Any], whole: Whole, x1: Any, x2: Any) -> Any:
 
 _PATCHES = Patches(
     [
-        *(_replaced(keras_random, name, _global_init) for name in _RANDOM),
+        *(_replaced(keras_random, name, _random) for name in _RANDOM),
         _replaced(keras_random, "dropout", _dropout),
         _replaced(keras_numpy, "divide", _divide),
     ]

@@ -1,7 +1,7 @@
 """What DTensor cannot compute, layer by layer, found out by running each with TensorFlow 2.21.
 
-Two kinds. Some operations want a weight whole: then it is kept cut, and put together whenever its layer is called. Some
-do not run at all: then the plan says so, before the first step.
+Two kinds. Some operations need a replicated weight: then it is stored sharded, and gathered whenever its layer is
+called. Some do not run at all: then the plan says so, before the first step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:
     """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
     if isinstance(layer, _NEED_WHOLE_WEIGHTS) or getattr(layer, "quantization_mode", None) in _IN_FEW_BITS:
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
-    if isinstance(layer, L.Embedding):  # rows may lie apart, and a row must be whole
+    if isinstance(layer, L.Embedding):  # over rows it may be sharded, and no row itself
         return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
     return None
 
@@ -104,8 +104,8 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> list[Unsupporte
         found += [
             Unsupported(
                 weight,
-                f"DTensor computes with {'whole rows of it' if rows else 'all of it'}, so each step puts it together",
-                why=f"its operations for {kind} cannot have that axis cut; it is stored, and its slots are, as planned",
+                f"DTensor computes with {'complete rows of it' if rows else 'all of it'}, so each step gathers it",
+                why=f"its operations for {kind} cannot have that axis sharded; it and its slots are stored as planned",
                 fix="nothing, or leave the axis unsharded to save the traffic",
                 severity="note",
                 if_sharded=tuple(range(rows, 8)),
@@ -153,7 +153,7 @@ def explained(what: str) -> Generator[None]:
                 "operation": operation.group(1) if operation else "",
                 "TensorFlow": (first.partition("error: ")[2] or first or message)[:200],
             },
-            why="some of DTensor's operations want an operand whole, or in the layout of another one",
+            why="some of DTensor's operations need a replicated operand, or one in the layout of another",
             fix="print the plan: its notes name layers like that; leave the weights of the layer at hand unsharded, "
             "one rule after the other, or run on JAX",
         ) from None

@@ -2,49 +2,37 @@
 
 What is small and belongs to no weight (metrics, seeds, an optimizer's counters) stays a plain tensor, of which every
 process has one: Keras reads it between steps, where nothing runs on the mesh.
-
-Private names of Keras's torch backend that are used here, besides those that `hooks` lists, tested on Keras 3.15:
-
-    keras.src.backend.torch.core                DEFAULT_DEVICE, device_scope, get_device
-    keras.src.backend.torch.layer.TorchLayer    _post_build, _post_track_variable, _track_variables, _torch_params
-    keras.src.layers.layer.Layer                _get_own_losses, _get_regularization_losses
-    keras.Model                                 _call_has_training_arg, _compute_loss
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 import torch
-from keras.src.backend.torch import core as keras_core
-from keras.src.backend.torch.layer import TorchLayer
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.keras.backends import Wraps
 from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running, whole
+from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
 from layoutmap.adapters.keras.backends.torch_steps import applying, making, refusing_export
 from layoutmap.adapters.keras.backends.torch_unsupported import unsupported_of
-from layoutmap.adapters.keras.hooks import in_symbolic_scope
 from layoutmap.adapters.keras.paths import sublayers
+from layoutmap.adapters.keras.private import Names, in_symbolic_scope
+from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
-from layoutmap.adapters.keras.training import settle_for_training
+from layoutmap.adapters.keras.training import materialize_for_training
 from layoutmap.adapters.keras.wraps import CALLS, session_of
-from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.gradients import Gradients, finalize_gradients
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
 
 __all__ = ["TorchBackend"]
 
@@ -52,16 +40,15 @@ __all__ = ["TorchBackend"]
 _num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-class TorchBackend:
-    """Keras on torch; see `layoutmap.adapters.keras.backends`."""
+class TorchBackend(Backend):
+    """Keras on torch; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "torch"
-    chooses_layouts = False
     quiet = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
     )  # both would read what has no value yet
-    global_init: Mapping[str, str] = MappingProxyType(
+    global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
             "Identity": "torch makes a diagonal in one piece",
@@ -71,14 +58,9 @@ class TorchBackend:
     def __init__(self) -> None:
         self._gradients: Gradients | None = None
 
-    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
-        """What the top of this file lists, where it belongs to a class or module."""
-        return [
-            (keras_core, ("DEFAULT_DEVICE", "device_scope", "get_device")),
-            (TorchLayer, ("_post_build", "_post_track_variable", "_track_variables")),
-            (keras.layers.Layer, ("_get_own_losses", "_get_regularization_losses")),
-            (keras.Model, ("_compute_loss",)),
-        ]
+    def private_names(self) -> Names:
+        """Return what `torch_private` lists, where it belongs to a class or module."""
+        return NAMES
 
     @contextmanager
     def outside(self) -> Generator[None]:
@@ -107,11 +89,7 @@ class TorchBackend:
         variable._value = held
         return tag
 
-    def read(self, variable: Any) -> Any:
-        """The whole value of a variable."""
-        return get_engine("torch").to_numpy(variable.value)
-
-    def settled(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
+    def values_changed(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Layers know their parameters by the tensor, which is another one now."""
         held: dict[int, torch.Tensor] = {}
         below = {id(each): each for layer in layers for each in (layer, *sublayers(layer))}
@@ -122,13 +100,6 @@ class TorchBackend:
         if self._gradients is not None:
             self._gradients.remove()
         self._gradients = finalize_gradients(value for value in held.values() if value is not None)
-
-    def own_memory(self, variables: Sequence[Any]) -> None:
-        """Each parameter has memory of its own."""
-
-    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
-        """A tensor that is computed on the mesh, in a layout."""
-        return session.engine.relayout(array, layout)
 
     def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
         """Keras hands weights to numpy."""
@@ -172,7 +143,7 @@ class TorchBackend:
         session = session_of(model)
         if session is None:
             return _gradients(model, x, y, sample_weight)
-        settle_for_training(model, session)
+        materialize_for_training(model, session)
         batch = placed((x, y, sample_weight), session)
         with running(session, batch):
             return _gradients(model, *batch)

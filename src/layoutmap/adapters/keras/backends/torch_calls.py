@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 import torch
-from keras.src.backend.torch.core import get_device
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.keras.hooks import in_stateless_scope
+from layoutmap.adapters.keras.backends.torch_private import is_symbolic_device
+from layoutmap.adapters.keras.private import in_stateless_scope
+from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
@@ -22,19 +23,16 @@ from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, summed_up, with_summed_gradient
 from layoutmap.engines.torch.dtensor_ops.whole import whole as plain_tensor
 
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
-
 __all__ = ["calling", "on_mesh", "own_losses", "placed", "plain", "running", "whole"]
 
 
 def whole(array: Any) -> Any:
-    """All values of a tensor, as a numpy array."""
+    """Return all values of a tensor, as a numpy array."""
     return get_engine("torch").to_numpy(array)
 
 
 def placed(values: Any, session: KerasSession) -> Any:
-    """Plain arrays on the mesh: each cut along its first axis where the batch is split and it divides, or whole."""
+    """Return plain arrays on the mesh: each sharded along its first axis where the batch is and it divides."""
 
     def place(value: Any) -> Any:
         if not _is_plain(value):
@@ -45,7 +43,7 @@ def placed(values: Any, session: KerasSession) -> Any:
 
 
 def plain(values: Any) -> Any:
-    """Whole plain tensors in the place of DTensors; gradients find their way back."""
+    """Return plain global tensors in the place of DTensors; gradients find their way back."""
     return keras.tree.map_structure(_off_mesh, values, none_is_leaf=True)
 
 
@@ -73,18 +71,18 @@ def running(session: KerasSession, values: Any) -> Generator[None]:
         session: The scope.
         values: What it is called with, on the mesh.
     """
-    session.inside.depth = getattr(session.inside, "depth", 0) + 1
-    session.inside.sums_up = sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
+    session.on_thread.call_depth += 1
+    session.on_thread.sums_up = sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
     try:
         # The session's lock first, as where weights are made: two threads would else wait for each other.
         with session.lock, on_mesh(session), SummingUp() if sums_up else nullcontext():
             yield
     finally:
-        session.inside.depth -= 1
+        session.on_thread.call_depth -= 1
 
 
 def _is_running(session: KerasSession) -> bool:
-    return getattr(session.inside, "depth", 0) > 0
+    return session.on_thread.call_depth > 0
 
 
 def _each(change: Callable[[Any], Any], values: Any) -> Any:
@@ -93,7 +91,7 @@ def _each(change: Callable[[Any], Any], values: Any) -> Any:
 
 def _has_no_values(session: KerasSession) -> bool:
     """Whether Keras only finds out shapes: with symbols, or with placeholders where symbols do not do."""
-    return get_device() == "meta" or (session.context.plan_only and in_stateless_scope())
+    return is_symbolic_device() or (session.context.plan_only and in_stateless_scope())
 
 
 # -- calls
@@ -106,9 +104,9 @@ def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_running(session):
-            if session.inside.sums_up:
+            if session.on_thread.sums_up:
                 args, kwargs = _each(with_summed_gradient, (args, kwargs))
-            # Once here, not by each of those who use it. The rows of an embedding that is cut by rows are a sum, too.
+            # Once here, not by each of those who use it. Rows of an embedding sharded by rows are a sum, too.
             return _by_rows(_each(summed_up, function(*args, **kwargs)), layer, session)
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
@@ -127,30 +125,30 @@ def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
 def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     """The `call` of a layer, in which its weights are in the layouts that they compute in.
 
-    What is cut over the dim that cuts the batch, too, is put together for the call, as FSDP does it; the gradient goes
-    the same way back, summed up and cut.
+    What is sharded over the dim of the batch, too, is gathered for the call, as FSDP does it; the gradient goes the
+    same way back, reduced and scattered.
     """
     function = call_of(layer, name)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        cut = _computing_layouts(layer, session) if _is_running(session) else []
-        if not cut:
+        gathered = _computing_layouts(layer, session) if _is_running(session) else []
+        if not gathered:
             return function(*args, **kwargs)
-        before = [variable._value for variable, _ in cut]
+        before = [variable._value for variable, _ in gathered]
         try:
-            for variable, layout in cut:
+            for variable, layout in gathered:
                 variable._value = session.engine.relayout(variable._value, layout)
             return function(*args, **kwargs)
         finally:
-            for (variable, _), value in zip(cut, before, strict=True):
+            for (variable, _), value in zip(gathered, before, strict=True):
                 variable._value = value
 
     return call
 
 
 def _computing_layouts(layer: Any, session: KerasSession) -> list[tuple[Any, Layout]]:
-    """Those of a layer's own weights that compute in another layout than they lie in, and in which."""
+    """Return those of a layer's own weights that compute in another layout than they are stored in, and in which."""
     found: list[tuple[Any, Layout]] = []
     for variable in layer._trainable_variables:
         layout = getattr(variable, "layout", None)
@@ -162,7 +160,7 @@ def _computing_layouts(layer: Any, session: KerasSession) -> list[tuple[Any, Lay
 
 
 def own_losses(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
-    """What gives losses of a layer; outside of calls and steps they are plain numbers."""
+    """Return a method for losses of a layer; outside of calls and steps they are plain numbers."""
 
     @functools.wraps(method)
     def losses() -> Any:
@@ -175,8 +173,8 @@ def own_losses(method: Callable[..., Any], session: KerasSession) -> Callable[..
 
 
 def _by_rows(outputs: Any, layer: Any, session: KerasSession) -> Any:
-    """What a model puts out in a step, cut along the batch only: losses and metrics look along the other axes."""
-    if getattr(session.inside, "model", None) is not layer:
+    """Return a model's output in a step, sharded along the batch only: losses look along the other axes."""
+    if session.on_thread.model_in_step is not layer:
         return outputs
 
     def by_rows(value: Any) -> Any:

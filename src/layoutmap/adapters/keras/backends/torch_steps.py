@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import torch
 
 from layoutmap.adapters.keras.backends.torch_calls import on_mesh, placed, plain, running
-from layoutmap.adapters.keras.training import check_same_batch, settle_for_training
+from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.training import check_same_batch, materialize_for_training
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
-
-if TYPE_CHECKING:
-    from layoutmap.adapters.keras.session import KerasSession
 
 __all__ = ["applying", "making", "refusing_export"]
 
@@ -28,7 +26,7 @@ def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
 
     @functools.wraps(make_plain)
     def make(force: bool = False) -> Any:
-        settle_for_training(model, session)
+        materialize_for_training(model, session)
         if getattr(model, attribute) is None or force:
             _refuse_compiling(model)
             make_plain(force=force)
@@ -39,7 +37,7 @@ def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
 
 
 class _Step:
-    """A step that places its batch, runs on the mesh, and gives plain results."""
+    """A step that places its batch, runs on the mesh, and returns plain results."""
 
     def __init__(self, model: Any, session: KerasSession, step: Callable[..., Any]) -> None:
         self._model = model
@@ -50,15 +48,15 @@ class _Step:
         model, session = self._model, self._session
         self._build(data[0])
         session.refuse_in_a_plan(model.name)
-        before = getattr(session.inside, "model", None)
-        session.inside.model = model
+        before = session.on_thread.model_in_step
+        session.on_thread.model_in_step = model
         try:
             check_same_batch(data, session)
             batches = [placed(batch, session) for batch in data]
             with self._same_draws(), running(session, batches):
                 results = self._step(batches)
         finally:
-            session.inside.model = before
+            session.on_thread.model_in_step = before
         with torch.no_grad():
             return plain(results)
 
@@ -77,7 +75,7 @@ class _Step:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with session.defer():
             model(keras.tree.map_structure(_symbolic, x))
-        settle_for_training(model, session)
+        materialize_for_training(model, session)
 
 
 def _symbolic(array: Any) -> Any:
@@ -101,7 +99,7 @@ def refusing_export(model: Any) -> Callable[..., Any]:
         raise ScopeError(
             f"{model.name}: a model in layouts is not exported on torch",
             why="what torch exports would hold the pieces of a mesh",
-            fix="save it, and export what keras.models.load_model gives outside of a scope",
+            fix="save it, and export what keras.models.load_model returns outside of a scope",
         )
 
     return export

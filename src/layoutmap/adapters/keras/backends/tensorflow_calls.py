@@ -1,0 +1,170 @@
+"""Calls of layers on the mesh: plain tensors are placed on it, weights are read as DTensor computes with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from layoutmap.adapters.keras.backends.tensorflow_functions import computing_for_a_mesh
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, reading_layout
+from layoutmap.adapters.keras.private import in_stateless_scope
+from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.training import check_same_batch, place_batch
+from layoutmap.adapters.keras.wraps import call_of
+from layoutmap.core.layout import Layout
+
+__all__ = [
+    "as_read",
+    "calling",
+    "exporting",
+    "inside_a_call",
+    "is_plain",
+    "placed",
+    "reading_in_layout",
+    "replicated",
+]
+
+
+dtensor: Any = tf.experimental.dtensor
+
+
+def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """Return the `call` of a layer; the outermost one takes plain tensors to the mesh and back."""
+    plain = _reading_in(layer, session, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        here = session.on_thread
+        if here.is_exporting or here.call_depth or in_stateless_scope():
+            return plain(*args, **kwargs)
+        with inside_a_call(session):
+            given = keras.tree.flatten((args, kwargs))
+            if not tf.executing_eagerly() or not any(is_plain(each) for each in given):
+                return plain(*args, **kwargs)
+            session.refuse_in_a_plan(layer.name)
+            # The session's lock first, as where weights are made: two threads would else wait for each other.
+            with session.lock:
+                args, kwargs = place_batch((args, kwargs), session)
+                with explained(f"{layer.name}: the call"), session.engine.run_on(session.policy.mesh):
+                    results = plain(*args, **kwargs)
+                return keras.tree.map_structure(lambda each: _off_mesh(each, session), results)
+
+    return call
+
+
+def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """Return the layer's `call`, in which its weights are read as DTensor can compute with them."""
+    plain = call_of(layer, name)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _reading(session, reading_layout(layer)):
+            return plain(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def inside_a_call(session: KerasSession) -> Generator[None]:
+    """While open, a layer of the scope is being called, and the layers in it are not the outermost one."""
+    session.on_thread.call_depth += 1
+    try:
+        with computing_for_a_mesh(functools.partial(replicated, session=session)):
+            yield
+    finally:
+        session.on_thread.call_depth -= 1
+
+
+def exporting(model: Any, session: KerasSession) -> Callable[..., Any]:
+    """Return an `export` that is traced as a model of one device is: what runs it has no mesh."""
+    plain = model.export
+
+    @functools.wraps(plain)
+    def export(*args: Any, **kwargs: Any) -> Any:
+        session.on_thread.is_exporting = True
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            session.on_thread.is_exporting = False
+
+    return export
+
+
+def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Callable[[], Any]:
+    """Return how a sharded weight is read: gathered, where the operations that use it cannot have it sharded.
+
+    It is gathered over the dim of the batch, since DTensor does not join an axis that two operands shard over two
+    dims; and over all dims where the layer that is being called needs that.
+    """
+    plain = held.value
+    usual = session.policy.computing_layout(layout)
+
+    def value() -> Any:
+        read = plain()
+        if not session.on_thread.call_depth:
+            return read
+        reading = session.on_thread.reading
+        wanted = reading(usual) if reading else usual
+        held.read_layout = wanted
+        return read if wanted == layout else session.engine.relayout(read, wanted)
+
+    return value
+
+
+@contextmanager
+def _reading(session: KerasSession, reading: Callable[[Layout], Layout] | None) -> Generator[None]:
+    """While open, the weights that are read are those of a layer that needs them in a layout of its own."""
+    before = session.on_thread.reading
+    session.on_thread.reading = reading
+    try:
+        yield
+    finally:
+        session.on_thread.reading = before
+
+
+def is_plain(value: Any) -> bool:
+    """Whether something is an array that is on no mesh."""
+    return isinstance(value, np.ndarray) or (isinstance(value, tf.Tensor) and not dtensor.is_dtensor(value))
+
+
+def _off_mesh(value: Any, session: KerasSession) -> Any:
+    """Return a result as a plain tensor, so that what follows need not run on the mesh; with gradients."""
+    if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
+        return value
+
+    def off_mesh(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def back(upstream: Any) -> Any:
+            return session.engine.relayout(upstream, session.policy.batch_layout(tuple(upstream.shape)))
+
+        return tf.constant(session.engine.to_numpy(tensor)), back
+
+    return tf.custom_gradient(off_mesh)(value) if value.dtype.is_floating else off_mesh(value)[0]
+
+
+def replicated(value: Any, session: KerasSession) -> Any:
+    """Return a tensor, replicated; anything else as it is."""
+    if not isinstance(value, tf.Tensor):
+        return value
+    return session.engine.relayout(value, session.policy.replicated(len(value.shape)))
+
+
+def as_read(gradient: Any, held: Any, session: KerasSession) -> Any:
+    """Return a gradient in the layout in which its weight took part in the computation."""
+    return gradient if held.read_layout is None else session.engine.relayout(gradient, held.read_layout)
+
+
+def placed(batch: Any, session: KerasSession) -> Any:
+    """Return a batch on the mesh, compared between the processes."""
+
+    def as_numpy(value: Any) -> Any:
+        return value.numpy() if isinstance(value, tf.Tensor) and is_plain(value) else value
+
+    batch = keras.tree.map_structure(as_numpy, batch, none_is_leaf=True)
+    check_same_batch(batch, session)
+    return place_batch(batch, session)

@@ -1,0 +1,94 @@
+"""Updates of weights on the mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from layoutmap.adapters.keras.backends.tensorflow_calls import (
+    as_read,
+    replicated,
+)
+from layoutmap.adapters.keras.backends.tensorflow_functions import computing_for_a_mesh
+from layoutmap.adapters.keras.pending import is_pending
+from layoutmap.adapters.keras.protocol import KerasSession
+
+__all__ = ["applying", "assigning", "keying"]
+
+
+def keying(optimizer: Any) -> Callable[..., Any]:
+    """Return an optimizer's `_var_key`, which initializes no variable."""
+    plain = optimizer._var_key
+
+    @functools.wraps(plain)
+    def key(variable: Any) -> Any:
+        # A variable without a value must not get one for the sake of a key; `values_changed` makes the keys anew.
+        return id(variable) if is_pending(variable) else plain(variable)
+
+    return key
+
+
+def applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
+    """Return an `apply` that runs on the mesh, with each gradient in the layout of its weight.
+
+    Without that, DTensor chooses layouts for the backward pass that suit the optimizer, and fails (Muon on a
+    transformer).
+    """
+    plain = optimizer.apply
+
+    @functools.wraps(plain)
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        weights, grads = list(weights), list(grads)
+        with contextlib.ExitStack() as stack:
+            if tf.executing_eagerly():
+                stack.enter_context(session.lock)
+                stack.enter_context(session.engine.run_on(session.policy.mesh))
+            stack.enter_context(computing_for_a_mesh(functools.partial(replicated, session=session)))
+            laid_out = [_laid_out(g, v, session) for g, v in zip(grads, weights, strict=True)]
+            return plain(laid_out, trainable_variables)
+
+    return apply
+
+
+def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
+    layout = getattr(weight, "layout", None)
+    if layout is None or not isinstance(gradient, tf.Tensor):
+        return _rows(gradient, weight, session)
+    # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
+    gradient = as_read(gradient, weight.value, session)
+    return session.engine.relayout(gradient, layout)
+
+
+def assigning(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+    """Return an assignment of a dense value: DTensor cannot add rows to a variable one by one.
+
+    The rows stay rows until then, as in plain Keras, where a row that occurs twice counts twice in a mean of squares.
+    """
+
+    @functools.wraps(method)
+    def assign(variable: Any, value: Any) -> Any:
+        rows = _rows(value, variable, session)
+        return method(variable, tf.convert_to_tensor(rows) if isinstance(rows, tf.IndexedSlices) else rows)
+
+    return assign
+
+
+def _rows(value: Any, variable: Any, session: KerasSession) -> Any:
+    """Return rows of a variable, replicated: DTensor would sum up only those that a device has, silently wrong.
+
+    Their number, and that of the variable's, are made constants: DTensor does not shard what has an unknown size.
+    """
+    if not isinstance(value, tf.IndexedSlices):
+        return value
+    shape = tuple(variable.shape)
+    indices = replicated(value.indices, session)
+    values = value.values
+    if indices.shape.is_fully_defined():
+        values = tf.reshape(values, [*indices.shape, *shape[1:]])
+    values = replicated(values, session)
+    return tf.IndexedSlices(values, indices, tf.constant(shape, indices.dtype))

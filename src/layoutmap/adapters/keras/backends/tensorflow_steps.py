@@ -1,0 +1,186 @@
+"""Training, test and predict steps on the mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from layoutmap.adapters.keras.backends.tensorflow_calls import (
+    placed,
+)
+from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
+from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.training import materialize_for_training
+from layoutmap.core.errors import ScopeError
+
+__all__ = ["making"]
+
+
+dtensor: Any = tf.experimental.dtensor
+
+
+def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """Return the method of a model that makes its step of a name: `"train"`, `"test"` or `"predict"`."""
+    plain = getattr(model, f"make_{name}_function")
+    attribute = f"{name}_function"
+
+    @functools.wraps(plain)
+    def make(force: bool = False) -> Any:
+        materialize_for_training(model, session)
+        if getattr(model, attribute) is None or force:
+            step = _Step(model, session, name)
+            setattr(model, attribute, step.on_list if name == "predict" else step.on_iterator)
+        return getattr(model, attribute)
+
+    return make
+
+
+class _Step:
+    """A training, test or predict step on the mesh."""
+
+    def __init__(self, model: Any, session: KerasSession, name: str):
+        self._model = model
+        self._session = session
+        self._name = name
+        self._known: set[Any] = set()  # shapes and types of batches for which all is made and checked
+        self._compiled = tf.function(self._step, autograph=False, jit_compile=bool(model.jit_compile) or None)
+
+    def _step(self, batch: Any) -> Any:
+        with _outputs_by_rows(self._model, self._session):
+            return getattr(self._model, f"{self._name}_step")(batch)
+
+    def on_iterator(self, iterator: Iterator[Any]) -> Any:
+        """As many steps as one execution has; returns what the last one does."""
+        logs: Any = None
+        for number in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if not number:
+                    raise
+                break
+            logs = self._run(batch)
+        return keras.tree.map_structure(self._plain, logs)
+
+    def on_list(self, batches: Sequence[Any]) -> Any:
+        """Return the predictions for some batches, one after the other."""
+        results = [keras.tree.map_structure(self._plain, self._run(batch)) for batch in batches]
+        if len(results) == 1:
+            return results[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
+
+    def _run(self, batch: Any) -> Any:
+        batch = keras.tree.map_structure(
+            lambda a: None if isinstance(a, tf.experimental.Optional) else a, batch, none_is_leaf=True
+        )
+        signature = tuple(_signature(each) for each in keras.tree.flatten(batch))
+        if signature not in self._known:
+            self._make_all(batch)
+        batch = placed(batch, self._session)
+        with explained(f"{self._model.name}: the {self._name} step"):
+            if self._model.run_eagerly:
+                with self._session.lock, self._session.engine.run_on(self._session.policy.mesh):
+                    return self._step(batch)
+            if signature not in self._known:
+                self._check_captured(batch)
+            self._known.add(signature)
+            with Unoptimized(self._session):
+                return self._compiled(batch)
+
+    def _make_all(self, batch: Any) -> None:
+        """Make what the step would make while it is traced: weights, metrics, slots."""
+        model = self._model
+        if self._name == "predict":
+            if not all(layer.built for layer in model._flatten_layers()):
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                with self._session.defer():
+                    model(keras.tree.map_structure(_symbolic, x))
+        else:
+            with self._session.defer():
+                model._symbolic_build(data_batch=batch)
+        materialize_for_training(model, self._session)
+
+    def _check_captured(self, batch: Any) -> None:
+        """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""
+        traced = self._compiled.get_concrete_function(batch)
+        written = _written(traced.graph)
+        for variable in traced.graph.variables:
+            if not dtensor.is_dtensor(variable) and variable.handle.ref() in written:
+                raise ScopeError(
+                    f"{variable.name}: the {self._name} step writes to a variable that is not on the mesh",
+                    facts={"shape": str(tuple(variable.shape)), "model": self._model.name},
+                    why="every device would write to it, so a counter would count each step many times",
+                    fix="make it with self.add_weight or keras.Variable inside of the scope, as an attribute of a "
+                    "layer, or as layoutmap.DVariable",
+                )
+
+    def _plain(self, value: Any) -> Any:
+        """Return a result as a plain tensor, which callbacks and `predict` can read."""
+        if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
+            return value
+        return tf.constant(self._session.engine.to_numpy(value))
+
+
+def _signature(value: Any) -> Any:
+    return (tuple(value.shape), str(value.dtype)) if hasattr(value, "shape") else type(value)
+
+
+def _symbolic(array: Any) -> Any:
+    return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
+
+
+def _by_rows(output: Any, session: KerasSession) -> Any:
+    shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
+    return output if None in shape else session.engine.relayout(output, session.policy.batch_layout(shape))
+
+
+@contextmanager
+def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
+    """While open, what a model returns is sharded along the batch only.
+
+    Losses and metrics look along the other axes, and some of DTensor's operations are wrong on a sharded axis.
+    """
+    call = model.call
+
+    @functools.wraps(call)
+    def by_rows(*args: Any, **kwargs: Any) -> Any:
+        if session.on_thread.call_depth:
+            return call(*args, **kwargs)
+        return keras.tree.map_structure(lambda y: _by_rows(y, session), call(*args, **kwargs))
+
+    own = model.__dict__
+    own["call"] = by_rows
+    try:
+        yield
+    finally:
+        own["call"] = call
+
+
+def _written(graph: Any) -> set[Any]:
+    """The handles, outside of a graph, of the variables that it writes to, in functions that it calls too."""
+    written: set[Any] = set()
+    inside = {inner.ref(): outer for outer, inner in graph.captures}
+    for op in graph.get_operations():
+        if op.type.startswith(("Assign", "ResourceScatter", "ResourceApply", "ResourceSparse")):
+            handle = op.inputs[0]
+            if handle.ref() in inside:
+                written.add(inside[handle.ref()].ref())
+        elif op.type in (
+            "PartitionedCall",
+            "StatefulPartitionedCall",
+            "While",
+            "StatelessWhile",
+            "If",
+            "Case",
+        ):
+            # What a called function does is not looked into: taken as written to.
+            written |= {
+                inside[i.ref()].ref() for i in op.inputs if i.ref() in inside and i.dtype == tf.resource
+            }
+    return written

@@ -1,0 +1,34 @@
+"""The private names of Keras that its torch backend uses, besides those that `private` lists; tested on Keras 3.15.
+
+keras.src.backend.torch.core                DEFAULT_DEVICE, device_scope, get_device
+keras.src.backend.torch.layer.TorchLayer    _post_build, _post_track_variable, _track_variables, _torch_params
+keras.src.layers.layer.Layer                _get_own_losses, _get_regularization_losses
+keras.Model                                 _call_has_training_arg, _compute_loss
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.backend.torch import core
+from keras.src.backend.torch.layer import TorchLayer as KerasTorchLayer
+
+from layoutmap.adapters.keras.private import Names
+
+__all__ = ["NAMES", "TorchLayer", "is_symbolic_device", "keras_core"]
+
+keras_core: Any = core
+TorchLayer: Any = KerasTorchLayer
+
+NAMES: Names = (
+    (keras_core, ("DEFAULT_DEVICE", "device_scope", "get_device")),
+    (TorchLayer, ("_post_build", "_post_track_variable", "_track_variables")),
+    (keras.layers.Layer, ("_get_own_losses", "_get_regularization_losses")),
+    (keras.Model, ("_compute_loss",)),
+)
+
+
+def is_symbolic_device() -> bool:
+    """Whether Keras makes tensors that have no values now."""
+    return keras_core.get_device() == "meta"

@@ -1,0 +1,276 @@
+"""The private names of Keras: every one that this package touches, but those of one backend only.
+
+Private names, tested on Keras 3.15. All that is imported from `keras.src` is imported here and probed; the attributes
+are read and set by the other modules of this folder, and nowhere else. Those of one backend are listed in
+`backends`, in the same way.
+
+    keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
+                                                    _deferred_initialize, _convert_to_tensor
+    keras.src.backend.common.variables              register_uninitialized_variable, read only
+    keras.src.backend.common.global_state           the "uninitialized_variables" list, "stateless_scope"
+    keras.src.backend.common                        stateless_scope.in_stateless_scope, .get_stateless_scope,
+                                                    symbolic_scope.in_symbolic_scope
+    keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, draw_seed, the name of states
+    keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
+                                                    _trainable_variables, _non_trainable_variables
+    keras.src.models                                functional.Functional, Sequential._functional
+    keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
+    keras.src.optimizers                            BaseOptimizer.__init__; Adafactor._r, _c, _trainable_variables
+    keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
+                                                    safe_get_h5_dataset, safe_get_h5_group
+    keras.src.utils                                 python_utils.is_default, naming.to_snake_case
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.patches import Closing
+
+__all__ = [
+    "ATTRIBUTES",
+    "NAMES",
+    "BaseOptimizer",
+    "CommonVariable",
+    "Functional",
+    "H5IOStore",
+    "Layer",
+    "Names",
+    "after_stateless_scope",
+    "check_keras",
+    "dataset_of",
+    "draw_seed",
+    "global_seed_state",
+    "in_stateless_scope",
+    "in_symbolic_scope",
+    "is_default",
+    "is_global_seed",
+    "is_seed_state",
+    "to_snake_case",
+    "without_value",
+]
+
+TESTED = "3.15"
+
+
+def _moved(what: str) -> ScopeError:
+    return ScopeError(
+        f"Keras {keras.__version__} is not supported",
+        facts={"missing": what},
+        why=f"deferring variables relies on names of Keras {TESTED} that this one does not have",
+        fix=f'pip install "keras=={TESTED}.*"',
+    )
+
+
+try:
+    from keras.src.backend.common import global_state as keras_state
+    from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+    from keras.src.backend.common.variables import Variable as KerasVariable
+    from keras.src.backend.common.variables import register_uninitialized_variable
+    from keras.src.models.functional import Functional
+    from keras.src.optimizers.base_optimizer import BaseOptimizer as KerasOptimizer
+    from keras.src.random import seed_generator
+    from keras.src.random.seed_generator import draw_seed
+    from keras.src.saving.saving_lib import H5IOStore as KerasStore
+    from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
+    from keras.src.utils.naming import to_snake_case
+    from keras.src.utils.python_utils import is_default
+except ImportError as error:
+    raise _moved(str(error)) from error
+
+CommonVariable: Any = KerasVariable
+BaseOptimizer: Any = KerasOptimizer
+Layer: Any = keras.layers.Layer
+global_state: Any = keras_state
+H5IOStore: Any = KerasStore
+
+
+_PENDING_LIST = "uninitialized_variables"
+_STATELESS = "stateless_scope"
+
+Names = Sequence[tuple[Any, Sequence[str]]]
+NAMES: Names = (
+    (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
+    (Layer, ("__new__", "_maybe_build", "_flatten_layers", "load_own_variables")),
+    (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
+    (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference", "load_own_variables")),
+    (global_state, ("get_global_attribute", "set_global_attribute")),
+    (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
+    (H5IOStore, ("__getitem__", "keys")),
+)
+"""What is probed: classes and modules, and names of theirs."""
+
+ATTRIBUTES: Names = (
+    (CommonVariable, ("_value", "_initializer", "_layout", "_dtype", "_direct_assign")),
+    (Layer, ("_layers", "_trainable_variables", "_non_trainable_variables")),
+    (keras.Sequential, ("_functional",)),
+    *((kind, ("_kernel",)) for kind in (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D)),
+    (keras.layers.Embedding, ("_embeddings",)),
+    (keras.optimizers.Adafactor, ("_r", "_c", "_trainable_variables")),
+    (H5IOStore, ("_h5_entry_group", "_h5_entry_path")),
+)
+"""Classes, and names that only their objects have, or subclasses: the code of the class has them."""
+
+
+def check_names(more: Names = ()) -> None:
+    """Refuse a Keras whose private names have moved.
+
+    Args:
+        more: Classes or modules, and names that they are to have, beside those that every backend needs.
+
+    Raises:
+        ScopeError: It lacks some.
+    """
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in (*NAMES, *more)
+        for name in names
+        if not any(name in vars(each) for each in _lineage(owner))
+    ]
+    for owner, names in ATTRIBUTES:
+        used = {name for each in _lineage(owner) for name in _names_in(each)}
+        missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
+    if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
+        missing.append(_PENDING_LIST)
+    if _STATELESS not in get_stateless_scope.__code__.co_consts:
+        missing.append(_STATELESS)
+    if missing:
+        raise _moved(", ".join(missing))
+
+
+def _lineage(owner: Any) -> list[Any]:
+    """A class and those that it inherits from, but for Python's own; or a module."""
+    return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
+
+
+def _names_in(owner: type) -> Iterator[str]:
+    """The names that the methods of a class use; where another library has replaced one, those of Keras's own."""
+    for name, method in list(vars(owner).items()):
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        if code is not None and code.co_filename != _file_of(owner.__module__):
+            code = _codes_in(owner.__module__).get(f"{owner.__qualname__}.{name}", code)
+        yield from code.co_names if code is not None else ()
+
+
+def _file_of(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+@functools.cache
+def _codes_in(module: str) -> dict[str, types.CodeType]:
+    """The code of all functions of a module as it is in its file, by qualified name."""
+    loader: Any = getattr(sys.modules[module], "__loader__", None)
+    found: dict[str, types.CodeType] = {}
+    todo = [loader.get_code(module)] if hasattr(loader, "get_code") else []
+    while todo:
+        inner = [each for each in todo.pop().co_consts if isinstance(each, types.CodeType)]
+        found |= {each.co_qualname: each for each in inner}
+        todo += inner
+    return found
+
+
+def check_keras(more: Names = ()) -> None:
+    """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
+
+    Args:
+        more: See `check_names`.
+
+    Raises:
+        ScopeError: Keras is not one this adapter works with.
+    """
+    check_names(more)
+    if keras.config.is_nnx_enabled():
+        raise ScopeError(
+            "Keras runs with KERAS_NNX_ENABLED",
+            why="in that mode the global value of each variable is first made on one device, which a layout map avoids",
+            fix="unset KERAS_NNX_ENABLED and start again",
+        )
+
+
+class without_value(Closing):
+    """Variables made in here get a shape, a type and an initializer, and no value; Keras's own list forgets them."""
+
+    def __init__(self) -> None:
+        self._outer = global_state.get_global_attribute(_STATELESS)
+        self._before = len(global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True))
+        self._scope = keras.StatelessScope(initialize_variables=False)
+
+    def open(self) -> None:
+        """Begin."""
+        self._scope.__enter__()
+
+    def close(self) -> None:
+        """End as Keras's scope does, also where an interrupt came before that could."""
+        global_state.set_global_attribute(_STATELESS, self._outer)
+        del global_state.get_global_attribute(_PENDING_LIST)[self._before :]
+
+
+class _Callback:
+    """Stands in Keras's list of variables to initialize when the outermost stateless scope ends."""
+
+    def __init__(self, call: Callable[[], None]):
+        self.call = call
+
+    def _deferred_initialize(self) -> None:
+        try:
+            self.call()
+        except BaseException:
+            # Keras clears the list only after all went well; leave no trace of ours for the next scope.
+            left = [
+                v for v in global_state.get_global_attribute(_PENDING_LIST) if not isinstance(v, _Callback)
+            ]
+            global_state.set_global_attribute(_PENDING_LIST, left)
+            raise
+
+
+def after_stateless_scope(call: Callable[[], None]) -> None:
+    """Have something called when Keras leaves the outermost stateless scope; asking twice calls it once."""
+    waiting = global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True)
+    if not any(isinstance(v, _Callback) and v.call == call for v in waiting):
+        waiting.append(_Callback(call))
+
+
+def global_seed_state() -> Any:
+    """The state of Keras's global seed generator, a variable; `None` while there is none."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if generator is None else generator.state
+
+
+def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> Any:
+    """The `h5py.Dataset` that a store of Keras's would read for a key; `None` if there is none.
+
+    Args:
+        store: The store.
+        key: The key, in the layer or optimizer that the store is at.
+        opened: Files that were opened here, by name; one of those in which a store in several files has a layer is
+            added. The store itself would close one to open another.
+    """
+    group = store._h5_entry_group
+    if key in group:
+        return safe_get_h5_dataset(group, key)
+    path = f"{store._h5_entry_path}/vars" if store._h5_entry_path else "vars"
+    for name in getattr(store, "current_shard_filenames", ()):
+        if name not in opened:
+            opened[name] = type(store.h5_file)(store.path.with_name(name), "r")
+        if path in opened[name] and key in (group := safe_get_h5_group(opened[name], path)):
+            return safe_get_h5_dataset(group, key)
+    return None
+
+
+def is_global_seed(variable: Any) -> bool:
+    """Whether a variable is the state of Keras's global seed generator, which belongs to no model."""
+    return variable is global_seed_state()
+
+
+def is_seed_state(variable: Any) -> bool:
+    """Whether a variable is the state of a seed generator, in a layer or wherever one is kept."""
+    return variable.name == "seed_generator_state"

@@ -1,0 +1,219 @@
+"""What the parts of this adapter know of one another: a scope's session, and a backend of Keras.
+
+A backend knows how Keras's variables store a value there, and how compiled steps keep layouts. Engines know the arrays;
+backends know the few places where Keras treats them each in its own way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol
+
+import keras
+
+from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.variables import Assignment
+from layoutmap.engines import get_engine
+from layoutmap.engines.protocol import Engine
+
+__all__ = ["Backend", "KerasSession", "OnThread", "Wraps", "backend_name", "backend_of"]
+
+Wraps = Mapping[str, Callable[..., Any]]
+"""Methods to wrap on an instance, by name."""
+
+
+class OnThread(threading.local):
+    """What goes on in one scope's models on the present thread."""
+
+    call_depth: int = 0
+    """In how many calls of layers, or steps, the thread is; 0: outside of any."""
+
+    is_exporting: bool = False
+    """Whether a model is exported, as a model of one device."""
+
+    reading: Callable[[Layout], Layout] | None = None
+    """From the layout of a weight to that in which the layer that is called reads it; `None`: the usual one."""
+
+    sums_up: bool = False
+    """Whether the batch of the outermost call is replicated, so that gradients are sums over all of it."""
+
+    model_in_step: Any = None
+    """The model whose step runs."""
+
+    mismatches: dict[str, str] | None = None
+    """Where a file is compared with a model before it is loaded: shapes that differ, by path."""
+
+
+class KerasSession(Protocol):
+    """One scope's work in Keras, as wrapped methods and backends see it."""
+
+    context: ScopeContext
+    policy: LayoutPolicy
+    backend: Backend
+    on_thread: OnThread
+
+    lock: threading.RLock
+    """Held while weights are made, and by calls and steps that run on the mesh."""
+
+    @property
+    def engine(self) -> Engine:
+        """What holds the arrays; a plan has none."""
+        ...
+
+    def defer(self) -> AbstractContextManager[None]:
+        """While open, variables are made without values; the outermost one materializes them at its end."""
+        ...
+
+    def materialize(self) -> None:
+        """Give every variable of the scope its layout, and every pending one its value."""
+        ...
+
+    def plan_ahead(self) -> None:
+        """Find the layouts of what is pending, before values come one by one, as from a file."""
+        ...
+
+    def refuse_in_a_plan(self, name: str) -> None:
+        """Raise if this is a dry run, in which nothing gets a value."""
+        ...
+
+    def let_go(self, thing: Any) -> None:
+        """Forget a layer or an optimizer, with its variables: it belongs to another scope from now on."""
+        ...
+
+    def optimizer_attached(self, optimizer: Any) -> None:
+        """Note the optimizer of a model."""
+        ...
+
+    def adopt(self, variables: Iterable[Any]) -> None:
+        """Lay out variables that were not made here, too."""
+        ...
+
+    def knows(self, variable: Any) -> bool:
+        """Whether a variable was made here, or adopted."""
+        ...
+
+    def set_parent(self, variable: Any, parent: Any) -> None:
+        """Say whose slot a variable is, where it was not seen being made."""
+        ...
+
+    def path_of(self, variable: Any) -> str:
+        """Return the object path of a variable, for messages."""
+        ...
+
+    def output_layout(self, layer: Any) -> tuple[str, Layout | None]:
+        """Return a layer's path, and the layout of what it returns; `None`: it stays as it is."""
+        ...
+
+
+class Backend(ABC):
+    """One backend of Keras. What has a body here does nothing, or the usual thing, on most of them."""
+
+    engine_name: ClassVar[str]
+
+    global_init: ClassVar[Mapping[str, str]]
+    """Keras's own initializers, by class name, that this backend's engine draws on one device, and why."""
+
+    quiet: ClassVar[Sequence[tuple[Any, str]]] = ()
+    """Classes of Keras, and methods of theirs that do nothing on a thread that is in a scope."""
+
+    chooses_layouts: ClassVar[bool] = False
+    """Whether a compiler chooses the layouts of activations where no rule gives them."""
+
+    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """Return classes or modules of Keras, and the private names of theirs that this backend uses."""
+        return ()
+
+    @abstractmethod
+    def outside(self) -> AbstractContextManager[Any]:
+        """Leave any tracing that goes on, so that what is made in here are real arrays."""
+
+    @abstractmethod
+    def is_tracing(self) -> bool:
+        """Whether the code runs inside a compiled function's trace."""
+
+    @abstractmethod
+    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
+        """Give a variable its value; later values keep the layout. Returns the tag that slots will carry."""
+
+    def read(self, variable: Any) -> Any:
+        """Return the global value of a variable, as a numpy array."""
+        return get_engine(self.engine_name).to_numpy(variable.value)
+
+    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+        """Return what a layer returns in a layout; gradients find their way back."""
+        return session.engine.relayout(array, layout)
+
+    def values_changed(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
+        """Fix what optimizers and layers remember of variables that have got new values."""
+        return
+
+    def own_memory(self, variables: Sequence[Any]) -> None:
+        """Make sure that no two variables share memory, where a step would give it away twice."""
+        return
+
+    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+        """While open, Keras quantizes a layer."""
+        return nullcontext()
+
+    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+        """Return what to wrap on a layer or model so that it computes in its layouts."""
+        return {}
+
+    @abstractmethod
+    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+        """Return what to wrap on a model so that `fit`, `evaluate` and `predict` work in its layouts."""
+
+    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
+        """Return what to wrap on an optimizer so that it updates variables in their layouts."""
+        return {}
+
+    @abstractmethod
+    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
+        """Return what the backend cannot do with a layer, given its path and those of its own weights."""
+
+    @abstractmethod
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+        """Return the loss in training, and its gradient for each trainable variable of a model, as numpy arrays."""
+
+    def drawing(self, model: Any) -> AbstractContextManager[Any]:
+        """While open, what is drawn from a generator of the process depends on how often the model drew before.
+
+        Keras draws from generators that are variables; only what does not is to be looked after.
+        """
+        return nullcontext()
+
+
+_BACKENDS = {
+    "jax": "layoutmap.adapters.keras.backends.jax:JaxBackend",
+    "tensorflow": "layoutmap.adapters.keras.backends.tensorflow:TensorFlowBackend",
+    "torch": "layoutmap.adapters.keras.backends.torch:TorchBackend",
+}
+
+
+def backend_of(name: str) -> Backend:
+    """Return the backend of a name.
+
+    Raises:
+        ScopeError: There is none.
+    """
+    if name not in _BACKENDS:
+        raise ScopeError(
+            f"Keras runs on {name}, where layout maps do not work yet",
+            why=f"the supported backends are {', '.join(_BACKENDS)}",
+            fix="set KERAS_BACKEND to one of them before Keras is imported",
+        )
+    module, _, kind = _BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), kind)()
+
+
+def backend_name() -> str:
+    """Return the backend that Keras runs on."""
+    return keras.backend.backend()

@@ -1,0 +1,155 @@
+"""The layers, optimizers and variables of one scope, for as long as they live."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import keras
+
+from layoutmap.core.layout import Layout
+
+__all__ = ["Registry", "Table"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one variable; forgotten when the variable dies."""
+
+    variable: weakref.ref[Any]
+    parent: weakref.ref[Any] | None = None
+    tag: Any = None
+    layout: Layout | None = None
+
+
+class Registry:
+    """The layers, optimizers and variables of one scope.
+
+    Attributes:
+        version: Rises with each layer and each variable that is added.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._layers: list[weakref.ref[Any]] = []
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._records: dict[int, _Record] = {}  # by id, in the order in which they were made
+        self._tagged: dict[int, _Record] = {}  # by the id of the tag
+
+    # -- layers and optimizers
+
+    def add_layer(self, layer: Any) -> None:
+        """Add a layer."""
+        self.version += 1
+        self._layers.append(weakref.ref(layer))
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Add an optimizer, once."""
+        if not any(ref() is optimizer for ref in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def let_go(self, thing: Any) -> None:
+        """Forget a layer or an optimizer, with its variables."""
+        self._layers = [ref for ref in self._layers if ref() is not thing]
+        self._optimizers = [ref for ref in self._optimizers if ref() is not thing]
+        for variable in getattr(thing, "variables", ()):
+            self._forget(id(variable))
+
+    def layers(self) -> list[Any]:
+        """Return the layers that are alive."""
+        self._layers = [ref for ref in self._layers if ref() is not None]
+        layers = [layer for ref in self._layers if (layer := ref()) is not None]
+        # Keras makes a hollow object, without __init__, when a Functional model is subclassed.
+        return [layer for layer in layers if hasattr(layer, "built")]
+
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers that are alive."""
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+
+    # -- variables
+
+    def add(self, variable: Any) -> None:
+        """Add a variable, once."""
+        self._record_of(variable)
+
+    def forget(self, variable: Any) -> None:
+        """Forget a variable."""
+        self._forget(id(variable))
+
+    def knows(self, variable: Any) -> bool:
+        """Whether a variable was added."""
+        return id(variable) in self._records
+
+    def variables(self) -> list[Any]:
+        """Return the variables that are alive, in the order in which they were made."""
+        return [v for record in list(self._records.values()) if (v := record.variable()) is not None]
+
+    def set_parent(self, variable: Any, parent: Any) -> None:
+        """Say whose slot a variable is."""
+        self._record_of(variable).parent = weakref.ref(parent)
+
+    def parent_of(self, variable: Any) -> Any:
+        """Return the weight whose slot a variable is; `None` if none is known."""
+        record = self._records.get(id(variable))
+        return record.parent() if record is not None and record.parent is not None else None
+
+    def set_layout(self, variable: Any, layout: Layout, tag: Any) -> None:
+        """Note where a variable has been placed, and the object that is its `_layout` now."""
+        record = self._record_of(variable)
+        self._tagged.pop(id(record.tag), None)
+        record.tag = tag
+        self._tagged[id(tag)] = record
+        record.layout = layout  # at last: an interrupt before leaves the variable to be placed again
+
+    def layout_of(self, variable: Any) -> Layout | None:
+        """Return where a variable has been placed; `None`: nowhere yet."""
+        record = self._records.get(id(variable))
+        return record.layout if record is not None else None
+
+    def weight_of(self, reference: Any) -> Any:
+        """Return the variable whose `_layout` this is: Keras hands it on from a weight to the slots of an optimizer."""
+        if isinstance(reference, keras.Variable):
+            return reference
+        record = self._tagged.get(id(reference))
+        return record.variable() if record is not None and record.tag is reference else None
+
+    def _record_of(self, variable: Any) -> _Record:
+        key = id(variable)
+        if key not in self._records:
+            self.version += 1
+            self._records[key] = _Record(weakref.ref(variable, lambda _: self._forget(key)))
+        return self._records[key]
+
+    def _forget(self, key: int) -> None:
+        record = self._records.pop(key, None)
+        if record is not None:
+            self._tagged.pop(id(record.tag), None)
+
+
+class Table(Generic[T]):
+    """Something known of objects, which holds until anything is added to the registry.
+
+    Args:
+        registry: The registry.
+    """
+
+    def __init__(self, registry: Registry):
+        self._registry = registry
+        self._version = -1
+        self._entries: Mapping[int, T] = {}
+
+    def is_current(self) -> bool:
+        """Whether it was filled and nothing has been added since."""
+        return self._version == self._registry.version
+
+    def fill(self, entries: Mapping[int, T]) -> None:
+        """Take what is known now, by the id of the object."""
+        self._version, self._entries = self._registry.version, entries
+
+    def get(self, thing: Any) -> T | None:
+        """Return what is known of an object; `None`: nothing, or nothing that still holds."""
+        return self._entries.get(id(thing)) if self.is_current() else None
