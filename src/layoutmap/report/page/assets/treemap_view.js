@@ -2,12 +2,12 @@
 
 const NUM_CUT_COLOURS = 6;
 
-/** The ways in which variables are cut, those with the most bytes first, each with the name of its colour. */
+/** The ways in which variables are sharded, those with the most bytes first, each with the name of its colour. */
 function waysOf(all) {
   const ways = new Map();
   for (const v of all) ways.set(v.how, (ways.get(v.how) ?? 0) + v.bytes);
   const sorted = [...ways].sort((a, b) => b[1] - a[1]).map(([how]) => how);
-  const cut = sorted.filter((how) => how.startsWith("cut"));
+  const cut = sorted.filter((how) => how.startsWith("sharded"));
   return new Map(sorted.map((how) => [how, how === "replicated" ? "neutral" : how === "does not fit" ? "bad-fill" : `cut-${cut.indexOf(how) % NUM_CUT_COLOURS}`]));
 }
 
