@@ -61,7 +61,7 @@ def _swapped(linted: Linted) -> Iterator[Problem]:
 
 
 def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
-    """Of two kernels in a row that are cut over one dim: those that are cut along the axis on their far side."""
+    """Of two kernels in a row that are sharded over one dim: those sharded along the axis on their far side."""
     dims = {d for w in (first, then) for axis in (*w.axes("in"), *w.axes("out")) for d in [w.dims(axis)] if d}
     if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == (linted.batch_dim,):
         return
@@ -229,7 +229,7 @@ def _whole_tables(linted: Linted) -> Iterator[Problem]:
 
 
 def _cut_of(w: Weight, batch_dim: str | None) -> Layout | None:
-    """The weight cut over one dim that divides it: the largest, and that of the batch last; `None`: none does."""
+    """The weight sharded over one dim that divides it: the largest, and that of the batch last; `None`: none does."""
     dims = [dim for dim in w.layout.mesh.mesh_dims if dim.size > 1]
     for dim in sorted(dims, key=lambda dim: (dim.name == batch_dim, -dim.size)):
         for axis, n in enumerate(w.shape):

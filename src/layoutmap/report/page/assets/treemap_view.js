@@ -224,7 +224,7 @@ function treemapView(holder) {
     swatch.style.backgroundColor = `var(--${name})`;
     return make("li", {}, swatch, how);
   }));
-  if (variables.some((v) => v.uneven && v.fits)) legend.append(make("li", {}, make("span", { class: "swatch striped" }), "striped: uneven, so not cut as its rule says"));
+  if (variables.some((v) => v.uneven && v.fits)) legend.append(make("li", {}, make("span", { class: "swatch striped" }), "striped: uneven, so not sharded as its rule says"));
   holder.append(make("div", { class: "controls" }, make("span", { class: "chips", role: "group", "aria-label": "What a tile is as large as" }, modes), make("label", { class: "check" }, joining, " Repeated blocks in one tile")), crumbs, view.holder, readout, legend);
   grow();
   onChosen(() => {
