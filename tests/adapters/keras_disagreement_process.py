@@ -84,7 +84,7 @@ def cases(number):
         add("constant", make=lambda: make(I.Constant([0.2, 0.9][number])))
         add("constant array", make=lambda: make(I.Constant(np.full((6, 8), number, np.float32))))
         add("own initializer", make=lambda: make(lambda s, dtype=None: np.full(s, number, np.float32)))
-        add("drawn whole", make=lambda: make(I.Orthogonal(1.0 + number, seed=0)))
+        add("global init", make=lambda: make(I.Orthogonal(1.0 + number, seed=0)))
         add("existing", make=lambda: make(value=float(number)))
         add("strict", strict=bool(number))
         add("batch_dim", batch_dim="model" if number else None)

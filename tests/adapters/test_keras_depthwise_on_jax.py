@@ -46,7 +46,7 @@ def rules(spec, mesh="batch=2,model=4", **options):
 
 def cannot_run(make, shape, layout_map):
     plan = lm.plan(lambda: keras.Sequential([keras.Input(shape), make()]), layout_map)
-    return [problem for problem in plan.problems if problem.kind == "cannot run"]
+    return [problem for problem in plan.problems if problem.kind == "unsupported"]
 
 
 @pytest.mark.parametrize("name", LAYERS)

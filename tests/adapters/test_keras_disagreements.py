@@ -40,7 +40,7 @@ SCOPE = {
     "constant": INITIALIZED,
     "constant array": INITIALIZED,
     "own initializer": "up.kernel: the processes have different values",
-    "drawn whole": INITIALIZED,
+    "global init": INITIALIZED,
     "existing": "own.held: the processes have different values of it",
     "strict": OPTIONS,
     "batch_dim": OPTIONS,
@@ -52,7 +52,7 @@ SCOPE = {
 APPLY = {
     **SCOPE,
     **dict.fromkeys(("seed", "seed of one", "argument", "kind", "constant", "constant array"), VALUES),
-    **dict.fromkeys(("own initializer", "drawn whole", "masks"), VALUES),
+    **dict.fromkeys(("own initializer", "global init", "masks"), VALUES),
 }
 
 

@@ -68,7 +68,7 @@ def test_what_is_wanted_whole_is_put_together(layer, shape, rules):
     report = lm.check_parity(make_model, make_map(rules), rows_of(shape, dtype), steps=2, batch_dim="batch")
 
     assert report.agrees
-    notes = [problem for problem in plan.problems if problem.kind == "cannot run"]
+    notes = [problem for problem in plan.problems if problem.kind == "unsupported"]
     assert {"note"} == {note.severity for note in notes}
     assert {note.subject for note in notes} <= {
         a.variable.path for a in plan.assignments if not a.layout.is_fully_replicated()
@@ -92,7 +92,7 @@ def test_what_cannot_run_is_known_before_the_first_step(layer, shape, path, seve
     """The plan names the layer, why, and the fix; if it cannot run at all, a scope refuses it."""
     make_model = model_of(layer, shape)
     plan = lm.plan(make_model, make_map({r"out\.kernel": ("model", None)}))
-    found = {p.subject: p for p in plan.problems if p.kind == "cannot run"}
+    found = {p.subject: p for p in plan.problems if p.kind == "unsupported"}
 
     assert severity == found[path].severity
     assert fix in found[path].fix
@@ -155,7 +155,7 @@ def test_an_axis_over_two_dims_is_in_the_plan():
     with pytest.raises(lm.PlanError, match="cannot shard one axis over several mesh dims") as caught:
         layout_map.build(make_model)
 
-    assert ["d1.kernel", "out.kernel"] == [p.subject for p in plan.problems if p.kind == "not held"]
+    assert ["d1.kernel", "out.kernel"] == [p.subject for p in plan.problems if p.kind == "unsupported layout"]
     assert ["d1.kernel", "out.kernel"] == [p.subject for p in caught.value.problems]
 
 

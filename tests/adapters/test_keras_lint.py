@@ -131,7 +131,7 @@ def test_the_two_faults_of_keras_hubs_map_for_llama_are_found():
     assert [
         ("swapped", "llama3_backbone.transformer_layer_0.self_attention_layer.query_dense.kernel"),
         ("swapped", "llama3_backbone.transformer_layer_1.self_attention_layer.query_dense.kernel"),
-        ("whole table", "llama3_backbone.token_embedding.reverse_embeddings"),
+        ("replicated table", "llama3_backbone.token_embedding.reverse_embeddings"),
     ] == [(p.kind, p.subject) for p in shipped]
     assert "its axes seem to be swapped: (data, model, unsharded)" == shipped.problems[0].fix
     assert () == lm.plan(make, fixed).lint().problems

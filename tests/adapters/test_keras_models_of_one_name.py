@@ -92,7 +92,7 @@ def test_a_note_on_a_draw_is_of_the_model_that_draws_so():
     for plan in (scope.plan, planned):
         assert [("mlp_1", "d1.kernel")] == [a.variable.key for a in plan.assignments if a.global_init]
         assert ["mlp_1: d1.kernel"] == [
-            p.what.rpartition(": ")[0] for p in plan.problems if p.kind == "drawn whole"
+            p.what.rpartition(": ")[0] for p in plan.problems if p.kind == "global init"
         ]
 
 

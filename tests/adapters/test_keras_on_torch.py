@@ -346,6 +346,6 @@ def test_modules_of_torch_are_refused():
     layout_map = lm.LayoutMap(lm.create_mesh(MESH), {r"d1\.kernel": (None, "model")})
     said = "module: a torch module inside a Keras layer is not laid out"
 
-    assert [said] == [p.what for p in lm.plan(make_model, layout_map).problems if p.kind == "cannot run"]
+    assert [said] == [p.what for p in lm.plan(make_model, layout_map).problems if p.kind == "unsupported"]
     with pytest.raises(lm.PlanError, match=said):
         layout_map.build(make_model)

@@ -170,7 +170,7 @@ class TestWhatIsSaid:
 
         problems = lm.plan(make_model, make_map({"weight": ("model", None)}), library="torch").problems
 
-        assert [("cannot run", "warning", "weight")] == [(p.kind, p.severity, p.subject) for p in problems]
+        assert [("unsupported", "warning", "weight")] == [(p.kind, p.severity, p.subject) for p in problems]
 
     def test_a_plain_variable_has_no_layout(self):
         """A model that no scope made has tensors without layouts."""

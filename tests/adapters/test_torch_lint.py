@@ -65,7 +65,7 @@ def test_the_size_of_a_head_is_told_for_what_attention_modules_hold():
 
 
 TABLE = {
-    ("whole table", "bert.embeddings.word_embeddings")
+    ("replicated table", "bert.embeddings.word_embeddings")
 }  # which the plan that is written for BERT leaves whole
 KEYS = {("heads", "self_attn.k_proj"), ("heads", "self_attn.v_proj")}
 

@@ -96,9 +96,9 @@ SLIPS = {
         "blocks.0.attention.query.kernel",
     ),
     "swapped features": ({r".*up\.kernel": ("model", "data")}, "swapped", "blocks.0.up.kernel"),
-    "batch over a sum": (
+    "sum over the batch dim": (
         {r".*(up|down)\.kernel": ("data", None)},
-        "batch over a sum",
+        "sum over the batch dim",
         "blocks.0.down.kernel",
     ),
     "keys otherwise": (
@@ -111,7 +111,7 @@ SLIPS = {
         "heads",
         "blocks.0.attention.value.kernel",
     ),
-    "whole table": ({r".*embeddings": (None, None)}, "whole table", "tokens.embeddings"),
+    "replicated table": ({r".*embeddings": (None, None)}, "replicated table", "tokens.embeddings"),
     "bias over another": ({r".*up\.bias": ("data",)}, "contradicts its kernel", "blocks.0.up.bias"),
 }
 
@@ -211,7 +211,7 @@ def test_a_sum_over_the_batchs_dim_is_clear_where_rules_or_no_compiler_say_what_
         decoder(), layout_map, layers=["blocks.0", "blocks.1"], free_activations=True
     )
 
-    assert {"batch over a sum"} == kinds
+    assert {"sum over the batch dim"} == kinds
     assert [] == found(with_activations)
     assert [] == found(plan_of(rules, free_activations=False))
 
@@ -227,7 +227,7 @@ def test_the_batchs_dim_is_that_of_the_activations_or_one_of_its_names_or_the_on
     assert "data" == plan_of(rules).lint().batch_dim
     assert [("unused dim", "rows")] == found(unknown)
     assert "say batch_dim='rows'" in str(unknown.lint())
-    assert "which dim cuts the batch is not known" in str(unknown.lint())
+    assert "the batch dim is not known" in str(unknown.lint())
     assert [] == found(unknown, batch_dim="rows")
     with pytest.raises(PlanError, match="lint: the mesh has no dim 'row'"):
         unknown.lint(batch_dim="row")
@@ -263,9 +263,9 @@ def test_repeated_blocks_are_told_once():
     text = str(plan_of(but({r".*up\.bias": ("data",)})).lint())
 
     assert text.startswith(
-        "contradicts its kernel: blocks.{0..1}.up.bias: is cut otherwise than up.kernel, with which it is used\n"
+        "contradicts its kernel: blocks.{0..1}.up.bias: is sharded differently from up.kernel, with which it is used\n"
     )
-    assert text.endswith("\nLint: 1 finding; the batch is cut over data")
+    assert text.endswith("\nLint: 1 finding; batches are sharded over data")
 
 
 @given(strategies.plans(layers=True))

@@ -37,7 +37,7 @@ def test_what_could_be_cut_can_be(drawn):
         assert cut.assignment.layout.is_fully_replicated()
         assert () == layout.uneven_axes(variable.shape)
         shard = VariableSpec("shard", layout.shard_shape(variable.shape), variable.dtype)
-        assert cut.saved_bytes == variable.global_bytes - shard.nbytes
+        assert cut.saved_bytes == variable.global_bytes - shard.global_bytes
     assert sorted((cut.saved_bytes for cut in cuts), reverse=True) == [cut.saved_bytes for cut in cuts]
     told = {cut.assignment.variable.path for cut in cuts}
     for a in plan.assignments:
@@ -63,11 +63,11 @@ def test_the_text():
     assert (
         str(plan.memory)
         == """\
-per device: weights 132.0 KiB, gradients 132.0 KiB, slots 4.0 KiB, state 768 B; 268.8 KiB in all
+per device: weights 132.0 KiB, gradients 132.0 KiB, slots 4.0 KiB, state 768 B; 268.8 KiB in total
 
-whole on every device     bytes  could save it
----------------------  --------  -----------------
-head                   96.0 KiB  axis 0 over model
-blocks.{0..2}.norm        576 B  axis 0 over model"""
+replicated             saves  if sharded
+------------------  --------  -----------------
+head                96.0 KiB  axis 0 over model
+blocks.{0..2}.norm     576 B  axis 0 over model"""
     )
     assert repr(plan.memory) == f"<Memory: {str(plan.memory).splitlines()[0]}>"

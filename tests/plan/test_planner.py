@@ -98,12 +98,12 @@ KINDS = {
           fix         put it before rule 1, or delete it
         """,
     ),
-    "drawn whole": (
+    "global init": (
         [weight("d1.kernel")],
         {r"d1\..*": (None, "model")},
         "note",
         """
-        d1.kernel: its first value is drawn whole, then cut
+        d1.kernel: its global value is initialized on one device, then sharded
           bytes  4,096
           why    it is not to be split
           fix    use one of the library's own initializers, or load a checkpoint
@@ -116,7 +116,7 @@ KINDS = {
 def test_each_kind_of_problem_is_told_in_full(kind):
     """A problem says what, where, why, and what to type instead."""
     variables, rules, severity, message = KINDS[kind]
-    global_init = {("", "d1.kernel"): "it is not to be split"} if kind == "drawn whole" else None
+    global_init = {("", "d1.kernel"): "it is not to be split"} if kind == "global init" else None
     problem = only_problem(plan_of(variables, rules, global_init=global_init))
 
     assert (kind, severity, text(message)) == (problem.kind, problem.severity, str(problem))
@@ -130,7 +130,7 @@ def test_rules_that_disagree_on_one_variable():
     assert ("model", "unsharded") == plan["out.table"].layout.sharding_specs
     assert ["tied", "shadowed rule"] == [p.kind for p in plan.problems]
     assert str(plan.problems[0]) == text(r"""
-        embed.table: its paths are given different layouts
+        embed.table: its paths get different layouts
           embed.table  (unsharded, model)  rule 2  embed\.
           out.table    (model, unsharded)  rule 1  out\.
           why          it is one variable with 2 paths, and rule 1  out\. comes first
@@ -430,7 +430,7 @@ def test_a_rule_of_another_rank_is_told_with_the_shape_that_it_is_for():
     assert [("rank", ("shape", "(16, 8, 8)"))] == [(p.kind, p.facts[0]) for p in other.problems]
     (note,) = plan_of([replace(packed, shape=(16, 2))], {"up": (None, "model", None)}).problems
     assert note.why.endswith(
-        "it is cut as its rule cuts the weight that it stands for, as far as that divides it"
+        "it is sharded as its rule shards the weight that it replaces, as far as that divides it"
     )
 
 

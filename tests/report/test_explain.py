@@ -29,7 +29,7 @@ EXPLAINED = {
           per device    16 x 8, 256 B
           because       rule 1  .*embeddings
           also matches  rule 2  .*\.kernel: would give (unsharded, (model, batch))
-          warning       tokens.embeddings: its paths are given different layouts
+          warning       tokens.embeddings: its paths get different layouts
                           tokens.embeddings  (model, unsharded)  rule 1  .*embeddings
                           head.kernel        (unsharded, (model, batch))  rule 2  .*\.kernel
                           why                it is one variable with 2 paths, and rule 1  .*embeddings comes first
@@ -41,7 +41,7 @@ EXPLAINED = {
           what         weight, float32[8, 32], 1.0 KiB
           layout       (unsharded, (model, batch))
           per device   8 x 4, 128 B
-          drawn whole  its initializer is orthogonal
+          global init  its initializer is orthogonal
           because      rule 2  .*\.kernel
           change it    the first rule that matches wins: put one before rule 2, or change that
         """,
@@ -66,14 +66,14 @@ EXPLAINED = {
           per device  8, 32 B
           because     no rule matches, so it is replicated
           near miss   norms\.scale
-          change it   layout_map[r"norm\.scale$"] = (None,), with mesh dims where it is to be cut
+          change it   layout_map[r"norm\.scale$"] = (None,), with mesh dims where it is to be sharded
         """,
     "optimizer.d1.kernel.momentum": """
         optimizer.d1.kernel.momentum
           what        slot, float32[8, 32], 1.0 KiB
           layout      (unsharded, (model, batch))
           per device  8 x 4, 128 B
-          because     it lies as its parent does: d1.kernel
+          because     it follows its parent: d1.kernel
           change it   with the rule of d1.kernel
         """,
     "loss.total": """
@@ -81,7 +81,7 @@ EXPLAINED = {
           what        metric, float32[], 4 B
           layout      replicated
           per device  scalar, 4 B
-          because     rules are not asked about a metric; every device holds it whole
+          because     rules do not apply to a metric; it is replicated
         """,
 }
 

@@ -88,7 +88,7 @@ layer's output  times  layout              rule
 blocks.{0..1}       2  (batch, unsharded)  1
 
 Plan: 18 variables on batch=2, model=4, 13.7 KiB, 2.9 KiB per device; 2 errors, 8 warnings
-largest variable drawn whole: odd, 384 B
+largest variable initialized on one device: odd, 384 B
 
 error: flat: a layout of rank 2 for a tensor of rank 1
   shape   (64,)
@@ -104,11 +104,11 @@ error: odd: axis 1 cannot be split evenly
   why     6 is not a multiple of 4
   fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
 
-warning: no rule matches these 2, so every device holds them whole; a rule for each says that this is meant
+warning: no rule matches these 2, so they are replicated; add a rule for each if that is meant
   norm.scale        add a rule: layout_map[r"norm\.scale$"] = (None,)
   norm.moving_mean  add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 
-warning: tokens: its paths are given different layouts
+warning: tokens: its paths get different layouts
   tokens  (unsharded, model)  rule 2  tokens
   head    (model, unsharded)  rule 1  head
   why     it is one variable with 2 paths, and rule 1  head comes first
@@ -138,14 +138,14 @@ warning: activation rule 3  blokcs: matches no layer
   why          re.match finds it at the start of none of the 3 paths
   fix          did you mean r"blocks\.0$"? else delete it
 
-note: blocks.{0..1}.key.kernel: axis 1 cannot be split evenly, so it is left whole
-note: packed.kernel: axis 1 cannot be split evenly, so it is left whole
+note: blocks.{0..1}.key.kernel: axis 1 cannot be split evenly, so it is replicated
+note: packed.kernel: axis 1 cannot be split evenly, so it is replicated
 """.strip()
 
 MEMORY = r"""
-per device: weights 2.3 KiB, gradients 2.3 KiB, slots 560 B, state 76 B; 5.3 KiB in all
+per device: weights 2.3 KiB, gradients 2.3 KiB, slots 560 B, state 76 B; 5.3 KiB in total
 
-whole on every device     bytes  could save it
+replicated                saves  if sharded
 ------------------------  -----  -----------------
 blocks.{0..1}.key.kernel  576 B  axis 0 over model
 norm.scale                 48 B  axis 0 over model
@@ -170,7 +170,7 @@ odd: axis 1 cannot be split evenly
   why     6 is not a multiple of 4
   fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
 
-tokens: its paths are given different layouts
+tokens: its paths get different layouts
   tokens  (unsharded, model)  rule 2  tokens
   head    (model, unsharded)  rule 1  head
   why     it is one variable with 2 paths, and rule 1  head comes first
@@ -234,7 +234,7 @@ blocks.0.key.kernel
   layout      replicated
   per device  16 x 6, 384 B
   because     rule 4  .*\.key\.kernel
-  note        blocks.0.key.kernel: axis 1 cannot be split evenly, so it is left whole
+  note        blocks.0.key.kernel: axis 1 cannot be split evenly, so it is replicated
                 shape   (16, 6)
                 layout  (unsharded, model)     rule 4  .*\.key\.kernel
                 mesh    batch=2, model=4
@@ -248,11 +248,11 @@ packed.kernel
   per device  8 x 2, 16 B
   because     rule 6  packed
   its axes    0 of axis 0, 1 of axis 1
-  note        packed.kernel: axis 1 cannot be split evenly, so it is left whole
+  note        packed.kernel: axis 1 cannot be split evenly, so it is replicated
                 shape   (8, 2)
                 layout  (unsharded, model)     rule 6  packed
                 mesh    batch=2, model=4
-                why     2 is not a multiple of 4, and it is cut as its rule cuts the weight that it stands for, as far as that divides it
+                why     2 is not a multiple of 4, and it is sharded as its rule shards the weight that it replaces, as far as that divides it
   change it   the first rule that matches wins: put one before rule 6, or change that
 """,  # noqa: E501
     "head": r"""
@@ -263,7 +263,7 @@ tokens
   per device    8 x 16, 256 B
   because       rule 1  head
   also matches  rule 2  tokens: would give (unsharded, model)
-  warning       tokens: its paths are given different layouts
+  warning       tokens: its paths get different layouts
                   tokens  (unsharded, model)  rule 2  tokens
                   head    (model, unsharded)  rule 1  head
                   why     it is one variable with 2 paths, and rule 1  head comes first
@@ -293,7 +293,7 @@ odd
   what         weight, float32[16, 6], 384 B
   layout       (unsharded, model)
   per device   does not fit
-  drawn whole  it is orthogonal
+  global init  it is orthogonal
   because      rule 9  odd
   error        odd: axis 1 cannot be split evenly
                  shape   (16, 6)
@@ -309,7 +309,7 @@ norm.moving_mean
   layout      replicated
   per device  16, 64 B
   because     no rule matches, so it is replicated
-  change it   layout_map[r"norm\.moving_mean$"] = (None,), with mesh dims where it is to be cut
+  change it   layout_map[r"norm\.moving_mean$"] = (None,), with mesh dims where it is to be sharded
 """,
     "drop.seed": r"""
 drop.seed
@@ -317,14 +317,14 @@ drop.seed
   layout      replicated
   per device  2, 8 B
   because     no rule matches, so it is replicated
-  change it   layout_map[r"drop\.seed$"] = (None,), with mesh dims where it is to be cut
+  change it   layout_map[r"drop\.seed$"] = (None,), with mesh dims where it is to be sharded
 """,
     "optimizer.tokens.r": r"""
 optimizer.tokens.r
   what        slot, float32[32], 128 B
   layout      (model,)
   per device  8, 32 B
-  because     it lies as its parent does: tokens
+  because     it follows its parent: tokens
   its axes    0 of axis 0
   change it   with the rule of tokens
 """,
@@ -333,7 +333,7 @@ optimizer.tokens.s
   what        slot, float32[3], 12 B
   layout      replicated
   per device  3, 12 B
-  because     it belongs to tokens, and every device holds it whole
+  because     it belongs to tokens, and is replicated
   change it   with the rule of tokens
 """,
     "optimizer.iterations": r"""
@@ -341,7 +341,7 @@ optimizer.iterations
   what        slot, int32[], 4 B
   layout      replicated
   per device  scalar, 4 B
-  because     rules are not asked about a slot; every device holds it whole
+  because     rules do not apply to a slot; it is replicated
 """,
 }
 
@@ -404,7 +404,7 @@ def test_the_memory_of_a_large_plan():
 
     assert ["dl", "and"] == [line.split()[0] for line in (said[4], said[-1].removeprefix("... "))]
     assert (15, "... and 2 more") == (len(said), said[-1])
-    assert "per device: nothing; 0 B in all" == str(make_plan([], lm.LayoutMap(MESH)).memory)
+    assert "per device: nothing; 0 B in total" == str(make_plan([], lm.LayoutMap(MESH)).memory)
 
 
 def test_strict_raises_once_with_everything():
@@ -418,7 +418,7 @@ def test_strict_raises_once_with_everything():
     assert {
         *("rank", "uneven", "tied", "no rule", "shadowed rule", "unused rule"),
     } == {problem.kind for problem in caught.value.problems}
-    assert {"uneven", "drawn whole"} == {p.kind for p in plan.problems if p.severity == "note"}
+    assert {"uneven", "global init"} == {p.kind for p in plan.problems if p.severity == "note"}
 
 
 @pytest.mark.parametrize("path", EXPLAINED)

@@ -18,7 +18,7 @@ from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MESH = lm.Mesh(None, "batch=2,model=4")
-PARTS = frameworks.PACKAGE / "report" / "page_parts"
+PARTS = frameworks.PACKAGE / "report" / "page" / "assets"
 
 
 class Reader(HTMLParser):

@@ -229,7 +229,7 @@ def test_search(browser, show):
 
 SORTED_BY = {
     "variable": lambda a: a.variable.path,
-    "whole": lambda a: a.variable.global_bytes,
+    "global": lambda a: a.variable.global_bytes,
     "per device": lambda a: a.shard_bytes if a.fits else 0,
     "dtype": lambda a: a.variable.dtype,
 }
@@ -258,7 +258,7 @@ FILTERS = {
     "no rule": lambda a: a.match is not None and a.match.rule is None and a.variable.kind != Kind.SLOT,
     "replicated": lambda a: a.fits and a.layout.is_fully_replicated(),
     "uneven": lambda a: not a.fits,
-    "drawn whole": lambda a: bool(a.global_init),
+    "global init": lambda a: bool(a.global_init),
 }
 
 
@@ -305,7 +305,7 @@ def test_the_address_brings_all_of_it_back(browser, show):
         "device": 5,
         "search": "up",
         "kind": "weight",
-        "sort": "whole",
+        "sort": "global",
         "down": 1,
     }
     show(PLAN, **fragment)
@@ -478,7 +478,7 @@ def test_a_variable_of_three_axes_is_drawn_by_two_of_them(browser, show):
     select = find(browser, "#slices-axis-0")
     assert "axis 0 (32)" in select.text
     select.send_keys(Keys.END)
-    assert "down, axis 2: 4, whole" in text(browser, "#slices-legend")
+    assert "down, axis 2: 4, unsharded" in text(browser, "#slices-legend")
     assert "[16:32, 6:8, 0:4]" == drawn_slices(browser)
 
     piece = find(browser, "#slices input[type=number]")
@@ -503,7 +503,7 @@ def test_variables_without_a_rule_are_told_in_one(browser, show):
     found = [p for p in PLAN.problems if p.kind == "no rule"]
     told = [node.text for node in browser.find_elements(By.CSS_SELECTOR, "#problems .warning")]
 
-    assert [f"warning no rule matches these {len(found)}, so every device holds them whole;"] == [
+    assert [f"warning no rule matches these {len(found)}, so they are replicated;"] == [
         each.partition(" a rule")[0] for each in told if "no rule matches" in each
     ]
     assert r'add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)' in told[0]

@@ -53,7 +53,7 @@ rule 1  .*\.up\.kernel
 rule 2  head\.
 
 Plan: 14 variables on batch=2, model=4, 25.1 KiB, 6.9 KiB per device; 1 error, 5 warnings
-largest variable drawn whole: head.kernel, 192 B
+largest variable initialized on one device: head.kernel, 192 B
 
 error: head.kernel: axis 1 cannot be split evenly
   shape   (16, 6)
@@ -62,7 +62,7 @@ error: head.kernel: axis 1 cannot be split evenly
   why     6 is not a multiple of 4
   fix     pad axis 1 to 8, or leave it unsharded: (batch, unsharded), or say uneven="shrink"
 
-warning: no rule matches these 4, so every device holds them whole; a rule for each says that this is meant
+warning: no rule matches these 4, so they are replicated; add a rule for each if that is meant
   blocks.{0..2}.up.bias  add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)
   norm.moving_mean       add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 
@@ -96,7 +96,7 @@ def test_what_a_scope_warns_of():
     )
 
     assert warning_text(plan) == textwrap.dedent("""\
-        layout map: not all is as the rules say; print(scope.plan) shows all
+        layout map: the plan has warnings; print(scope.plan) shows all
           a.{0..1}.k: no rule matches, so it is replicated
           rule 1  typo: matches no variable""")
     assert warning_text(make_plan([VariableSpec("bias", (8,), "float32")], lm.LayoutMap(MESH))) == ""
@@ -232,6 +232,6 @@ def test_what_was_taken_for_an_axis_that_does_not_divide_is_shown():
     plan = make_plan(variables, lm.LayoutMap(MESH, {"blocks": ("batch", "model")}, uneven="replicate"))
 
     assert str(plan).endswith(
-        "no problems\n\nnote: blocks.{0..1}.key: axis 1 cannot be split evenly, so it is left whole"
+        "no problems\n\nnote: blocks.{0..1}.key: axis 1 cannot be split evenly, so it is replicated"
     )
     assert "(batch, unsharded)" in str(plan)

@@ -45,7 +45,7 @@ def make_table(
     Args:
         variables: The variables, in the order of the model.
         layout_map: The rules.
-        global_init: For each variable, by its `key`, whose first value must be drawn whole: why.
+        global_init: For each variable, by its `key`, whose global value must be initialized on one device: why.
         limits: What the backend cannot do with layers and variables.
         complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
         layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
@@ -153,7 +153,7 @@ class _Planning:
                 "tied",
                 "warning",
                 variable.path,
-                f"{variable.path}: its paths are given different layouts",
+                f"{variable.path}: its paths get different layouts",
                 tuple((path, f"{r.layout}  {r}") for path, r in winners.items()),
                 f"it is one variable with {len(answers)} paths, and {rule} comes first",
                 "make the rules agree, or leave out one of them",
@@ -233,10 +233,10 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
         )
     if assignment.global_init:
         yield Problem(
-            "drawn whole",
+            "global init",
             "note",
             variable.path,
-            f"{variable.path}: its first value is drawn whole, then cut",
+            f"{variable.path}: its global value is initialized on one device, then sharded",
             (("bytes", f"{variable.global_bytes:,}"),),
             assignment.global_init,
             "use one of the library's own initializers, or load a checkpoint",
@@ -259,7 +259,7 @@ def _problems_of_unsupported(
             (limit.model, limit.path, axis) in cut for axis in limit.if_sharded
         ):
             what = f"{limit.path}: {limit.what}"
-            problem = Problem("cannot run", limit.severity, limit.path, what, why=limit.why, fix=limit.fix)
+            problem = Problem("unsupported", limit.severity, limit.path, what, why=limit.why, fix=limit.fix)
             yield problem.of_model(limit.model if several else "")
 
 
@@ -274,11 +274,11 @@ def _of_layout(kind: str, severity: Severity, error: LayoutError, assignment: As
 def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
     """An axis that does not divide, and for which something else was taken."""
     dims = assignment.layout.mesh_dims_of(axis)
-    taken = f"cut over {', '.join(dims)} only" if dims else "left whole"
+    taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
     told = _of_layout("uneven", "note", error, assignment)
     rule = assignment.match.rule if assignment.match else None
     if assignment.variable.is_packed:
-        reason = "it is cut as its rule cuts the weight that it stands for, as far as that divides it"
+        reason = "it is sharded as its rule shards the weight that it replaces, as far as that divides it"
     elif rule is not None:
         reason = f'rule {rule.number} has uneven="{rule.uneven}"'
     else:
@@ -304,10 +304,10 @@ def _problems_of_free_activations(assignments: Sequence[Assignment]) -> Iterator
             "no activations",
             "warning",
             first.variable.path,
-            f"{first.variable.path}: cut along two axes, and no rule says how activations lie",
+            f"{first.variable.path}: sharded along two axes, and no rule says how activations are laid out",
             (("layout", str(first.layout)), ("such weights", f"{len(cut)}")),
-            "the compiler chooses for itself then, and may move several times as many bytes in each step",
-            "say it for the layers between which activations pass, as in "
+            "the compiler then chooses for itself, and may move several times as many bytes in each step",
+            "add rules for the layers between which activations pass, as in "
             'layout_map.activations[r"blocks\\.\\d+"] = ("batch", None, None)',
         )
 

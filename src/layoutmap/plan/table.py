@@ -111,7 +111,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @property
     def largest_global_init(self) -> Assignment | None:
-        """The largest variable whose first value must be drawn whole on one device, if there is any."""
+        """The largest variable whose global value must be initialized on one device, if there is any."""
         whole = [a for a in self.assignments if a.global_init]
         return max(whole, key=lambda a: a.variable.global_bytes, default=None)
 

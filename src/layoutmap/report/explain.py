@@ -48,18 +48,18 @@ def _what(assignment: Assignment) -> Iterator[tuple[str, str]]:
     else:
         yield "per device", "does not fit"
     if assignment.global_init:
-        yield "drawn whole", assignment.global_init
+        yield "global init", assignment.global_init
 
 
 def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
     match, variable = assignment.match, assignment.variable
     if match is None:
         if not variable.follows:
-            yield "because", f"rules are not asked about a {variable.kind}; every device holds it whole"
+            yield "because", f"rules do not apply to a {variable.kind}; it is replicated"
         elif variable.axes is None and assignment.layout.is_fully_replicated():
-            yield "because", f"it belongs to {variable.parent}, and every device holds it whole"
+            yield "because", f"it belongs to {variable.parent}, and is replicated"
         else:
-            yield "because", f"it lies as its parent does: {variable.parent}"
+            yield "because", f"it follows its parent: {variable.parent}"
             yield from _axes(variable)
         return
     if match.rule is None:
@@ -86,7 +86,7 @@ def _problems(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, st
     variable = assignment.variable
     for problem in plan.problems:
         is_its = problem.subject == variable.path and problem.model in ("", variable.model)
-        if is_its and problem.kind not in ("no rule", "drawn whole"):
+        if is_its and problem.kind not in ("no rule", "global init"):
             yield problem.severity, str(problem)
 
 
@@ -103,4 +103,4 @@ def _how(assignment: Assignment) -> Iterator[tuple[str, str]]:
         yield "change it", how_to_change(match.rule, (variable.path, *variable.aliases))
     else:
         rule = f"layout_map[{path_pattern([match.path])}] = {(None,) * len(variable.shape)}"
-        yield "change it", f"{rule}, with mesh dims where it is to be cut"
+        yield "change it", f"{rule}, with mesh dims where it is to be sharded"

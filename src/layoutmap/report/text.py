@@ -60,15 +60,17 @@ def plan_text(plan: PlanTable) -> str:
     if whole:
         names = zip(full_names([a.variable for a in plan.assignments]), plan.assignments, strict=True)
         path = escaped(next(name for name, a in names if a is whole))
-        lines.append(f"largest variable drawn whole: {path}, {size(whole.variable.global_bytes)}")
+        lines.append(
+            f"largest variable initialized on one device: {path}, {size(whole.variable.global_bytes)}"
+        )
     for problem in group_problems(plan.errors):
         lines += ["", f"error: {problem}"]
     grouped = group_problems(plan.warnings)
     no_rule = [p for p in grouped if p.kind == "no rule"]
     if no_rule:
         count = sum(p.kind == "no rule" for p in plan.problems)
-        lines += ["", f"warning: no rule matches these {count}, so every device holds them whole;"]
-        lines[-1] += " a rule for each says that this is meant"
+        lines += ["", f"warning: no rule matches these {count}, so they are replicated;"]
+        lines[-1] += " add a rule for each if that is meant"
         subjects = [escaped(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
         width = max(map(len, subjects))
         lines += [f"  {s:<{width}}  {escaped(p.fix)}" for s, p in zip(subjects, no_rule, strict=True)]
@@ -101,7 +103,7 @@ def warning_text(plan: PlanTable) -> str:
     if not worth:
         return ""
     lines = [f"  {escaped(p.what)}" for p in group_problems(worth)]
-    return "\n".join(["layout map: not all is as the rules say; print(scope.plan) shows all", *lines])
+    return "\n".join(["layout map: the plan has warnings; print(scope.plan) shows all", *lines])
 
 
 def row_cells(row: Row) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Plan(PlanTable):
         problems: Everything found, errors first.
         activations: The layers whose output a rule of `LayoutMap.activations` lays out, in the order of the model;
             empty too where the library tells no layers.
-        free_activations: Whether a compiler chooses how activations lie where no rule says it.
+        free_activations: Whether a compiler lays out the activations that no rule is for.
 
     Example:
         >>> from layoutmap import LayoutMap, Mesh
@@ -55,7 +55,7 @@ class Plan(PlanTable):
 
     @property
     def memory(self) -> Memory:
-        """What each device holds: weights, gradients, slots and state; and what is whole there and need not be.
+        """What each device holds: weights, gradients, slots and state; and which replicated variables could be sharded.
 
         Example:
             >>> from layoutmap import LayoutMap, Mesh
@@ -64,16 +64,16 @@ class Plan(PlanTable):
             >>> variables = [VariableSpec(path, (512, 1024), "float32") for path in ("up.kernel", "head.kernel")]
             >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {"up": (None, "model"), "head": (None, None)})
             >>> print(make_plan(variables, layout_map).memory)
-            per device: weights 2.5 MiB, gradients 2.5 MiB; 5.0 MiB in all
+            per device: weights 2.5 MiB, gradients 2.5 MiB; 5.0 MiB in total
             <BLANKLINE>
-            whole on every device    bytes  could save it
-            ---------------------  -------  -----------------
-            head.kernel            1.5 MiB  axis 0 over model
+            replicated     saves  if sharded
+            -----------  -------  -----------------
+            head.kernel  1.5 MiB  axis 0 over model
         """
         return memory_of(self)
 
     def explain(self, path: str) -> str:
-        """Why a variable is where it is, and what to type to have it elsewhere.
+        """Explain why a variable has its layout, and what to type to change that.
 
         Args:
             path: The variable's path, or another path to it.
@@ -99,7 +99,7 @@ class Plan(PlanTable):
         return explain_text(self, path)
 
     def diff(self, other: PlanTable) -> PlanDiff:
-        """What moves from this plan to another; false if nothing does.
+        """Compare with another plan; the result is false if nothing differs.
 
         Example:
             >>> from layoutmap import LayoutMap, Mesh
@@ -115,11 +115,11 @@ class Plan(PlanTable):
         return diff_plans(self, other)
 
     def lint(self, batch_dim: str | None = None) -> Findings:
-        """What can be made so, and is probably not meant: each with its evidence and a fix.
+        """Find layouts that are possible and probably a mistake, each with its evidence and a fix.
 
         Args:
-            batch_dim: The mesh dim that cuts the batch. Without it, the one that cuts the first axis of activations by
-                their rules, or else one that is called batch, data, dp or fsdp.
+            batch_dim: The mesh dim over which batches are sharded. Without it, the one over which rules shard the first
+                axis of activations, or else one that is called batch, data, dp or fsdp.
 
         Raises:
             PlanError: The mesh has no such dim.
@@ -130,12 +130,12 @@ class Plan(PlanTable):
             >>> from layoutmap.core.variables import VariableSpec
             >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {".*": ("batch", None)})
             >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).lint())
-            unused dim: model: nothing is cut over this dim of the mesh
+            unused dim: model: nothing is sharded over this dim of the mesh
               mesh  batch=2, model=4
               why   groups of 4 devices hold the same, and compute the same: 2 of the 8 devices would do
-              fix   cut weights over model, or plan for a mesh without it
+              fix   shard weights over model, or plan for a mesh without it
             <BLANKLINE>
-            Lint: 1 finding; the batch is cut over batch
+            Lint: 1 finding; batches are sharded over batch
         """
         return lint_plan(self, batch_dim)
 
@@ -149,7 +149,7 @@ class Plan(PlanTable):
     # -- texts
 
     def to_json(self) -> str:
-        """The plan as JSON, a variable in each line: to be kept beside the model, and compared by `diff`."""
+        """Write the plan as JSON, a variable in each line: to be kept beside the model, and compared by `diff`."""
         from layoutmap.plan.json import plan_to_json
 
         return plan_to_json(self)
@@ -166,7 +166,7 @@ class Plan(PlanTable):
         return Plan.of(plan_from_json(text))
 
     def to_html(self, batch_dim: str | None = None) -> str:
-        """The plan as one page for a browser, which loads nothing: the mesh, memory, every variable and its slices.
+        """Write the plan as one page for a browser that loads nothing: mesh, memory, every variable and its slices.
 
         What `lint` finds stands beside the problems.
 

@@ -200,7 +200,9 @@ def plan(
         global_init={a.variable.key: a.global_init for a in found.assignments},
         layers=dry.layers,
         free_activations=dry.free_activations,
-    ).with_problems([problem for problem in found.problems if problem.kind in ("not held", "cannot run")])
+    ).with_problems(
+        [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
+    )
     if unbuilt:
         shown = ", ".join(unbuilt[:5]) + (f" and {len(unbuilt) - 5} more" if len(unbuilt) > 5 else "")
         final = final.with_problem(

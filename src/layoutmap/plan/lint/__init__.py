@@ -1,12 +1,12 @@
 """Lint of a plan: layouts that can be made and are probably not meant, each with its evidence and a fix.
 
-    "batch over a sum"       an axis that is summed over is cut over the dim that cuts the batch
-    "swapped"                what one layer puts out is cut over another dim than where the next layer takes it in
-    "query, key, value"      the three of an attention layer are not cut alike
-    "heads"                  a cut goes through a head of attention
-    "whole table"            a table of embeddings is whole on every device while the rest is cut
-    "contradicts its kernel" a bias, or the scale of a quantized weight, is cut otherwise than its kernel
-    "unused dim"             nothing is cut over a dim of the mesh
+    "sum over the batch dim"       an axis that is summed over is sharded over the dim of the batch
+    "swapped"                a layer's output is sharded over another dim than the next layer's input
+    "query, key, value"      the three of an attention layer are not sharded alike
+    "heads"                  sharding splits a head of attention
+    "replicated table"            a table of embeddings is replicated while the rest is sharded
+    "contradicts its kernel" a bias, or the scale of a quantized weight, is sharded differently from its kernel
+    "unused dim"             nothing is sharded over a dim of the mesh
 
 Most of them need to know what a layer does with the axes of its weights (`Use`), which adapters tell for the layers of
 their libraries. What is not known is not judged.
@@ -82,7 +82,7 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
         raise PlanError(
             f"lint: the mesh has no dim {batch_dim!r}",
             facts={"mesh": str(plan.mesh)},
-            why="batch_dim is the dim that cuts the batch",
+            why="batch_dim is the dim over which batches are sharded",
             fix=f"use one of {', '.join(map(repr, plan.mesh.dim_names))}",
         )
     linted = Linted(plan, batch_dim or _batch_dim(plan))

@@ -29,15 +29,15 @@ def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
             continue
         axis = axes[0]
         yield Problem(
-            "batch over a sum",
+            "sum over the batch dim",
             "warning",
             w.path,
-            f"{w.path}: axis {axis}, which is summed over, is cut over {batch}, and so is the batch",
+            f"{w.path}: axis {axis}, which is summed over, is sharded over {batch}, and so is the batch",
             (("shape", str(w.shape)), ("layout", w.told)),
             "a device has some terms of every sum, and all terms of some rows: in each step the weight or the batch "
             "is moved, and no rule says which",
-            'say how activations lie, as in layout_map.activations[r"..."] = '
-            f"({batch!r}, ...), or cut an axis that is put out: {_moved(w, axis, w.axes('out')[0])}",
+            'say how activations are laid out, as in layout_map.activations[r"..."] = '
+            f"({batch!r}, ...), or shard an output axis: {_moved(w, axis, w.axes('out')[0])}",
         )
 
 
@@ -61,13 +61,13 @@ def _swapped(linted: Linted) -> Iterator[Problem]:
 
 
 def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
-    """Of two kernels in a row that are cut over one dim: those that are cut along the axis on their far side."""
+    """Of two kernels in a row that are sharded over one dim: those sharded along the axis on their far side."""
     dims = {d for w in (first, then) for axis in (*w.axes("in"), *w.axes("out")) for d in [w.dims(axis)] if d}
     if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == (linted.batch_dim,):
         return
     for w, near, far, does in (
         (first, "out", "in", "sums over an axis"),
-        (then, "in", "out", "puts an axis out"),
+        (then, "in", "out", "outputs an axis"),
     ):
         cut = [axis for axis in w.axes(far) if w.dims(axis)]
         if not cut or any(w.dims(axis) for axis in w.axes(near)):
@@ -78,10 +78,10 @@ def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[
             "swapped",
             "warning",
             w.path,
-            f"{w.path}: {does} that is cut over {_names(over)}, on the side away from {other.name}",
+            f"{w.path}: {does} that is sharded over {_names(over)}, on the side away from {other.name}",
             (("shape", str(w.shape)), ("layout", w.told), (other.name, f"{other.shape}  {other.told}")),
-            f"what passes between the two is put together from all devices of {_names(over)}, where it could stay cut",
-            "cut the axis that passes between them"
+            f"what passes between the two is gathered from all devices of {_names(over)}, where it could stay sharded",
+            "shard the axis that passes between them"
             + ("" if moved.uneven_axes(w.shape) else f"; its axes seem to be swapped: {moved}"),
         )
 
@@ -120,14 +120,14 @@ def _not_passed_on(first: Weight, out: int, then: Weight, into: int) -> Problem:
     reason = f"what a device has computed over {_names(ours)} is not what it needs over {_names(theirs)}"
     if other is not None:
         reason += f", and its sums over axis {other} are in parts, one on each device of {_names(theirs)}"
-    fix = "cut both over the same dims"
+    fix = "shard both over the same dims"
     if swapped is not None and not swapped.uneven_axes(first.shape):
         fix = f"its axes seem to be swapped: {swapped}"
     return Problem(
         "swapped",
         "warning",
         first.path,
-        f"{first.path}: puts axis {out} out over {_names(ours)}, and {then.name} takes it in over {_names(theirs)}",
+        f"{first.path}: outputs axis {out} over {_names(ours)}, and {then.name} takes it in over {_names(theirs)}",
         (("shape", str(first.shape)), ("layout", first.told), (then.name, f"{then.shape}  {then.told}")),
         f"{reason}: all of it is moved between the two in each step",
         fix,
@@ -150,10 +150,10 @@ def _parts_unlike(linted: Linted) -> Iterator[Problem]:
             "query, key, value",
             "warning",
             query.path,
-            f"{query.path}: its heads are cut otherwise than those of {' and '.join(w.name for w in others)}",
+            f"{query.path}: its heads are sharded differently from those of {' and '.join(w.name for w in others)}",
             tuple((w.name, f"{w.shape}  {w.told}") for w in parts.values()),
             "a device needs the keys and the values of the heads for which it has queries",
-            f"cut axis {axis} of all three over {_names(query.dims(axis)) or _names(others[0].dims(axis))}",
+            f"shard axis {axis} of all three over {_names(query.dims(axis)) or _names(others[0].dims(axis))}",
         )
 
 
@@ -186,14 +186,14 @@ def _through_a_head(w: Weight, axis: int, heads: int, size: int) -> Problem:
         "heads",
         "warning",
         w.path,
-        f"{w.path}: its cut over {_names(dims)} goes through its heads",
+        f"{w.path}: its sharding over {_names(dims)} splits its heads",
         (
             ("shape", str(w.shape)),
             ("layout", w.told),
             ("heads", f"{heads} of size {size}, in {shards} shards"),
         ),
         "attention is computed head by head, and no device has all of one: its parts are moved in each step",
-        f"cut whole heads, over dims whose sizes divide {heads}, or leave the axis whole",
+        f"shard whole heads, over dims whose sizes divide {heads}, or leave the axis unsharded",
     )
 
 
@@ -214,22 +214,22 @@ def _whole_tables(linted: Linted) -> Iterator[Problem]:
             continue
         saved = a.shard_bytes - a.shard_bytes // cut_it.num_distinct_shards
         yield Problem(
-            "whole table",
+            "replicated table",
             "warning",
             w.path,
-            f"{w.path}: a table of {' x '.join(map(str, w.shape))} is whole on every device",
+            f"{w.path}: a table of {' x '.join(map(str, w.shape))} is replicated",
             (
                 ("layout", w.told),
                 ("bytes", f"{a.shard_bytes:,} of the {held:,} that a device holds in weights"),
-                ("beside it", f"{len(cut)} of the {len(rest)} other weights are cut"),
+                ("beside it", f"{len(cut)} of the {len(rest)} other weights are sharded"),
             ),
             f"{saved:,} of these bytes need not be there, and as many of its gradient and of each slot",
-            f"cut it: {cut_it}",
+            f"shard it: {cut_it}",
         )
 
 
 def _cut_of(w: Weight, batch_dim: str | None) -> Layout | None:
-    """The weight cut over one dim that divides it: the largest, and that of the batch last; `None`: none does."""
+    """The weight sharded over one dim that divides it: the largest, and that of the batch last; `None`: none does."""
     dims = [dim for dim in w.layout.mesh.mesh_dims if dim.size > 1]
     for dim in sorted(dims, key=lambda dim: (dim.name == batch_dim, -dim.size)):
         for axis, n in enumerate(w.shape):
@@ -269,13 +269,13 @@ def _otherwise(a: Assignment, path: str, kernel: Assignment, name: str) -> Probl
         "contradicts its kernel",
         "warning",
         path,
-        f"{path}: is cut otherwise than {name}, with which it is used",
+        f"{path}: is sharded differently from {name}, with which it is used",
         (
             ("layout", f"{a.layout}{rule_of(a)}"),
             (name, f"{kernel.layout}{rule_of(kernel)}"),
         ),
         "a device has other parts of it than of what it is added to or multiplied with: it is moved in each step",
-        "cut it as those axes of the kernel are cut, or leave it whole",
+        "shard it as those axes of the kernel are, or replicate it",
     )
 
 
@@ -287,14 +287,14 @@ def _unused_dims(linted: Linted) -> Iterator[Problem]:
     for dim in mesh.mesh_dims:
         if dim.size == 1 or dim.name in used or dim.name == linted.batch_dim or not layouts:
             continue
-        fix = f"cut weights over {dim.name}, or plan for a mesh without it"
+        fix = f"shard weights over {dim.name}, or plan for a mesh without it"
         if linted.batch_dim is None:
-            fix += f"; if it is the dim that cuts the batch, say batch_dim={dim.name!r}"
+            fix += f"; if batches are sharded over it, say batch_dim={dim.name!r}"
         yield Problem(
             "unused dim",
             "warning",
             dim.name,
-            f"{dim.name}: nothing is cut over this dim of the mesh",
+            f"{dim.name}: nothing is sharded over this dim of the mesh",
             (("mesh", str(mesh)),),
             f"groups of {dim.size} devices hold the same, and compute the same: "
             f"{mesh.size // dim.size} of the {math.prod(mesh.shape)} devices would do",

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, Use
@@ -66,22 +66,37 @@ class Weight:
 
     def axes(self, role: str) -> tuple[int, ...]:
         """The axes of a role, `"in"` or `"out"`, in the order of their numbers."""
-        found = [(r, axis) for axis, r in enumerate(self.use.roles) if r.partition(".")[0] == role]
-        return tuple(axis for _, axis in sorted(found))
+        return _axes_of(self.use.roles).get(role, ())
 
     def sizes(self, role: str) -> tuple[int, ...]:
         """The sizes of those axes."""
         return tuple(self.shape[axis] for axis in self.axes(role))
 
     def dims(self, axis: int) -> tuple[str, ...]:
-        """The mesh dims that really cut an axis."""
-        mesh = self.layout.mesh
-        return tuple(dim for dim in self.layout.mesh_dims_of(axis) if mesh.dim_size(dim) > 1)
+        """The mesh dims over which an axis is really sharded."""
+        return _dims_of(self.layout)[axis]
 
     @property
     def told(self) -> str:
         """Its layout and the rule that gave it."""
         return f"{self.layout}{rule_of(self.assignment)}"
+
+
+# Thousands of weights have a few uses and layouts among them, and each check asks anew.
+@lru_cache(4096)
+def _axes_of(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for role, axis in sorted((role, axis) for axis, role in enumerate(roles)):
+        found.setdefault(role.partition(".")[0], []).append(axis)
+    return {role: tuple(axes) for role, axes in found.items()}
+
+
+@lru_cache(4096)
+def _dims_of(layout: Layout) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        tuple(dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1)
+        for axis in range(layout.rank)
+    )
 
 
 class Linted:

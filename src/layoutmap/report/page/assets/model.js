@@ -50,7 +50,7 @@ for (const v of variables) {
   v.name = severalModels && v.model ? `${v.model}: ${v.path}` : v.path;
   const parent = v.parent && (v.parent.path ?? v.parent);
   v.ruleText = v.rule ? `${v.rule.number}` : v.noRule ? "no rule" : v.notAsked && parent ? `as ${parent}` : `(${v.kind})`;
-  v.how = !v.fits ? "does not fit" : v.layout.replicated ? "replicated" : `cut over ${v.layout.dims.map((dim) => mesh.names[dim]).join(", ")}`;
+  v.how = !v.fits ? "does not fit" : v.layout.replicated ? "replicated" : `sharded over ${v.layout.dims.map((dim) => mesh.names[dim]).join(", ")}`;
   v.haystack = [v.name, ...v.aliases, v.rule?.pattern ?? ""].join("\n");
   v.searched = v.haystack.toLowerCase();
 }
@@ -70,7 +70,7 @@ const FLAGS = {
   "no rule": (v) => v.noRule,
   replicated: (v) => v.fits && v.layout.replicated,
   uneven: (v) => v.uneven,
-  "drawn whole": (v) => v.drawn !== "",
+  "global init": (v) => v.drawn !== "",
   "has a problem": (v) => v.problems.some((p) => p.severity !== "note"),
 };
 

@@ -19,7 +19,7 @@ function noRuleNode(found) {
   const count = found.reduce((sum, { count }) => sum + count, 0);
   return make("article", { class: "problem warning" },
     make("p", { class: "what" }, make("span", { class: "severity" }, "warning"),
-      ` no rule matches these ${countText(count)}, so every device holds them whole; a rule for each says that this is meant`),
+      ` no rule matches these ${countText(count)}, so they are replicated; add a rule for each if that is meant`),
     make("dl", { class: "facts listed" }, found.flatMap(({ subject, fix, variables: [first] }) => [
       make("dt", {}, first ? make("button", { type: "button", class: "link", onclick: () => chooseVariable(first, "problem") }, pathNode(subject)) : pathNode(subject)),
       make("dd", {}, make("code", {}, fix)),
@@ -49,8 +49,8 @@ function cutsView(holder, panel) {
     make("td", { class: "number" }, countText(members.length)),
     make("td", { class: "number" }, sizeText(saved)),
     make("td", {}, `axis ${axis} over ${dim}`));
-  const table = (lines) => make("div", { class: "sideways", tabindex: "0", role: "region", "aria-label": "What could be cut" }, make("table", { class: "plain" },
-    make("thead", {}, make("tr", {}, ["variable", "times", "a device would save", "could be cut"].map((name) => make("th", { scope: "col" }, name)))),
+  const table = (lines) => make("div", { class: "sideways", tabindex: "0", role: "region", "aria-label": "What could be sharded" }, make("table", { class: "plain" },
+    make("thead", {}, make("tr", {}, ["variable", "times", "a device would save", "could be sharded"].map((name) => make("th", { scope: "col" }, name)))),
     make("tbody", {}, lines)));
   holder.append(make("p", { class: "note" }, "What would save most comes first."), table(data.cuts.slice(0, 10).map(line)));
   if (data.cuts.length > 10) holder.append(make("details", {}, make("summary", {}, `${countText(data.cuts.length - 10)} more`), table(data.cuts.slice(10).map(line))));

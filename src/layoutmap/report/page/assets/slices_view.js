@@ -3,7 +3,7 @@
 function axisText(v, axis) {
   const [n, count] = [v.shape[axis], v.layout.counts[axis]];
   const dims = v.layout.cut[axis].map((dim) => mesh.names[dim]);
-  if (count === 1) return `axis ${axis}: ${countText(n)}, whole`;
+  if (count === 1) return `axis ${axis}: ${countText(n)}, unsharded`;
   const over = dims.length > 1 ? `${dims.join(", then ")}` : dims[0];
   return `axis ${axis}: ${countText(n)} over ${over}, ${countText(count)} pieces of ${countText(n / count)}`;
 }

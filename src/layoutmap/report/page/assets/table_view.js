@@ -13,7 +13,7 @@ const COLUMNS = [
   { name: "layout", by: (e) => (e.follows ? "" : e.first.layout.text), cell: (e) => layoutCell(e) },
   { name: "rule", by: (e) => (e.first.rule ? e.first.rule.number : e.ruleText), cell: (e) => clamped(e.ruleText, { title: e.first.rule?.pattern ?? e.ruleText }, e.first.noRule) },
   { name: "per device", number: true, by: (e) => e.deviceBytes, cell: (e) => (e.first.fits ? sizeText(e.deviceBytes) : "") },
-  { name: "whole", number: true, by: (e) => e.bytes, cell: (e) => sizeText(e.bytes) },
+  { name: "global", number: true, by: (e) => e.bytes, cell: (e) => sizeText(e.bytes) },
   { name: "shard", by: (e) => elements(e.first) / (e.first.fits ? product(e.first.layout.counts) : Infinity), cell: (e) => shardCell(e) },
   { name: "dtype", by: (e) => e.first.dtype, cell: (e) => e.first.dtype },
 ];

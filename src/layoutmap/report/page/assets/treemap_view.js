@@ -2,12 +2,12 @@
 
 const NUM_CUT_COLOURS = 6;
 
-/** The ways in which variables are cut, those with the most bytes first, each with the name of its colour. */
+/** The ways in which variables are sharded, those with the most bytes first, each with the name of its colour. */
 function waysOf(all) {
   const ways = new Map();
   for (const v of all) ways.set(v.how, (ways.get(v.how) ?? 0) + v.bytes);
   const sorted = [...ways].sort((a, b) => b[1] - a[1]).map(([how]) => how);
-  const cut = sorted.filter((how) => how.startsWith("cut"));
+  const cut = sorted.filter((how) => how.startsWith("sharded"));
   return new Map(sorted.map((how) => [how, how === "replicated" ? "neutral" : how === "does not fit" ? "bad-fill" : `cut-${cut.indexOf(how) % NUM_CUT_COLOURS}`]));
 }
 
@@ -224,7 +224,7 @@ function treemapView(holder) {
     swatch.style.backgroundColor = `var(--${name})`;
     return make("li", {}, swatch, how);
   }));
-  if (variables.some((v) => v.uneven && v.fits)) legend.append(make("li", {}, make("span", { class: "swatch striped" }), "striped: uneven, so not cut as its rule says"));
+  if (variables.some((v) => v.uneven && v.fits)) legend.append(make("li", {}, make("span", { class: "swatch striped" }), "striped: uneven, so not sharded as its rule says"));
   holder.append(make("div", { class: "controls" }, make("span", { class: "chips", role: "group", "aria-label": "What a tile is as large as" }, modes), make("label", { class: "check" }, joining, " Repeated blocks in one tile")), crumbs, view.holder, readout, legend);
   grow();
   onChosen(() => {
