@@ -6,22 +6,19 @@ kept and can be asked for, since "which rule won, and why not mine?" is the ques
 
 from __future__ import annotations
 
-import inspect
-import re
 import threading
-import warnings
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, RuleError
+from layoutmap.core.errors import LayoutMapError, RuleError
 from layoutmap.core.layout import Layout, as_layout
 from layoutmap.core.match import Match, Rule, layout_text
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven, as_uneven
-from layoutmap.rules.backtracking import doubling_text
-from layoutmap.rules.index import RuleIndex
 from layoutmap.rules.near_misses import nearest
+from layoutmap.rules.patterns import compile_pattern, warn_if_slow
+from layoutmap.rules.table import Entry, Table
 
 __all__ = ["WRITING", "MeshSlot", "Rules"]
 
@@ -37,47 +34,6 @@ class MeshSlot:
     """The mesh that the rules of one map share; `None` until the first layout brings it."""
 
     mesh: Mesh | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One rule as a map keeps it: what is seen of it, its compiled pattern, and whether it says `uneven` itself."""
-
-    rule: Rule
-    compiled: re.Pattern[str]
-    says_uneven: bool
-
-
-class _Table:
-    """The rules of a map by pattern, in order, and their index.
-
-    A table only grows, and a map that takes rules out begins another: so a lookup needs no lock, whatever another
-    thread does to the map meanwhile.
-    """
-
-    def __init__(self, entries: Iterable[_Entry] = ()) -> None:
-        self.entries: dict[str, _Entry] = {}
-        self.in_order: list[Rule] = []
-        self.index = RuleIndex()
-        for entry in entries:
-            self.append(entry)
-
-    def append(self, entry: _Entry) -> None:
-        number = len(self.in_order) + 1
-        if entry.rule.number != number:
-            entry = replace(entry, rule=replace(entry.rule, number=number))
-        self.in_order.append(entry.rule)
-        self.index.append(entry.compiled)
-        self.entries[entry.rule.pattern] = entry
-
-    def layouts(self) -> dict[str, Layout]:
-        return {rule.pattern: rule.layout for rule in self.in_order.copy()}
-
-    def copy(self) -> _Table:
-        return _Table(self.entries.copy().values())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Table, (list(self.entries.copy().values()),)
 
 
 WRITING = threading.RLock()
@@ -111,7 +67,7 @@ class Rules(MutableMapping[str, Layout]):
     def __init__(self, slot: MeshSlot, rules: Mapping[str, Any] | None = None, uneven: Uneven = "error"):
         self._slot = slot
         self._default_uneven: Uneven = as_uneven(uneven, self._written)
-        self._table = _Table()
+        self._table = Table()
         Rules.update(self, rules or {})
 
     # -- looking up a path
@@ -217,23 +173,23 @@ class Rules(MutableMapping[str, Layout]):
         with WRITING:
             self._put(*self._checked(new, self._slot.mesh))
 
-    def _checked(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[_Entry]]:
+    def _checked(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Entry]]:
         """The rules as entries, and the mesh with them; nothing is changed."""
-        made: dict[str, _Entry] = {}
+        made: dict[str, Entry] = {}
         for pattern, layout, uneven in new:
             entry = self._entry(pattern, layout, uneven, mesh, made)
             made[entry.rule.pattern] = entry
             mesh = entry.rule.layout.mesh
         return mesh, list(made.values())
 
-    def _put(self, mesh: Mesh | None, entries: Iterable[_Entry]) -> None:
+    def _put(self, mesh: Mesh | None, entries: Iterable[Entry]) -> None:
         self._slot.mesh = mesh
         for entry in entries:
             self._table.append(entry)
 
     def _entry(
-        self, pattern: Any, layout: Any, uneven: Any, mesh: Mesh | None, beside: Mapping[str, _Entry]
-    ) -> _Entry:
+        self, pattern: Any, layout: Any, uneven: Any, mesh: Mesh | None, beside: Mapping[str, Entry]
+    ) -> Entry:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
                 f"{self._rule} {pattern!r} is not text",
@@ -249,12 +205,7 @@ class Rules(MutableMapping[str, Layout]):
                 why="two layouts for one pattern contradict each other",
                 fix=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
             )
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise RuleError(
-                f"{self._rule} {pattern!r} is not a regex", why=_why(error), fix=_fix(pattern)
-            ) from error
+        compiled = compile_pattern(pattern, self._rule)
         try:
             value = as_layout(layout, mesh)
         except LayoutMapError as error:
@@ -269,20 +220,9 @@ class Rules(MutableMapping[str, Layout]):
                 fix="use the map's mesh, or make another map",
             )
         own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
-        self._warn_of_backtracking(compiled)
+        warn_if_slow(compiled, self._rule)
         number = len(self._table.in_order) + len(beside) + 1
-        return _Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
-
-    def _warn_of_backtracking(self, compiled: re.Pattern[str]) -> None:
-        text = doubling_text(compiled)
-        if text is not None:
-            warning = LayoutMapWarning(
-                f"{self._rule} {compiled.pattern!r} can take for ever on a path that it does not match",
-                facts={"for example": f"a path with {text!r} many times in a row"},
-                why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
-                fix="write it with one way to match, as in [^.]+ for a part of a path",
-            )
-            warnings.warn(warning, stacklevel=_level_of_user())
+        return Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
 
     @property
     def uneven(self) -> Uneven:
@@ -293,7 +233,7 @@ class Rules(MutableMapping[str, Layout]):
         with WRITING:
             rest = self._table.entries.copy()
             del rest[pattern]
-            self._table = _Table(rest.values())
+            self._table = Table(rest.values())
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
         """Add rules, in order: all of them, or none if one cannot be added.
@@ -381,7 +321,7 @@ class Rules(MutableMapping[str, Layout]):
     def clear(self) -> None:
         """Take all rules out. The mesh stays."""
         with WRITING:
-            self._table = _Table()
+            self._table = Table()
 
     def __eq__(self, other: object) -> bool:
         """Whether two have the same rules in the same order, on the same mesh; any other mapping has no order.
@@ -414,14 +354,6 @@ class Rules(MutableMapping[str, Layout]):
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
 
 
-def _level_of_user() -> int:
-    """The `stacklevel` at which a warning of the function that asks names the user's line."""
-    frame, level = inspect.currentframe(), -1
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == "layoutmap":
-        frame, level = frame.f_back, level + 1
-    return level + 1
-
-
 def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
     """In what two meshes differ, however many devices they have."""
     said: tuple[str, str]
@@ -435,24 +367,3 @@ def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
         pairs = enumerate(zip(ours.devices, theirs.devices, strict=True))
         said = next((f"{a!r} at place {i}", f"{b!r} at place {i}") for i, (a, b) in pairs if a != b)
     return {"map's": said[0], "layout's": said[1]}
-
-
-def _why(error: Exception) -> str:
-    if not isinstance(error, re.error):
-        return str(error)
-    return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
-
-
-def _fix(pattern: str) -> str:
-    if re.search(r"(^|[(|])\*", pattern):  # the most common mistake: a glob
-        meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
-        if _is_regex(meant):
-            return f"a regex says .* for anything: {meant!r}"
-    return f"fix the regex, or escape all its signs: {re.escape(pattern)!r}"
-
-
-def _is_regex(pattern: str) -> bool:
-    try:
-        return bool(re.compile(pattern))
-    except (re.error, OverflowError, RecursionError):
-        return False

@@ -1,0 +1,66 @@
+"""The regex of a rule: compiled, refused with what to write instead, or warned of."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+
+from layoutmap.core.errors import LayoutMapWarning, RuleError
+from layoutmap.rules.backtracking import doubling_text
+
+__all__ = ["compile_pattern", "warn_if_slow"]
+
+
+def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
+    """The compiled regex of a rule; `rule` is what messages call it.
+
+    Raises:
+        RuleError: It is no regex.
+    """
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise RuleError(f"{rule} {pattern!r} is not a regex", why=_why(error), fix=_fix(pattern)) from error
+
+
+def warn_if_slow(compiled: re.Pattern[str], rule: str) -> None:
+    """Warn, on the user's line, of a regex that can take exponential time to fail."""
+    text = doubling_text(compiled)
+    if text is not None:
+        warning = LayoutMapWarning(
+            f"{rule} {compiled.pattern!r} can take for ever on a path that it does not match",
+            facts={"for example": f"a path with {text!r} many times in a row"},
+            why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
+            fix="write it with one way to match, as in [^.]+ for a part of a path",
+        )
+        warnings.warn(warning, stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` at which a warning of the function that asks names the user's line."""
+    frame, level = inspect.currentframe(), -1
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == "layoutmap":
+        frame, level = frame.f_back, level + 1
+    return level + 1
+
+
+def _why(error: Exception) -> str:
+    if not isinstance(error, re.error):
+        return str(error)
+    return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
+
+
+def _fix(pattern: str) -> str:
+    if re.search(r"(^|[(|])\*", pattern):  # the most common mistake: a glob
+        meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
+        if _is_regex(meant):
+            return f"a regex says .* for anything: {meant!r}"
+    return f"fix the regex, or escape all its signs: {re.escape(pattern)!r}"
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern))
+    except (re.error, OverflowError, RecursionError):
+        return False

@@ -1,0 +1,58 @@
+"""The rules of one map by pattern, in order, and their index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.match import Rule
+from layoutmap.rules.index import RuleIndex
+
+__all__ = ["Entry", "Table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One rule as a map keeps it: what is seen of it, its compiled pattern, and whether it says `uneven` itself."""
+
+    rule: Rule
+    compiled: re.Pattern[str]
+    says_uneven: bool
+
+
+class Table:
+    """The rules of a map by pattern, in order, and their index.
+
+    A table only grows, and a map that takes rules out begins another: so a lookup needs no lock, whatever another
+    thread does to the map meanwhile.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.in_order: list[Rule] = []
+        self.index = RuleIndex()
+        for entry in entries:
+            self.append(entry)
+
+    def append(self, entry: Entry) -> None:
+        """Add a rule, numbered as the last."""
+        number = len(self.in_order) + 1
+        if entry.rule.number != number:
+            entry = replace(entry, rule=replace(entry.rule, number=number))
+        self.in_order.append(entry.rule)
+        self.index.append(entry.compiled)
+        self.entries[entry.rule.pattern] = entry
+
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts by pattern, in order."""
+        return {rule.pattern: rule.layout for rule in self.in_order.copy()}
+
+    def copy(self) -> Table:
+        """A table of the same rules that grows by itself."""
+        return Table(self.entries.copy().values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Table, (list(self.entries.copy().values()),)
