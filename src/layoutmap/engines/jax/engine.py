@@ -122,11 +122,6 @@ class JaxEngine:
         seeds. Every process uses the seeds of process 0. The global value of one without a program, or with one that
         cannot be computed in shards, is computed on one device, sharded, and freed before the next.
 
-        Args:
-            assignments: For each key a variable and its layout.
-            initializers: For each key the initializer of its variable.
-            progress: Called with the key after each variable.
-
         Raises:
             EngineError: An initializer is missing, or an element type is not held; nothing is made then. Or an
                 initializer does not return the shape or element type of its variable, or differs between processes.
@@ -169,12 +164,7 @@ class JaxEngine:
         return [program for program in self._programs.values() if isinstance(program, ShardedProgram)]
 
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
-        """Make an array whose shards are read one by one.
-
-        Args:
-            assignment: The variable and its layout.
-            read: Returns the values at an index, with both ends. Called once for each different shard that this process
-                holds.
+        """Make an array whose shards are read one by one; see `Engine.from_shards`.
 
         Raises:
             EngineError: What was read has not the shape or element type of the shard.

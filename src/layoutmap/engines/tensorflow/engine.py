@@ -138,11 +138,6 @@ class TensorFlowEngine:
         computed in pieces, is computed, sharded, and freed before the next. Each process computes only what its devices
         hold, from the seeds of process 0.
 
-        Args:
-            assignments: For each key a variable and its layout.
-            initializers: For each key the initializer of its variable.
-            progress: Called with the key after each variable.
-
         Raises:
             EngineError: An initializer is missing, or an element type or a layout is not held, or DTensor would train
                 wrongly in this process; nothing is made then. Or an initializer does not return the shape or element
@@ -173,12 +168,7 @@ class TensorFlowEngine:
         return made
 
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
-        """Make a tensor whose shards are read one by one.
-
-        Args:
-            assignment: The variable and its layout.
-            read: Returns the values at an index, with both ends. Called once for each different shard that this process
-                holds.
+        """Make a tensor whose shards are read one by one; see `Engine.from_shards`.
 
         Raises:
             EngineError: What was read has not the shape or element type of the shard.

@@ -147,11 +147,6 @@ class TorchEngine:
         An initializer that can return blocks, or whose program can be computed in pieces, is: each process computes
         only what it holds. The global value of any other is computed, sharded, and freed before the next.
 
-        Args:
-            assignments: For each key a variable and its layout.
-            initializers: For each key the initializer of its variable.
-            progress: Called with the key after each variable.
-
         Raises:
             EngineError: An initializer is missing, or an element type or a mesh is not held; nothing is made then.
                 Or an initializer does not return the shape or element type of its variable, or differs between
@@ -187,12 +182,7 @@ class TorchEngine:
 
     @plainly
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
-        """Make a DTensor whose shards are read one by one.
-
-        Args:
-            assignment: The variable and its layout.
-            read: Returns the values at an index, with both ends. Called once for each different shard that this process
-                holds.
+        """Make a DTensor whose shards are read one by one; see `Engine.from_shards`.
 
         Raises:
             EngineError: What was read has not the shape or element type of the shard.
