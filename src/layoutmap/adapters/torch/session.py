@@ -1,8 +1,8 @@
-"""One scope's work in torch: watch modules being born without values, then give each tensor its value in its layout.
+"""One scope's work in torch: build modules without values, then place each tensor in its layout.
 
-born      a tape defers large tensors, and hooks report the modules that are made while the scope is open
-describe  walk the models that the modules form, and name every parameter and buffer
-settle    ask the scope for all layouts at once, then make what the tape deferred and place what is there
+defer        a tape defers large tensors, and hooks report modules and optimizers made in the scope
+describe     walk the models that the modules form, and name every parameter and buffer
+materialize  ask the scope for all layouts at once, then make what was deferred and place what exists
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class TorchSession:
         self.home = home
         self._tape = self._new_tape()
         self._recording: Any = None
-        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id, in the order of birth
+        self._modules: dict[
+            int, weakref.ref[torch.nn.Module]
+        ] = {}  # by id, in the order in which they were made
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # likewise
         self._unbuilt: list[str] = []
 
@@ -88,11 +90,11 @@ class TorchSession:
             dry=self.home.plan_only, tiles=self.home.draws == "tiles", is_here=lambda: is_entered(self)
         )
 
-    # -- births
+    # -- deferring
 
     @contextmanager
     def defer(self) -> Generator[None]:
-        """While open, large tensors are born without values; leaving the outermost one settles what was born."""
+        """While open, large tensors are deferred; leaving the outermost one materializes them."""
         if self._recording is not None:
             yield
             return
@@ -100,7 +102,7 @@ class TorchSession:
         with _suspended(outer):
             with module_hooks.installed(), entered(self), _Recording(self):
                 yield
-            self._settle(self._created(), is_new=True)
+            self._materialize(self._created(), is_new=True)
 
     def record(self) -> None:
         """Have the tape record what is made."""
@@ -162,9 +164,9 @@ class TorchSession:
         """The names of layers that will make weights when they are first called."""
         return self._unbuilt
 
-    # -- settling
+    # -- materializing
 
-    def _settle(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
+    def _materialize(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
         self._unbuilt = [path for root in roots for path in lazy_layers(root)]
         if self._unbuilt and not self.home.plan_only:
             self._refuse_lazy(roots)
@@ -207,7 +209,7 @@ class TorchSession:
             sizes = head_sizes(root)
             for found in find_tensors(root):
                 tensor = found.tensor
-                # In a scope, what is laid out already was born in an inner scope, or before.
+                # In a scope, what is laid out already was made in an inner scope, or before.
                 if id(tensor) in seen or is_lazy(tensor) or (is_new and isinstance(tensor, DTensor)):
                     continue
                 seen.add(id(tensor))
@@ -349,7 +351,7 @@ class TorchSession:
     def take(self, model: torch.nn.Module) -> None:
         """Lay out a model that exists, and look after it as if it had been built here."""
         with _suspended(current()):
-            self._settle([model], is_new=False)
+            self._materialize([model], is_new=False)
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""

@@ -29,6 +29,9 @@ from layoutmap.engines.torch.devices import (
     layout_of_placements,
     placements_of,
 )
+from layoutmap.engines.torch.private import (
+    local_of,
+)
 
 __all__ = [
     "canonical",
@@ -220,7 +223,7 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
     ranks = simulation.ranks_of(array.device_mesh)
     seen: set[Ends] = set()
     detached: Any = array.detach()
-    held = simulation.pieces_of(detached._local_tensor)
+    held = simulation.pieces_of(local_of(detached))
     for rank in simulation.ranks_here(ranks):
         index = layout.shard_slices(tuple(array.shape), ranks.index(rank))
         if _ends(index) not in seen:
@@ -261,7 +264,7 @@ def whole(array: Any) -> torch.Tensor:
         with simulation.on_ranks(ranks):
             array = array.redistribute(array.device_mesh, [Replicate()] * array.device_mesh.ndim)
     if not simulation.is_simulated():
-        return _redistributed(array, [Replicate()] * array.device_mesh.ndim)._local_tensor
+        return local_of(_redistributed(array, [Replicate()] * array.device_mesh.ndim))
     pieces = list(_pieces(array))
     if len(pieces) == 1:
         return pieces[0][1].clone()
@@ -307,11 +310,11 @@ def _redistributed(array: Any, placements: Any) -> Any:
         return array.redistribute(native, placements)
     with torch.no_grad():
         shape, stride = array.shape, array.stride()
-        bits = array.detach()._local_tensor.view(carrier)
+        bits = local_of(array.detach()).view(carrier)
         carried = DTensor.from_local(
             bits, native, array.placements, run_check=False, shape=shape, stride=stride
         )
-        bits = carried.redistribute(native, placements)._local_tensor.view(array.dtype)
+        bits = local_of(carried.redistribute(native, placements)).view(array.dtype)
         return DTensor.from_local(bits, native, placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -352,7 +355,7 @@ def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
         first.setdefault(_ends(index), (index, rank))
     for index, owner in first.values():
         if owner == simulation.rank():
-            piece = array.detach()._local_tensor.contiguous()
+            piece = local_of(array.detach()).contiguous()
         else:
             piece = torch.empty(
                 [part.stop - part.start for part in index], dtype=array.dtype, device=array.device

@@ -25,7 +25,11 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import DTensorSpec, ShardOrderEntry
+from layoutmap.engines.torch.private import (
+    ShardOrderEntry,
+    order_of_placements,
+    placements_of_order,
+)
 
 __all__ = [
     "bound_mesh",
@@ -175,7 +179,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Any, ...]:
         for axis, numbers in enumerate(axes)
         if numbers
     )
-    return tuple(DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native))
+    return placements_of_order(order, placements, native)
 
 
 def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: int) -> Layout | None:
@@ -186,7 +190,7 @@ def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: in
     mesh = mesh_of(native)
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
-    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)
+    order = order_of_placements(placements, native)
     if order is None:
         return None
     axes: list[tuple[str, ...]] = [()] * rank

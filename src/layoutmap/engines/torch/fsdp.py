@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from layoutmap.engines.torch.private import DTensorSpec, dtensor
+from layoutmap.engines.torch.private import (
+    DTensorSpec,
+    dtensor,
+    local_of,
+    spec_of,
+)
 
 __all__ = ["can_gather", "gather_over"]
 
@@ -56,7 +61,7 @@ class _GatherOver(torch.autograd.Function):
         ctx.mesh_dim, ctx.tensors = mesh_dim, [_Place(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
         number = mesh.size(mesh_dim)
-        flat = torch.cat([tensor._local_tensor.reshape(-1) for tensor in tensors])
+        flat = torch.cat([local_of(tensor).reshape(-1) for tensor in tensors])
         gathered = flat.new_empty(number * flat.numel())
         dist.all_gather_single(gathered, flat, group=mesh.get_group(mesh_dim))
         columns = gathered.view(number, -1).split([place.local_size for place in ctx.tensors], dim=1)
@@ -86,11 +91,11 @@ class _Place:
     """Where one tensor lies, cut over the mesh dim and without that cut."""
 
     def __init__(self, tensor: Any, mesh_dim: int) -> None:
-        self.spec, self.mesh_dim = tensor._spec, mesh_dim
+        self.spec, self.mesh_dim = spec_of(tensor), mesh_dim
         self.axis = self.spec.placements[mesh_dim].dim
         self.number = self.spec.mesh.size(mesh_dim)
-        self.local_shape = tuple(tensor._local_tensor.shape)
-        self.local_size = tensor._local_tensor.numel()
+        self.local_shape = tuple(local_of(tensor).shape)
+        self.local_size = local_of(tensor).numel()
 
     def put_together(self, pieces: torch.Tensor) -> Any:
         """The tensor, from one row of numbers for each device along the mesh dim."""
@@ -110,7 +115,7 @@ class _Place:
     def taken_apart(self, gradient: Any) -> torch.Tensor:
         """One row of numbers for each device along the mesh dim."""
         before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
-        apart = gradient._local_tensor.reshape([*before, self.number, *after])
+        apart = local_of(gradient).reshape([*before, self.number, *after])
         return apart.movedim(self.axis, 0).reshape(self.number, -1)
 
     def cut(self, numbers: torch.Tensor) -> Any:

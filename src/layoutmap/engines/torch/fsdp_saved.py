@@ -16,7 +16,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import dtensor, has_saving_hooks, plainly, storage_key
+from layoutmap.engines.torch.private import (
+    dtensor,
+    has_saving_hooks,
+    local_of,
+    plainly,
+    spec_of,
+    storage_key,
+)
 
 __all__ = ["regathered"]
 
@@ -84,7 +91,7 @@ class _Weights:
         if number is None or tensor.dtype != self._dtypes[number] or piece.is_conj() or piece.is_neg():
             return tensor
         geometry = piece.shape, piece.stride(), int(piece.storage_offset())
-        return _View(number, tensor._spec, geometry)
+        return _View(number, spec_of(tensor), geometry)
 
     def unpack(self, packed: Any) -> Any:
         return plainly(self._view)(packed) if isinstance(packed, _View) else packed
@@ -94,11 +101,11 @@ class _Weights:
             if self._made is None:
                 self._made = self._again()
             base = self._made[view.number]
-            pieces = simulation.pieces_of(base._local_tensor)
+            pieces = simulation.pieces_of(local_of(base))
             viewed = {rank: piece.as_strided(*view.of_piece) for rank, piece in pieces.items()}
             with simulation.on_mesh(base.device_mesh):
                 return dtensor(simulation.join(viewed, base.dtype), view.spec)
 
 
 def _piece(tensor: Any) -> torch.Tensor:
-    return simulation.plain(tensor._local_tensor)
+    return simulation.plain(local_of(tensor))

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as _of_modules
 
 from layoutmap.core.errors import EngineError
@@ -46,8 +47,10 @@ __all__ = [
     "LocalTensorMode",
     "NO_RULE",
     "ShardOrderEntry",
+    "SimulationMode",
     "TorchDispatchMode",
     "UNFORESEEN",
+    "apply_to_module",
     "argument_names",
     "at_end_of_backward",
     "backward_pass",
@@ -67,8 +70,15 @@ __all__ = [
     "is_view",
     "is_view_of_another",
     "lacks_rule",
+    "local_of",
     "members_of_module",
     "overload_name",
+    "order_of_placements",
+    "pieces_by_rank",
+    "placements_of_order",
+    "ranks_around",
+    "ranks_of_local",
+    "spec_of",
     "checkpoints",
     "own_attributes",
     "module_apply",
@@ -138,10 +148,39 @@ if _missing:
     raise _moved(", ".join(_missing))
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec) -> Any:
-    """A `DTensor` of a piece of this process, outside of autograd: `from_local` without its checks."""
-    make: Any = DTensor
-    return make(local, spec, requires_grad=False)
+def local_of(array: Any) -> torch.Tensor:
+    """The local tensor of a `DTensor`, without a step of autograd."""
+    return array._local_tensor
+
+
+def spec_of(array: Any) -> Any:
+    """The mesh, placements, shape and element type of a `DTensor`."""
+    return array._spec
+
+
+def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
+    """The local tensor of each simulated rank."""
+    return dict(local._local_tensors)
+
+
+def ranks_of_local(local: LocalTensor) -> frozenset[int]:
+    """The simulated ranks that have a local tensor."""
+    return local._ranks
+
+
+def ranks_around(mesh: DeviceMesh) -> list[int]:
+    """All ranks of the mesh that a mesh was taken from."""
+    return mesh._rank_map.tolist()
+
+
+def placements_of_order(order: Any, placements: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
+    """The placements that shard axes over several mesh dimensions in an order."""
+    return tuple(DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), mesh))
+
+
+def order_of_placements(placements: Sequence[Any], mesh: DeviceMesh) -> Any:
+    """The order in which placements shard axes over mesh dimensions; `None` if there is none."""
+    return DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), mesh)
 
 
 def plainly(function: Callable[P, R]) -> Callable[P, R]:
@@ -153,6 +192,54 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return without_modes
+
+
+class SimulationMode(LocalTensorMode):
+    """A `LocalTensorMode` that leaves random numbers to torch, and patches the methods of meshes once."""
+
+    @plainly
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
+        return self
+
+    def patches_meshes(self) -> bool:
+        """Whether this simulation is the one that patches the methods of meshes."""
+        raise NotImplementedError
+
+    def meshes_patched(self, plain_methods: Mapping[str, Any]) -> None:
+        """Called when it has patched them, with torch's own methods of `DeviceMesh`, by name."""
+        raise NotImplementedError
+
+    def _patch_device_mesh(self) -> None:
+        if not self.patches_meshes() or self._old_device_mesh_methods is not None:
+            return
+        super()._patch_device_mesh()
+        for name in (
+            "_patch_device_mesh",
+            "_unpatch_device_mesh",
+        ):  # also of modes that torch makes in passing
+            setattr(LocalTensorMode, name, _nothing)
+        self.meshes_patched(self._old_device_mesh_methods or {})
+
+    def _unpatch_device_mesh(self) -> None:
+        """Leave meshes as they are while the process lives."""
+
+    def _patch_random_functions(self) -> None:
+        """Leave `torch.manual_seed` as it is."""
+
+    def _unpatch_random_functions(self) -> None:
+        """See above."""
+
+
+def _nothing(mode: LocalTensorMode) -> None:
+    """What is done once needs not be done again."""
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> Any:
+    """A `DTensor` of a piece of this process, outside of autograd: `from_local` without its checks."""
+    make: Any = DTensor
+    return make(local, spec, requires_grad=False)
 
 
 def dispatch_modes() -> list[Any]:
@@ -253,6 +340,11 @@ def is_view(op: Any) -> bool:
 def overload_name(op: Any) -> str:
     """Which overload of its name an operation is."""
     return op._overloadname
+
+
+def apply_to_module(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the tensors of a module by what a function makes of them, as `Module.to` does."""
+    module._apply(function)
 
 
 def module_apply(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Attribute:

@@ -29,9 +29,13 @@ from layoutmap.engines.torch.private import (
     LocalIntNode,
     LocalTensor,
     LocalTensorMode,
+    SimulationMode,
     dispatch_modes,
     enabled_local_tensor_mode,
-    plainly,
+    local_of,
+    pieces_by_rank,
+    ranks_around,
+    ranks_of_local,
     run_for_ranks_of_arguments,
     simulate_on_all_threads,
     tree_leaves,
@@ -60,64 +64,42 @@ _simulation: _Simulation | None = None
 _has_begun = False
 
 
-class _Simulation(LocalTensorMode):
-    """A `LocalTensorMode` in which what has nothing to do with simulated ranks is left alone."""
+class _Simulation(SimulationMode):
+    """A simulation in which what has nothing to do with simulated ranks is left alone."""
 
-    @plainly
-    def __enter__(self) -> _Simulation:
-        super().__enter__()
-        self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
-        return self
+    def patches_meshes(self) -> bool:
+        """Only that of the process, and once: for all threads."""
+        return self is _simulation
 
-    def _patch_device_mesh(self) -> None:
-        if self is not _simulation or self._old_device_mesh_methods is not None:
-            return  # it is, for all threads, since the simulation of the process began
-        super()._patch_device_mesh()
-        for name in (
-            "_patch_device_mesh",
-            "_unpatch_device_mesh",
-        ):  # also by modes that torch makes in passing
-            setattr(LocalTensorMode, name, _nothing)
-        of_all: Any = DeviceMesh.get_coordinate
+    def meshes_patched(self, plain_methods: Mapping[str, Any]) -> None:
+        """Have methods of meshes answer for the ranks that are simulated now, and as torch does without any."""
+        patched: Any = DeviceMesh
+        of_all = patched.get_coordinate
 
         def get_coordinate(mesh: DeviceMesh) -> Any:
             """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
-            ranks = set(mesh._rank_map.tolist())
+            ranks = frozenset(ranks_around(mesh))
             now = enabled_local_tensor_mode() or self
             if now.ranks <= ranks:
                 return of_all(mesh)
             with _Simulation(now.ranks & ranks):
                 return mesh.get_coordinate()
 
-        patched: Any = DeviceMesh
         patched.get_coordinate = get_coordinate
-        for name, plain in (self._old_device_mesh_methods or {}).items():
+        for name, plain in plain_methods.items():
             setattr(patched, name, _either(plain, getattr(patched, name)))
-
-    def _unpatch_device_mesh(self) -> None:
-        """It stays as it is while the process lives."""
-
-    def _patch_random_functions(self) -> None:
-        """`torch.manual_seed` stays torch's own."""
-
-    def _unpatch_random_functions(self) -> None:
-        """See above."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        locals_ = (leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves)
-        ranks = next((each._ranks for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
+        locals_ = (local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+        ranks = next((ranks_of_local(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
         if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
             with _Simulation(ranks):
                 return func(*args, **kwargs)
         if func.namespace not in _COLLECTIVES and not any(map(_is_per_rank, leaves)):
             return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _nothing(mode: LocalTensorMode) -> None:
-    """What is done once needs not be done again."""
 
 
 def _either(plain: Any, local: Any) -> Any:
@@ -240,13 +222,13 @@ def join(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 def pieces_of(local: torch.Tensor) -> dict[int, torch.Tensor]:
     """The piece of each rank that is here, of the local tensor of a DTensor."""
     if isinstance(local, LocalTensor):
-        return dict(local._local_tensors)
+        return pieces_by_rank(local)
     return {rank(): local}
 
 
 def plain(local: torch.Tensor) -> torch.Tensor:
     """The one tensor of which all ranks hold the same, without a step of autograd."""
-    return next(iter(local._local_tensors.values())) if isinstance(local, LocalTensor) else local
+    return next(iter(pieces_by_rank(local).values())) if isinstance(local, LocalTensor) else local
 
 
 def every_rank(tensor: torch.Tensor, ranks: Iterable[int]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.patches import Closing, Patches
 from layoutmap.engines.torch.private import (
     TorchDispatchMode,
+    apply_to_module,
     leave_mode,
     members_of_module,
     module_apply,
@@ -169,7 +170,7 @@ def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
         }
         if recurse and tapes:
             for child in module.children():
-                child._apply(fn)
+                apply_to_module(child, fn)
         if not held:
             return original(module, fn, recurse and not tapes)
         for key, parameter in held.items():

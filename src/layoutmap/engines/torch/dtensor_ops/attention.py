@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.opening import opened
 from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
+from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
 
 __all__ = ["ATTENTION"]
 
@@ -138,7 +138,7 @@ def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: An
         given[name] = pieces[id(each)]
     if drawn is not None:
         mask = piece(drawn, mesh, _placements(mesh, dict.fromkeys(kept, 0)), kept)
-        attend = opened(
+        attend = unwrapped(
             function,
             dropout=lambda weights, p: weights * mask,
             scaled_dot_product_attention=lambda q, k, v, m, p, causal: _with_mask(

@@ -44,7 +44,6 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
-from layoutmap.engines.torch.dtensor_ops.opening import can_be_opened, opened
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
 from layoutmap.engines.torch.dtensor_ops.rows import ROWS
@@ -58,6 +57,7 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
     mark_copies,
     whole_where_strided,
 )
+from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled
 from layoutmap.engines.torch.private import (
     base_of,
@@ -120,7 +120,7 @@ class _Computing(TorchFunctionMode):
         if func in _BACKWARD:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.
             with without_function_modes(), self:
-                return opened(func)(*args, **kwargs)
+                return unwrapped(func)(*args, **kwargs)
         mesh, is_mixed = _survey(args)
         if kwargs:
             other, also = _survey(kwargs.values())
@@ -133,9 +133,9 @@ class _Computing(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        if func not in _THIN and can_be_opened(func):
+        if func not in _THIN and can_be_unwrapped(func):
             with self:
-                return opened(func)(*args, **kwargs)
+                return unwrapped(func)(*args, **kwargs)
         result = _compute(func, args, kwargs, mesh if is_mixed else None)
         if type(result) is DTensor and result.ndim == 0 and not in_place:
             result = settled(result)  # it is a loss, or becomes one, and may be read where no mode looks

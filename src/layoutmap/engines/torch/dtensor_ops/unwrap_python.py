@@ -1,4 +1,4 @@
-"""Python functions of torch, opened: called so that a function mode sees what they call, and not just their name."""
+"""Python functions of torch, unwrapped: called so that a function mode sees what they call, and not just their name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["can_be_opened", "opened"]
+__all__ = ["can_be_unwrapped", "unwrapped"]
 
 _MODULES = ("torch.nn.functional", "torch.functional", "torch.nn.init")
 _QUESTION = "has_torch_function"
 
 
-def can_be_opened(function: Any) -> bool:
+def can_be_unwrapped(function: Any) -> bool:
     """Whether a function is Python that first asks whether there is a mode to be called in its place."""
     return (
         isinstance(function, types.FunctionType)
@@ -21,7 +21,7 @@ def can_be_opened(function: Any) -> bool:
     )
 
 
-def opened(function: Any, **replaced: Any) -> Callable[..., Any]:
+def unwrapped(function: Any, **replaced: Any) -> Callable[..., Any]:
     """Such a function, without the question.
 
     Args:
