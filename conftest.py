@@ -8,6 +8,7 @@ none. Without the variable (`pytest tests/core/test_mesh.py`) everything that is
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -192,3 +193,10 @@ def _doctest_namespace(doctest_namespace: dict[str, Any]) -> None:
     import layoutmap
 
     doctest_namespace["lm"] = layoutmap
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_only_what_a_file_makes() -> None:
+    """`gc.collect()`, which Keras calls too, looks at each object of the frameworks otherwise: half a second each."""
+    gc.collect()
+    gc.freeze()
