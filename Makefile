@@ -20,7 +20,7 @@ demo: $(VENV)/.demo ## Train a small GPT on 8 simulated devices; installs only J
 test: $(VENV)/.all ## Run the tests, ten minutes on two cores; ARGS="core -- -k mesh" narrows it
 	@$(BIN)/python tools/run_tests.py $(ARGS)
 
-test-all: $(VENV)/.all ## Run all tests with many examples of each property, as a change must pass them
+test-all: $(VENV)/.all ## Run all cases of all tests, with many examples of each property, as a release must pass them
 	@$(BIN)/python tools/run_tests.py --all $(ARGS)
 
 check: $(VENV)/.all check-proto ## Lint, format, types, imports, changelog, decisions, links

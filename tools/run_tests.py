@@ -260,6 +260,15 @@ def _print_left_out(cases: list[Case], deselected: list[str], for_pytest: list[s
                 each.rpartition("::")[2].partition("[")[0] for each in deselected if each.startswith(where)
             }
             print(f"  {number} of {where}: {', '.join(sorted(laws))}")
+    # In a whole run, what no process tried in any case.
+    if deselected and not for_pytest and {each.process for each in cases} == set(ORDER):
+        untried = sorted({_law(each) for each in deselected} - {_law(each.name) for each in cases})
+        print(f"laws that only make test-all tries: {len(untried)}", *untried, sep="\n  ")
+
+
+def _law(test: str) -> str:
+    """The name of a test without its case, from pytest's id or from a JUnit file."""
+    return re.sub(r"\.py::|::|/", ".", test.partition("[")[0])
 
 
 if __name__ == "__main__":

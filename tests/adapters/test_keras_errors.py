@@ -214,7 +214,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
         if len(made) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(lm.progress.Progress, "__call__", interrupt)
+    monkeypatch.setattr("layoutmap.scope.progress.Progress.__call__", interrupt)
     keras.utils.set_random_seed(3)
     model = None
     gc.collect()

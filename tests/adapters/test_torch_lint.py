@@ -88,7 +88,6 @@ KEYS = {("heads", "self_attn.k_proj"), ("heads", "self_attn.v_proj")}
     ],
 )
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
-@pytest.mark.long
 def test_published_models_are_passed_unless_devices_cut_through_their_heads(name, on_4, on_16):
     """Under the plans that transformers ships, or that are written for those without one."""
     kind, _, _ = {**WITH_A_PLAN, **WITHOUT}[name]

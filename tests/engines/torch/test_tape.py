@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import few
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -187,7 +188,7 @@ def facts(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-@pytest.mark.parametrize(("smallest", "piece"), [(1, 16), (300, 112), (4096, 1 << 18)])
+@pytest.mark.parametrize(("smallest", "piece"), few([(1, 16), (300, 112), (4096, 1 << 18)], (300, 112)))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_the_plain_model(name: str, smallest: int, piece: int):
     """Values, strides, element types, ties and the generator's state are those of plain code, whatever is deferred."""
