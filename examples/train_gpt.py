@@ -129,7 +129,7 @@ def train(mesh: lm.Mesh, steps: int) -> list[float]:
     totals = np.array(losses) * np.arange(1, len(losses) + 1)
     each = np.diff(totals, prepend=0.0)
     print(f"\n== trained {len(each)} steps in {seconds:.1f} s on {x.size:,} characters\n")
-    for step in sorted({0, 4, *range(9, len(each), 10), len(each) - 1}):
+    for step in sorted({0, *range(4, len(each), 10), len(each) - 1}):
         print(f"   step {step + 1:>4}   loss {each[step]:.4f}")
     return list(each)
 
