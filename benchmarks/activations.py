@@ -3,9 +3,10 @@
     python benchmarks/activations.py                            a decoder of 4 blocks on meshes of 8 devices
     python benchmarks/activations.py --model decoder --meshes batch=8,model=8
 
-Keras on JAX, all kernels cut along two axes. The step is compiled and not run, once without a rule for activations and
-once with one that keeps what blocks put out cut along the batch only. Counted are the collectives of the program that
-each device runs, and the bytes that they put out on it. `--rounds 3` also runs the steps, taken in turns.
+Keras on JAX, all kernels sharded along two axes. The step is compiled and not run, once without a
+rule for activations and once with one that shards the outputs of blocks along the batch only. It
+counts the collectives of the program that each device runs, and the bytes of their outputs on it.
+`--rounds 3` also runs the steps, taken in turns.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def made(model_name: str, mesh: str, with_rules: bool, batch: int, length: int):
 
 
 def collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
-    """How many of each kind, and the bytes that they put out, in one device's program of a training step."""
+    """How many of each kind, and the bytes of their outputs, in one device's program of a training step."""
     import jax
 
     from layoutmap.adapters.keras.training import place_batch
@@ -97,18 +98,18 @@ def main() -> None:
     os.environ["KERAS_BACKEND"] = "jax"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     for mesh in options.meshes:
-        told: dict[bool, int] = {}
+        total_bytes: dict[bool, int] = {}
         models = {}
         for with_rules in (False, True):
             model, batch = made(options.model, mesh, with_rules, options.batch, options.length)
             counts, sizes = collectives(model, batch)
-            told[with_rules] = sum(sizes.values())
+            total_bytes[with_rules] = sum(sizes.values())
             models[with_rules] = model, batch
             kinds = ", ".join(f"{n} {kind} {sizes[kind] / 2**20:.1f} MiB" for kind, n in counts.most_common())
             name = "with a rule for activations" if with_rules else "without"
-            total = f"{sum(counts.values())} collectives, {told[with_rules] / 2**20:.1f} MiB"
+            total = f"{sum(counts.values())} collectives, {total_bytes[with_rules] / 2**20:.1f} MiB"
             print(f"{options.model} on {mesh}, {name}: {total}: {kinds}")
-        print(f"   bytes without / with: {told[False] / told[True]:.2f}")
+        print(f"   bytes without / with: {total_bytes[False] / total_bytes[True]:.2f}")
         if options.rounds:
             times: dict[bool, list[float]] = {False: [], True: []}
             for number in range(options.rounds + 1):

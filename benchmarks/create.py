@@ -3,12 +3,14 @@
     python benchmarks/create.py                       both models, 5 rounds: some minutes
     python benchmarks/create.py --model wide --rounds 3
 
-Three ways, each in a fresh process, taken in turns: this library; Keras's own ModelParallel; and the naive way, which
-creates plainly and then moves. On 8 simulated devices in a 2x4 mesh. Time runs from the first line of the model to the
-last array being ready; imports are not counted. All three give the same weights, and that is checked.
+Three ways, each in a fresh process, taken in turns: this library; Keras's own ModelParallel; and
+the naive way, which creates plainly and then moves. On 8 simulated devices in a 2x4 mesh. Time runs
+from the first line of the model to the last array being ready; imports are not counted. All three
+create the same weights, and that is checked.
 
-"live per device" is the most that the arrays on one device ever came to, watched by a thread in one more run of each
-way that is not timed. "temporaries" is what XLA says that the largest program of this library needs beside its result.
+"live per device" is the most that the arrays on one device ever came to, watched by a thread in one
+more run of each way that is not timed. "temporaries" is what XLA says that the largest program of
+this library needs in addition to its result.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ MESH = (("batch", 2), ("model", 4))
 
 
 def create(method: str, model_name: str, batch_dim: str | None = None):
-    """Build the model by one of the methods; gives it, all arrays ready."""
+    """Build the model by one of the methods; return it with all arrays ready."""
     import jax
     import keras
     import numpy as np
@@ -76,14 +78,14 @@ class Watch(threading.Thread):
             held: dict[object, int] = {}
             for array in jax.live_arrays():
                 # Not through the array's shards: asking for them makes new arrays, which would be counted again.
-                nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+                num_bytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
                 for device in array.sharding.device_set:
-                    held[device] = held.get(device, 0) + nbytes
+                    held[device] = held.get(device, 0) + num_bytes
             self.most = max(self.most, *held.values(), 0)
 
 
 def temporaries() -> int:
-    """The most that one program of this library's creation needs on a device beside its result, in bytes."""
+    """The most that one program of this library's creation needs on a device in addition to its result, in bytes."""
     import numpy as np
 
     from layoutmap.engines.jax.engine import engine

@@ -1,14 +1,15 @@
-"""Models of keras-hub under the presets of their families, beside Keras's own ModelParallel.
+"""Models of keras-hub with the presets of their families, compared with Keras's own ModelParallel.
 
     python benchmarks/hub.py                                    all families, 3 rounds: half an hour
     python benchmarks/hub.py --model llama gpt2 --rounds 1
 
-The tiny models of the tests, of one block, on 8 simulated devices in a 2x4 mesh. Each measurement is a fresh process,
-taken in turns: seconds from the first line of the model to the last array of weights and slots being ready, and
-milliseconds of a training step, the median of 30 after the first. ModelParallel gets the same layouts, one key for each
-variable by its exact Keras path. "differs by" is the largest relative difference to one device that
-`layoutmap.check_parity` finds in outputs, gradients and three steps of AdamW, with weights cut over the model's dim and
-over both; first weights must be equal bit for bit.
+The tiny models of the tests, of one block, on 8 simulated devices in a 2x4 mesh. Each measurement
+is a fresh process, taken in turns: seconds from the first line of the model to the last array of
+weights and slots being ready, and milliseconds of a training step, the median of 30 after the
+first. ModelParallel gets the same layouts, one key for each variable by its exact Keras path.
+"differs by" is the largest relative difference to one device that `layoutmap.check_parity` finds in
+outputs, gradients and three steps of AdamW, with weights sharded over the model's dim and over
+both; first weights must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def model_parallel(name: str):
         layout = next((rules[p] for p in (found.path, *found.aliases) if rules[p]), None)
         if layout is not None:
             axes = tuple(None if spec == "unsharded" else spec for spec in layout.sharding_specs)
-            # Keras has one path for several variables of T5, which lie alike.
+            # Keras has one path for several variables of T5, which have one layout.
             assert axes == keys.setdefault(found.variable.path, axes), found.variable.path
     for path, axes in keys.items():
         layout_map[path] = axes
@@ -93,7 +94,7 @@ def child(method: str, name: str) -> None:
 
 
 def parity(name: str) -> None:
-    """The parity of one model, cut over one dim and over both; prints the worse of each number as JSON."""
+    """The parity of one model, sharded over one dim and over both; print the worse of each number as JSON."""
     import hub_models
 
     import layoutmap as lm

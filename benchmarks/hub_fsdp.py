@@ -1,10 +1,11 @@
-"""What it costs to cut weights over the dim of batches, too: the collectives in the compiled training step, counted.
+"""What it costs to shard weights over the dim of batches, too: the collectives in the compiled training step, counted.
 
     python benchmarks/hub_fsdp.py
 
-Llama of keras-hub, 2 blocks of width 256, under its preset on 8 simulated devices: cut over `model`; over both dims,
-without and with the preset's rules for activations; and over the dim of batches alone. A batch is 64 x 128 tokens.
-Beside the MiB that collectives put out on a device: the MiB of weights that it holds. Nothing is run.
+Llama of keras-hub, 2 blocks of width 256, under its preset on 8 simulated devices: sharded over
+`model`; over both dims, without and with the preset's rules for activations; and over the dim of
+batches alone. A batch is 64 x 128 tokens. The MiB of the collectives' outputs on a device are
+printed next to those of the weights that it holds. Nothing is run.
 """
 
 from __future__ import annotations

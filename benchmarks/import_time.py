@@ -1,4 +1,4 @@
-"""How long `import layoutmap` takes, beside `import numpy`, which it loads only when arrays come in.
+"""How long `import layoutmap` takes, compared with `import numpy`, which it loads only when arrays come in.
 
     python benchmarks/import_time.py --rounds 15
 

@@ -1,4 +1,4 @@
-"""How long a layout map takes to answer for every path of a large model.
+"""How long a layout map takes to look up every path of a large model.
 
     python benchmarks/lookup.py                              100,000 paths, 1,000 rules
     python benchmarks/lookup.py --paths 10000 --rules 200    smaller

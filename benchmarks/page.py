@@ -19,29 +19,29 @@ from pathlib import Path
 
 import hub_plan
 
-# Runs in the page, beside its scripts: waits for the first picture, searches, sorts and chooses, each with a picture.
+# Runs in the page, next to its scripts: waits for the first frame, searches, sorts and selects, each with a frame.
 WATCH = """
 const picture = () => new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(performance.now()))));
 window.watched = new Promise((done) => addEventListener("load", async () => {
-  const told = { drawn: await picture() };
+  const times = { shown: await picture() };
   const timed = async (name, act) => {
     const start = performance.now();
     act();
-    told[name] = await picture() - start;
+    times[name] = await picture() - start;
   };
   const search = document.getElementById("search");
   await timed("search", () => {
     search.value = "query_dense";
     search.dispatchEvent(new Event("input"));
   });
-  told.interactive = performance.now();
+  times.interactive = performance.now();
   await timed("every variable in a row", () => document.getElementById("collapsed").click());
   search.value = "";
   search.dispatchEvent(new Event("input"));
   await picture();
   await timed("sort", () => document.querySelector("#grid th button").click());
   await timed("click", () => document.querySelectorAll("#grid [data-entry]")[7].click());
-  done(told);
+  done(times);
 }));
 """
 OPTIONS = """
@@ -51,7 +51,7 @@ OPTIONS = """
 
 
 def write(path: Path) -> None:
-    """The plan, its page, and what the page's bytes and seconds are beside those of the table for a notebook."""
+    """The plan, its page, and the page's bytes and seconds compared with those of the table for a notebook."""
     os.environ["KERAS_BACKEND"] = "jax"
     import layoutmap as lm
     from layoutmap.rules import zoo
@@ -93,16 +93,16 @@ def read(path: Path, times: int = 7) -> None:
         )
         try:
             driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH})
-            told = []
+            times = []
             for _ in range(times):
                 driver.get("about:blank")
                 driver.get(path.as_uri())
-                told.append(driver.execute_script("return watched"))
+                times.append(driver.execute_script("return watched"))
         finally:
             driver.quit()
-    first, *others = told
+    first, *others = times
     print(f"{'ms in the browser':<24} {'first':>8} {'median':>8}  of {len(others)} more")
-    for name in ("drawn", "search", "interactive", "every variable in a row", "sort", "click"):
+    for name in ("shown", "search", "interactive", "every variable in a row", "sort", "click"):
         print(f"{name:<24} {first[name]:>8.0f} {statistics.median(each[name] for each in others):>8.0f}")
 
 

@@ -1,4 +1,4 @@
-"""Does training in layouts give the numbers of one device? Every optimizer, on several models and meshes.
+"""Does training in layouts reach the numbers of one device? Every optimizer, on several models and meshes.
 
 Each case is one `layoutmap.check_parity`: the same model from the same seed, plainly and in layouts, compared in its
 first weights (bit for bit), forward pass, gradients, and the losses and variables of three steps.
@@ -138,11 +138,13 @@ def check(model, optimizer, mesh, **options):
         return made
 
     on = lm.create_mesh(mesh)
-    cut = {p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in rules.items()}
+    specs_here = {p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in rules.items()}
     batch_dim = "batch" if "batch" in on.dim_names else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lm.LayoutMapWarning)
-        return lm.check_parity(make_model, lm.LayoutMap(on, cut), batch, batch_dim=batch_dim, **options)
+        return lm.check_parity(
+            make_model, lm.LayoutMap(on, specs_here), batch, batch_dim=batch_dim, **options
+        )
 
 
 def main():

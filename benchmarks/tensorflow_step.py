@@ -1,4 +1,4 @@
-"""What creating a model and training it costs on TensorFlow's DTensor, beside plain Keras on one device.
+"""What creating a model and training it costs on TensorFlow's DTensor, compared with plain Keras on one device.
 
     python benchmarks/tensorflow_step.py                          all models, 3 rounds: some minutes
     python benchmarks/tensorflow_step.py --model mlp --rounds 5
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=MODEL_NAMES, help="may be given several times")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--jit-compile", choices=JIT_COMPILE, default="auto", help="what Keras's compile is told (auto)"
+        "--jit-compile", choices=JIT_COMPILE, default="auto", help="passed to Keras's compile (auto)"
     )
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()

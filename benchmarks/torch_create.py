@@ -3,17 +3,17 @@
     python benchmarks/torch_create.py                            0.4 GiB of weights, 3 rounds: some minutes
     python benchmarks/torch_create.py --size full --rounds 1     1.5 GiB; the eager ways need 13 GiB of memory
 
-Each way in fresh processes on 127.0.0.1 with gloo, taken in turns. The weights are cut over 8 devices by the model's
-tensor parallel plan.
+Each way in fresh processes on 127.0.0.1 with gloo, taken in turns. The weights are sharded over 8
+devices by the model's tensor parallel plan.
 
     eager                build the model; every process has all of it
-    distribute_tensor    build it, then cut each parameter by torch's `distribute_tensor`
-    meta                 build it on the meta device, cut, `to_empty`, `reset_parameters`: what torch recommends
+    distribute_tensor    build it, then shard each parameter with torch's `distribute_tensor`
+    meta                 build it on the meta device, shard, `to_empty`, `reset_parameters`: what torch recommends
     layoutmap            build it in a scope of this library
 
-"seconds" is the slowest process, from the first line of the model to the last parameter; "peak" the most that a
-process grew meanwhile, the largest of the eight; medians over the rounds. "values" says whether the shards are those
-of the eager model, bit for bit.
+"seconds" is the slowest process, from the first line of the model to the last parameter; "peak" the
+most that a process grew meanwhile, the largest of the eight; medians over the rounds. "values" says
+whether the shards are those of the eager model, bit for bit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def child(method: str, size: str) -> None:
         _warm_up = torch.nn.Linear(128, 128)
     distribute_tensor(torch.ones(8), *native["norm.weight"], src_data_rank=None)
 
-    def cut(model: torch.nn.Module) -> None:
+    def shard_all(model: torch.nn.Module) -> None:
         for path, parameter in list(model.named_parameters()):
             owner, _, name = path.rpartition(".")
             made = distribute_tensor(parameter.detach(), *native[path], src_data_rank=None)
@@ -70,7 +70,7 @@ def child(method: str, size: str) -> None:
     elif method == "meta":
         with torch.device("meta"):
             model = make_model(size)
-        cut(model)
+        shard_all(model)
         model.to_empty(device="cpu")
         for layer in model.modules():
             if hasattr(layer, "reset_parameters"):
@@ -78,7 +78,7 @@ def child(method: str, size: str) -> None:
     else:
         model = make_model(size)
         if method == "distribute_tensor":
-            cut(model)
+            shard_all(model)
     seconds = time.perf_counter() - start
     peak = memory("VmHWM") - before
     shards = {path: p.to_local() if isinstance(p, DTensor) else p for path, p in model.named_parameters()}
@@ -115,7 +115,7 @@ def digest(model: Decoder) -> str:
 
 
 def restart_peak() -> int:
-    """Have the kernel forget the most that this process held so far; gives what it holds now."""
+    """Reset the kernel's peak of what this process held; return what it holds now."""
     with open("/proc/self/clear_refs", "w") as clear:
         clear.write("5")
     return memory("VmRSS")

@@ -1,4 +1,4 @@
-"""The models that the benchmarks on torch build: a plain decoder, and what each way of sharding is told about it."""
+"""The models that the benchmarks on torch build: a plain decoder, and how each way of sharding is configured for it."""
 
 from __future__ import annotations
 

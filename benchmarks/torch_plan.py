@@ -3,10 +3,11 @@
     python benchmarks/torch_plan.py                              all models, 3 rounds: about a minute
     python benchmarks/torch_plan.py --model llama-405b --rounds 1 --plan
 
-Each in a fresh process. The map is made by `LayoutMap.from_tp_plan` of the function that makes the model, and the
-model is planned on a mesh of 512 devices, batch=64, model=8; nothing is downloaded and no weight is made. "map" and
-"plan" are the seconds of each; "meta" is what torch takes to build the model on its meta device, for comparison.
-"peak" is the most that the process grew over what it held after the imports.
+Each in a fresh process. The map is made by `LayoutMap.from_tp_plan` of the function that makes the
+model, and the model is planned on a mesh of 512 devices, batch=64, model=8; nothing is downloaded
+and no weight is made. "map" and "plan" are seconds; "meta" is the time that torch takes
+to build the model on its meta device, for comparison. "peak" is the most that the process grew over
+what it held after the imports.
 """
 
 from __future__ import annotations

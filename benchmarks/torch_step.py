@@ -1,20 +1,21 @@
-"""What a training step costs on torch, in 4 processes with gloo on 127.0.0.1, beside torch's own ways of sharding.
+"""What a training step costs on torch, in 4 processes with gloo, compared with torch's own ways of sharding.
 
     python benchmarks/torch_step.py                            both meshes, model small, 3 rounds: about five minutes
     python benchmarks/torch_step.py --size medium --steps 5
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
 
-On model=4 (tensor parallel alone): `layoutmap` beside `parallelize_module`. On batch=2,model=2: beside
-`parallelize_module` with `fully_shard`, both with every weight cut over the batch dim too; `layoutmap, replicated` has
-it whole on each row of the mesh, which takes more memory and fewer collectives. The same decoder, seed, batches and
-AdamW; losses are compared with those of one process, to which every way must come within 1e-4.
+On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
+`layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
+batch dim too; `layoutmap, replicated` replicates weights over the batch dim, which takes more
+memory and fewer collectives. The same decoder, seed, batches and AdamW; losses are compared with
+those of one process, to which every way must come within 1e-4.
 
-`layoutmap` takes DTensors and computes the loss on the mesh; `layoutmap, plain` takes and gives plain tensors, with no
-word of meshes in the training loop: every process then has the logits of all rows.
+`layoutmap` takes DTensors and computes the loss on the mesh; `layoutmap, plain` takes and returns
+plain tensors, in a training loop that knows no mesh: every process then has the logits of all rows.
 
-"ms" is the median step of the slowest process, over all rounds; rounds are taken in turns, each in fresh processes.
-"cpu ms" is what a step takes of its process's own time, which says more where processes share cores.
-Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
+"ms" is the median step of the slowest process, over all rounds; rounds are taken in turns, each in
+fresh processes. "cpu ms" is the CPU time of its process, which says more where processes share
+cores. Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
 """
 
 from __future__ import annotations
@@ -128,14 +129,14 @@ def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
 
 def by_replicas(mesh: str, size: str, loss_of: Any) -> Any:
     """This library, with all of a weight's part of the model dim on each process of the batch dim."""
-    return by_layoutmap(mesh, size, loss_of, cut_by_batch=False)
+    return by_layoutmap(mesh, size, loss_of, shard_by_batch=False)
 
 
-def by_layoutmap(mesh: str, size: str, loss_of: Any, cut_by_batch: bool = True) -> Any:
+def by_layoutmap(mesh: str, size: str, loss_of: Any, shard_by_batch: bool = True) -> Any:
     """This library, from batches on the mesh to a loss on the mesh."""
     import layoutmap as lm
 
-    model, optimizer, layout_map, batch_dim = laid_out(mesh, size, cut_by_batch)
+    model, optimizer, layout_map, batch_dim = laid_out(mesh, size, shard_by_batch)
     assert layout_map.mesh is not None
     rows = lm.Layout([batch_dim, None], layout_map.mesh)
 
@@ -155,8 +156,8 @@ def by_layoutmap(mesh: str, size: str, loss_of: Any, cut_by_batch: bool = True) 
 
 
 def by_layoutmap_plainly(mesh: str, size: str, loss_of: Any) -> Any:
-    """This library, with a training loop that knows of no mesh."""
-    model, optimizer, _, _ = laid_out(mesh, size, cut_by_batch=True)
+    """This library, with a training loop that knows no mesh."""
+    model, optimizer, _, _ = laid_out(mesh, size, shard_by_batch=True)
 
     def step(x: Any, y: Any) -> Any:
         loss = loss_of(model(x).flatten(0, 1), y.flatten())
@@ -168,11 +169,11 @@ def by_layoutmap_plainly(mesh: str, size: str, loss_of: Any) -> Any:
     return step, float
 
 
-def laid_out(mesh: str, size: str, cut_by_batch: bool) -> Any:
+def laid_out(mesh: str, size: str, shard_by_batch: bool) -> Any:
     """The model in the layouts of its tensor parallel plan, and its optimizer.
 
-    With `cut_by_batch`, the batch dim cuts every weight too, as `fully_shard` does: the first axis that is still whole,
-    or along with the model dim where none is.
+    With `shard_by_batch`, every weight is sharded over the batch dim too, as by `fully_shard`: along the first axis
+    that is not sharded yet, or along with the model dim if all are.
     """
     import torch
 
@@ -184,7 +185,7 @@ def laid_out(mesh: str, size: str, cut_by_batch: bool) -> Any:
     layout_map = lm.LayoutMap.from_tp_plan(TP_PLAN, on, batch_dim=batch_dim, parameters=shapes)
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
     layout_map.activations[r".*norm\d?$"] = (batch_dim, None, None)
-    for rule, layout in list(layout_map.items()) if batch_dim and cut_by_batch else ():
+    for rule, layout in list(layout_map.items()) if batch_dim and shard_by_batch else ():
         specs: list[Any] = [None if spec == lm.UNSHARDED else spec for spec in layout.sharding_specs]
         axis = specs.index(None) if None in specs else 0
         specs[axis] = batch_dim if specs[axis] is None else (specs[axis], batch_dim)

@@ -4,7 +4,7 @@
     python examples/train_gpt.py --mesh batch=8 --steps 100           on another mesh
     python examples/train_gpt.py --mesh batch=2,model=4 --plan-only   only the plan; nothing is allocated
 
-For each mesh it prints the plan, creates the model straight in its layouts, shows what each device holds, and trains.
+For each mesh it prints the plan, creates the model in its layouts, shows what each device holds, and trains.
 The losses are the same on every mesh.
 """
 
@@ -45,7 +45,7 @@ RULES = {
 
 
 class Block(keras.layers.Layer):
-    """Attention, then two dense layers, each with a normalization in front and a way around."""
+    """Attention, then two dense layers; both with a normalization before and a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class GPT(keras.Model):
 
 
 def make_gpt() -> GPT:
-    """The model, compiled; plain Keras, with no word of meshes in it."""
+    """The model, compiled; plain Keras, which knows nothing of meshes."""
     model = GPT()
     model.compile(
         optimizer=keras.optimizers.AdamW(3e-3),
@@ -102,7 +102,7 @@ def standard_library_text(num_batches: int) -> np.ndarray:
 
 
 def train(mesh: lm.Mesh, steps: int) -> list[float]:
-    """Plan, create and train on one mesh; gives the loss of every step."""
+    """Plan, create and train on one mesh; return the loss of every step."""
     layout_map = lm.LayoutMap(mesh, {p: _on(mesh, specs) for p, specs in RULES.items()})
     example = np.zeros((BATCH, LENGTH), "int32")
 
@@ -129,7 +129,7 @@ def train(mesh: lm.Mesh, steps: int) -> list[float]:
     totals = np.array(losses) * np.arange(1, len(losses) + 1)
     each = np.diff(totals, prepend=0.0)
     print(f"\n== trained {len(each)} steps in {seconds:.1f} s on {x.size:,} characters\n")
-    for step in sorted({0, 4, *range(9, len(each), 10), len(each) - 1}):
+    for step in sorted({0, *range(4, len(each), 10), len(each) - 1}):
         print(f"   step {step + 1:>4}   loss {each[step]:.4f}")
     return list(each)
 
@@ -140,14 +140,14 @@ def show_devices(model: keras.Model) -> None:
     for variable in model.variables:
         for shard in variable.value.addressable_shards:
             held[str(shard.device)] = held.get(str(shard.device), 0) + shard.data.nbytes
-    whole = sum(v.value.nbytes for v in model.variables)
-    for device, nbytes in held.items():
-        print(f"   {device:<10} {nbytes:>9,} bytes  {'#' * round(40 * nbytes / whole)}")
-    print(f"   {'whole':<10} {whole:>9,} bytes  {'#' * 40}")
+    total = sum(v.value.nbytes for v in model.variables)
+    for device, num_bytes in held.items():
+        print(f"   {device:<10} {num_bytes:>9,} bytes  {'#' * round(40 * num_bytes / total)}")
+    print(f"   {'the model':<10} {total:>9,} bytes  {'#' * 40}")
 
 
 def _on(mesh: lm.Mesh, specs: tuple[str | None, ...]) -> lm.Layout:
-    """The specs of a rule on a mesh that may lack a dim: what it lacks is left whole."""
+    """The specs of a rule, on a mesh that may lack one of the dims: those axes are not sharded."""
     return lm.Layout([spec if spec in mesh.dim_names else None for spec in specs], mesh)
 
 

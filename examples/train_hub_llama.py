@@ -1,12 +1,12 @@
-"""Train a tiny Llama 3 of keras-hub, laid out by the preset for it; and see what a slip in a rule looks like.
+"""Train a tiny Llama 3 of keras-hub, laid out by its preset; and see how a plan reports a mistake in a rule.
 
     python examples/train_hub_llama.py                                  on 8 simulated devices
     python examples/train_hub_llama.py --mesh batch=8,model=1           on another mesh
-    python examples/train_hub_llama.py --fsdp                           weights are cut over both dims of the mesh
+    python examples/train_hub_llama.py --fsdp                           weights are sharded over both dims of the mesh
     python examples/train_hub_llama.py --mesh batch=64,model=4 --plan-only
 
-The model is plain keras-hub (pip install keras-hub), with no word of meshes. The rules are those of the preset "llama";
-the same lay out the models of 8, 70 and 405 billion parameters:
+The model is plain keras-hub (pip install keras-hub), and knows nothing of meshes. The rules are those of the preset
+"llama"; the same rules lay out the models of 8, 70 and 405 billion parameters:
 
     layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch
 """
@@ -51,7 +51,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mesh", default="batch=2,model=4", help="its dims; on 8 devices in all")
-    parser.add_argument("--fsdp", action="store_true", help="cut weights over the batch's dim, too")
+    parser.add_argument("--fsdp", action="store_true", help="shard weights over the batch's dim, too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
         "--plan-only", action="store_true", help="stop after the plan; the mesh may be any size"
@@ -60,9 +60,11 @@ def main() -> None:
     mesh = lm.Mesh(None, args.mesh)
 
     layout_map = lm.LayoutMap.preset("llama", mesh, fsdp_dim="batch" if args.fsdp else None)
-    slip = lm.LayoutMap.from_yaml(layout_map.to_yaml().replace("feedforward_(gate", "feedforward_(gat"), mesh)
-    print("== a slip in a rule: what the plan says\n")
-    print(*lm.plan(make_llama, slip).problems, sep="\n\n")
+    misspelt = lm.LayoutMap.from_yaml(
+        layout_map.to_yaml().replace("feedforward_(gate", "feedforward_(gat"), mesh
+    )
+    print("== a misspelt rule, as the plan reports it\n")
+    print(*lm.plan(make_llama, misspelt).problems, sep="\n\n")
 
     print(f"\n== the rules as they are\n\n{lm.plan(make_llama, layout_map, strict=True)}\n")
     if args.plan_only:

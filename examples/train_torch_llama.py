@@ -10,8 +10,8 @@ In 4 processes on this machine, each one device:
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_torch_llama.py
 
-The model and the training loop are plain torch, with no word of meshes. The losses are the same on every mesh and in
-any number of processes. Without transformers, a GPT of this file is trained.
+The model and the training loop are plain torch and know nothing of meshes. The losses are the same on every mesh and in
+any number of processes. Without transformers, it trains the GPT in this file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each with a normalization in front and a way around."""
+    """Attention, then two linear layers; both with a normalization before and a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
 
 def make_model() -> nn.Module:
-    """The model; plain torch, with no word of meshes in it."""
+    """The model; plain torch, which knows nothing of meshes."""
     if transformers is None:
         return GPT()
     return transformers.LlamaForCausalLM(
@@ -99,7 +99,7 @@ def make_model() -> nn.Module:
 
 
 def make_map(mesh: lm.Mesh) -> lm.LayoutMap:
-    """The model's tensor parallel plan on a mesh, and rules for what it does not speak of."""
+    """The model's tensor parallel plan on a mesh, and rules for what it does not mention."""
     layout_map = lm.LayoutMap.from_tp_plan(make_model, mesh, batch_dim="batch")
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
     if transformers is None:
@@ -121,7 +121,7 @@ def documentation(num_batches: int) -> torch.Tensor:
 
 
 def train(mesh: lm.Mesh, steps: int) -> list[float]:
-    """Plan, create and train on one mesh; gives the loss of every step."""
+    """Plan, create and train on one mesh; return the loss of every step."""
     layout_map = make_map(mesh)
     say(f"\n== mesh {mesh}: the plan, nothing allocated\n\n{lm.plan(make_model, layout_map)}\n")
 
