@@ -32,6 +32,7 @@ def planned(name):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # on a machine that does other things, too
 @pytest.mark.parametrize("name", hub_families.FAMILIES)
 def test_a_family_is_planned(name):
     """Each rule, written for the path of one weight, shards at least that weight."""
@@ -41,7 +42,7 @@ def test_a_family_is_planned(name):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)  # on a machine that does other things, too
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", hub_families.TRAINED)
 def test_a_family_is_built_and_trained(name):
     """A scope does what the plan says, first weights are those of the plain model, three steps give its numbers."""
