@@ -119,7 +119,7 @@ def name_of(value):
 
 def refusal():
     """What a scope says when it is opened."""
-    with pytest.raises(lm.errors.ScopeError) as caught, make_map().scope():
+    with pytest.raises(lm.ScopeError) as caught, make_map().scope():
         pass
     return str(caught.value)
 

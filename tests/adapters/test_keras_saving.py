@@ -286,7 +286,7 @@ def test_a_file_of_another_model_changes_nothing(tmp_path):
     built().save_weights(path)
     model = built(units=32)
     before = values(model)
-    with pytest.raises(lm.errors.LayoutError) as caught:
+    with pytest.raises(lm.LayoutError) as caught:
         model.load_weights(path)
     slots = [
         f"optimizer.d2.{weight}.{kind}" for weight in ("kernel", "bias") for kind in ("momentum", "velocity")
@@ -309,7 +309,7 @@ def test_a_file_of_another_model_changes_no_layer_of_another_scope(tmp_path):
     before = first.kernel.numpy()
     with make_map().scope():
         model = keras.Sequential([keras.Input((16,)), first, L.Dense(64, name="d2")])
-    with pytest.raises(lm.errors.LayoutError, match=r"d2\.kernel"):
+    with pytest.raises(lm.LayoutError, match=r"d2\.kernel"):
         model.load_weights(path)
 
     assert np.array_equal(before, first.kernel.numpy())
@@ -460,7 +460,7 @@ def test_a_value_of_another_shape_is_refused():
     model = built()
     kernel = model.layers[0].kernel
     before = kernel.numpy()
-    with pytest.raises(lm.errors.LayoutError) as caught:
+    with pytest.raises(lm.LayoutError) as caught:
         kernel.assign(np.ones((16, 33)))
 
     assert "d1.kernel: the value has another shape" == caught.value.what
