@@ -137,12 +137,12 @@ def test_an_interrupt_leaves_all_or_nothing(folder, old):
 
 
 def _interrupted_at(line, run):
-    """Whether Ctrl-C came at the n-th line that `cli_output` runs."""
+    """Whether Ctrl-C came at the n-th line that `cli.output` runs."""
     left = line
 
     def trace(frame, event, _):
         nonlocal left
-        if not frame.f_code.co_filename.endswith("cli_output.py"):
+        if not frame.f_code.co_filename.endswith("cli/output.py"):
             return None
         if event == "line":
             left -= 1
