@@ -16,6 +16,7 @@ from keras_models import ON_TORCH, compiled_function, hooked, num_arrays, symbol
 import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending
+from layoutmap.scope.progress import Progress
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
@@ -214,7 +215,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
         if len(made) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("layoutmap.scope.progress.Progress.__call__", interrupt)
+    monkeypatch.setattr(Progress, "__call__", interrupt)
     keras.utils.set_random_seed(3)
     model = None
     gc.collect()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 import layoutmap as lm
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer, Program
-from layoutmap.core.layout import Layout
+from layoutmap.core.layout import Layout, as_layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.tensorflow import programs
@@ -337,7 +337,7 @@ def test_tensorflows_layouts_are_ours():
     """A layout and a mesh of TensorFlow's own, made by its own means, are taken where ours are."""
     own_mesh = dtensor.create_mesh([("x", 2), ("y", 4)], device_type="CPU")
     own = dtensor.Layout(["y", "unsharded"], own_mesh)
-    layout = lm.layout.as_layout(own)
+    layout = as_layout(own)
 
     assert layout == Layout(["y", None], own_mesh)
     assert own == engine().native(layout, 2)
