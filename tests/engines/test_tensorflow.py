@@ -11,7 +11,6 @@ import tensorflow as tf
 from cases import examples, few
 from hypothesis import given, settings
 
-import layoutmap as lm
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer, Program
 from layoutmap.core.layout import Layout, as_layout
