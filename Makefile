@@ -17,7 +17,7 @@ setup: $(VENV)/.all ## Install everything for work on this repository into .venv
 demo: $(VENV)/.demo ## Train a small GPT on 8 simulated devices; installs only JAX and Keras
 	$(BIN)/python examples/train_gpt.py
 
-test: $(VENV)/.all ## Run the tests, ten minutes on two cores; ARGS="core -- -k mesh" narrows it
+test: $(VENV)/.all ## Run the tests, each law on a few cases; ARGS="core -- -k mesh" narrows it
 	@$(BIN)/python tools/run_tests.py $(ARGS)
 
 test-all: $(VENV)/.all ## Run all cases of all tests, with many examples of each property, as a release must pass them

@@ -78,8 +78,8 @@ print(dist.get_world_size(), problems)
 
 EXPECTED = {
     "jax": "3 [['no rule'], ['no rule'], ['no rule']]",
-    "tensorflow": "3 [['no rule', 'not held'], ['no rule', 'not held'], ['no rule']]",
-    "torch": "1 [['no rule'], ['no rule'], ['no rule', 'not held']]",
+    "tensorflow": "3 [['no rule', 'unsupported layout'], ['no rule', 'unsupported layout'], ['no rule']]",
+    "torch": "1 [['no rule'], ['no rule'], ['no rule', 'unsupported layout']]",
 }
 PROGRAMS = {"jax": KERAS_ON_JAX, "tensorflow": KERAS_ON_TENSORFLOW, "torch": TORCH}
 FREE_PORT = """

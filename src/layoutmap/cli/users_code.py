@@ -19,7 +19,7 @@ from layoutmap.core.errors import LayoutMapError
 __all__ = ["UsersCodeError", "function_named", "names_of", "users_code"]
 
 _NOT_THEIRS = (
-    str(Path(__file__).parent) + os.sep,
+    str(Path(__file__).parents[1]) + os.sep,
     str(importlib.__file__),
     str(contextlib.__file__),
     "<frozen importlib",

@@ -174,7 +174,7 @@ class Scope:
             if error is not None:
                 facts = tuple((name, str(value)) for name, value in error.facts.items())
                 problem = Problem(
-                    "not held", "error", path, f"{path}: {error.what}", facts, error.why, error.fix
+                    "unsupported layout", "error", path, f"{path}: {error.what}", facts, error.why, error.fix
                 )
                 yield problem.of_model(assignment.variable.model if several else "")
 
