@@ -150,8 +150,8 @@ def _converting(tape: Recorder) -> Generator[None]:
     """Keep `Module.to` and its like able to convert fake parameters."""
     with _APPLY.used():
         before = _recording()
-        _open.tapes = tuple(map(weakref.ref, (*before, tape)))
         try:
+            _open.tapes = tuple(map(weakref.ref, (*before, tape)))
             yield
         finally:
             _open.tapes = tuple(ref for ref in getattr(_open, "tapes", ()) if ref() not in (None, tape))
