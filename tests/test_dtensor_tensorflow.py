@@ -53,7 +53,8 @@ def test_components_are_those_of_tensorflow():
     assert len(parts) == len(unpack(tensor))
     for theirs, ours in zip(parts, unpack(tensor), strict=True):
         assert_same_bits(theirs, ours)
-    assert X_Y == fetch_layout(packed)
+    made = fetch_layout(packed)  # on the first mesh that the process has used for these devices
+    assert (X_Y.sharding_specs, X_Y.mesh.mesh_dims) == (made.sharding_specs, made.mesh.mesh_dims)
     assert_same_bits(engine().to_numpy(packed), engine().to_numpy(pack(parts, X_Y, engine="tensorflow")))
 
 
