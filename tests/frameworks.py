@@ -63,6 +63,8 @@ def _process_of_source(parts: tuple[str, ...]) -> str | None:
     """The process of a module; `None` for one that joins a map with any engine."""
     if not parts:
         return None
+    if parts == ("rules", "zoo"):  # its models are those of libraries
+        return None
     if parts[0] in PURE or (
         parts[0] in ("engines", "adapters") and parts[1:] in ((), ("protocol",), ("__init__",))
     ):

@@ -243,8 +243,11 @@ def test_stdout_has_other_names(folder):
 def test_ctrl_c_is_one_line(folder):
     """In a long import or plan: exit code 130, and no traceback."""
     (folder / "slow.py").write_text("import sys, time\nprint('now', flush=True)\ntime.sleep(100)\n")
+    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    heeding = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    heeding += "from layoutmap.cli.main import main; sys.exit(main())"
     with subprocess.Popen(
-        [sys.executable, "-m", "layoutmap", "plan", "slow:make", "--mesh", "x=2"],
+        [sys.executable, "-c", heeding, "plan", "slow:make", "--mesh", "x=2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
