@@ -1,4 +1,4 @@
-"""CPU seconds for very many variables and rules: a plan and its page, a rules file of a megabyte, rules added one by one.
+"""CPU seconds for very many variables and rules: a plan, its page, a large rules file, rules added one by one.
 
 python benchmarks/large_plan.py [--variables 100000]
 """
