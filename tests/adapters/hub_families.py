@@ -528,7 +528,51 @@ LEFT_OUT = {
 }
 """Families that are not tried, and why."""
 
-TRAINED = ("Llama", "Mixtral", "T5", "VGG", "ViT")
+TRAINED = (
+    "Albert",
+    "Bart",
+    "Bert",
+    "BLIP2",
+    "Bloom",
+    "CLIP",
+    "DebertaV3",
+    "DeiT",
+    "DINOV2",
+    "DINOV3",
+    "DistilBert",
+    "Electra",
+    "ESM",
+    "ESM2",
+    "Falcon",
+    "Gemma",
+    "Gemma3",
+    "GPT2",
+    "GPTNeoX",
+    "Llama",
+    "Llama3",
+    "MetaCLIP2",
+    "Mistral",
+    "MiT",
+    "Mixtral",
+    "OPT",
+    "Phi3",
+    "Qwen",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3_5",
+    "QwenMoe",
+    "ResNet",
+    "Roberta",
+    "RoformerV2",
+    "SigLIP",
+    "SmolLM",
+    "SmolLM3",
+    "T5",
+    "VGG",
+    "ViT",
+    "XLMRoberta",
+    "XLNet",
+)
 """Families that are built and trained, too: what the tests run, and no more than was seen to pass."""
 
 
@@ -544,7 +588,7 @@ READ_WHILE_BUILT = {"DINOV2": r"\.position_embeddings$", "DepthAnything": r"\.po
 
 NOTES = dict.fromkeys(
     READ_WHILE_BUILT, "leave `position_embeddings` unsharded: the layer computes another weight from it"
-)
+) | {"FNet": "not trained on CPU devices: XLA's Fourier transform refuses its input's layout"}
 """What the page says of a family."""
 
 
