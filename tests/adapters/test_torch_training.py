@@ -199,7 +199,7 @@ class TestWeightsCutByTheBatch:
         assert str(caught.value).splitlines() == [
             "Linear.weight was changed in place before the backward pass",
             "  shape  (64, 128)",
-            "  why    the batch's dim cuts it, and the backward pass would put it together from its new values",
+            "  why    it is sharded over the batch's dim, and the backward pass would gather its new values",
             "  fix    call backward() first, and change weights (as optimizer.step() does) after it",
         ]
 

@@ -211,8 +211,8 @@ def plan(
                 "warning",
                 type(model).__name__,
                 f"{type(model).__name__}: {len(unbuilt)} layers have no weights yet: {shown}",
-                why="they make them at their first call, which has not come",
-                fix="pass inputs=: an example batch, or keras.Input(...) of its shape",
+                why="they make them at their first call, and nothing has called them",
+                fix="pass inputs=: an example batch, or keras.Input(...) of its shape; what the model never calls needs nothing",
             )
         )
     return final.check(strict=True) if strict else final

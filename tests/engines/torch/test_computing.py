@@ -266,7 +266,7 @@ def test_what_has_no_rule_is_computed_whole(monkeypatch):
     x = torch.randint(5, (8,), generator=torch.Generator().manual_seed(0))
     laid_out = place(x, "batch")
     with run_on():
-        with pytest.warns(LayoutMapWarning, match=r"torch.bincount: computed on whole tensors") as caught:
+        with pytest.warns(LayoutMapWarning, match=r"torch.bincount: computed on gathered tensors") as caught:
             counts = torch.bincount(laid_out)
         again = torch.bincount(laid_out)
 

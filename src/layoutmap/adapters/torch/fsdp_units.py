@@ -148,7 +148,7 @@ def _changed(weight: Weight) -> str:
     return format_message(
         f"{type(weight.place.module).__name__}.{weight.place.name} was changed in place before the backward pass",
         {"shape": tuple(_held(weight).shape)},
-        "the batch's dim cuts it, and the backward pass would put it together from its new values",
+        "it is sharded over the batch's dim, and the backward pass would gather its new values",
         "call backward() first, and change weights (as optimizer.step() does) after it",
     )
 

@@ -64,7 +64,7 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     raise ScopeError(
         f"{type(optimizer).__name__} cannot step weights in layouts",
         why="it reads norms of weights and updates, and each process would read that of its own pieces",
-        fix="use another optimizer, as torch.optim.AdamW, whose slots are cut as the weights are",
+        fix="use another optimizer, as torch.optim.AdamW, whose slots are sharded as the weights are",
     )
 
 

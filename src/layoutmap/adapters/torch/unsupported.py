@@ -31,7 +31,7 @@ def _of_each(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
         if tensor.device.type == "meta":
             yield Unsupported(
                 found.path,
-                "it lies on the meta device",
+                "it is on the meta device",
                 "such a tensor has no value, and no record of how it would get one",
                 "build the model without torch.device('meta'): a scope defers the values itself",
                 model=model,
@@ -40,7 +40,7 @@ def _of_each(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
             yield Unsupported(
                 found.path,
                 f"it is {tensor.layout}",
-                "a layout cuts dense tensors",
+                "a layout shards dense tensors",
                 "make it dense: tensor.to_dense()",
                 model=model,
             )

@@ -80,7 +80,7 @@ def warn_of_gathering(name: str, why: str) -> None:
     _warned.add(name)
     why = next(iter(why.strip().splitlines()), "")
     text = format_message(
-        f"{name}: computed on whole tensors, by each process",
+        f"{name}: computed on gathered tensors, by each process",
         {},
         why or "DTensor has no rule for it",
         "call it on what is small, or relayout its arguments first",

@@ -56,7 +56,7 @@ def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
         raise EngineError(
-            "embedding: max_norm on a table that lies on a mesh",
+            "embedding: max_norm on a table that is on a mesh",
             facts={"max_norm": given["max_norm"]},
             why="it changes rows of the table while it reads them, and each device would change others",
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",

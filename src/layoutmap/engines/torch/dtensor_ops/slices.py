@@ -41,7 +41,7 @@ def check_no_copy(function: Callable[..., Any], target: Any) -> None:
     """
     if getattr(target, _COPY, False):
         raise EngineError(
-            f"{name_of(function)}: a slice along an axis that is cut, changed in place",
+            f"{name_of(function)}: a slice along a sharded axis, changed in place",
             facts={"shape": tuple(target.shape)},
             why="such a slice is a copy, so the tensor that it was taken from would not change",
             fix="assign to the tensor itself: x[...] = x[...] + values",
