@@ -84,7 +84,7 @@ def test_a_plan_without_inputs_says_what_it_cannot_know():
     message = textwrap.dedent("""\
         Lazy: 2 layers have no weights yet: dense, dense_1
           why   they make them at their first call, and nothing has called them
-          fix   pass inputs=: an example batch, or keras.Input(...) of its shape; what the model never calls needs nothing""")
+          fix   pass inputs=: an example batch, or keras.Input(...); what the model never calls needs nothing""")
     keras.utils.clear_session()
     plan = lm.plan(Lazy, lm.LayoutMap(make_map().mesh))
 

@@ -212,7 +212,7 @@ def plan(
                 type(model).__name__,
                 f"{type(model).__name__}: {len(unbuilt)} layers have no weights yet: {shown}",
                 why="they make them at their first call, and nothing has called them",
-                fix="pass inputs=: an example batch, or keras.Input(...) of its shape; what the model never calls needs nothing",
+                fix="pass inputs=: an example batch, or keras.Input(...); what the model never calls needs nothing",
             )
         )
     return final.check(strict=True) if strict else final
