@@ -39,6 +39,7 @@ texts = strategies.paths() | st.text("kern.el012 #\n(|a", max_size=12)
     ["kernel{a}", "kernel{", "kernel{}", "kernel{1", "kernel{,}"],
     ["kernel{a}", "kernel{", "kernel{}", "kernel{1", "kerne"],
 )
+@example(["^{}{2}", "a{}{2}b", "a{}?b"], ["{}}", "a{}}b", "a{b"])
 @example(["", "^", "$", ".*", "a*", "ab", "b"], ["", "a", "ab", "b"])
 @example(["kernel$", r"kernel\Z", "kernel."], ["kernel\n", "kernel"])
 @example([r"kérnel\é", r"ß"], ["kérnelé", "ß", "SS"])

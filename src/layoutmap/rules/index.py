@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 __all__ = ["RuleIndex", "required_literals"]
 
 _PIECE = 3
-_QUANTIFIED = re.compile(r"[*?]|\{\d*,?\d*\}")
+_QUANTIFIED = re.compile(r"[*?]|\{(?!\})\d*,?\d*\}")  # {} is two plain characters
 _ESCAPED_LITERAL = re.compile(r"[^0-9A-Za-z]")
 # A comment may hold any bracket, and `a(?#note)*` repeats the a; so may the comments of a (?x: group.
 _COMMENT = re.compile(r"\(\?(?:#|[A-Za-z]*x)")
