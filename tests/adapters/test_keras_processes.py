@@ -1,11 +1,9 @@
 """Processes of JAX, each with some of the devices, train one Keras model: the numbers of one process."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import keras_process
 import numpy as np
 import pytest
@@ -149,22 +147,9 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path):
     """The other process does not wait for it: `fit` says so, and the process ends soon after the time set for it."""
     (port,) = several_processes.free_ports(1)
     arguments = (str(tmp_path), f"127.0.0.1:{port}", "5", "ended")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(number), *arguments],
-            env={**os.environ, **ENVIRONMENT},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        texts = [process.communicate(timeout=several_processes.TIMEOUT_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    processes = [forked.start(WORKER, [str(number), *arguments], ENVIRONMENT) for number in range(2)]
+    first, second = forked.wait_for_all(processes)
 
-    assert -signal.SIGKILL == processes[1].returncode
-    assert 0 != processes[0].returncode
-    assert "EngineError: another process of this program cannot be reached" in texts[0]
+    assert -signal.SIGKILL == second.returncode
+    assert 0 != first.returncode
+    assert "EngineError: another process of this program cannot be reached" in first.stdout + first.stderr

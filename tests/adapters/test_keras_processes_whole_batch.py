@@ -17,7 +17,7 @@ def environments():
     backend = keras.backend.backend()
     if backend == "torch":
         group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
-        return [{"KERAS_BACKEND": backend, "RANK": str(i), "OMP_NUM_THREADS": "1"} | group for i in range(2)]
+        return [{"KERAS_BACKEND": backend, "RANK": str(i)} | group for i in range(2)]
     jobs = {"DTENSOR_JOBS": ",".join(f"127.0.0.1:{port}" for port in ports), "DTENSOR_JOB_NAME": "worker"}
     return [{"KERAS_BACKEND": backend, "DTENSOR_CLIENT_ID": str(i)} | jobs for i in range(2)]
 

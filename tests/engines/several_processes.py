@@ -4,15 +4,13 @@ A test runs a worker file in each process, which joins the others and calls `wor
 """
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 
 import layoutmap.dtensor
@@ -26,7 +24,6 @@ from layoutmap.engines import Engine
 from layoutmap.testing.engine_contract import assert_same_bits, random_values
 
 SHAPE = (16, 8)
-TIMEOUT_SECONDS = 300
 
 
 def free_ports(number: int) -> list[int]:
@@ -43,22 +40,11 @@ def free_ports(number: int) -> list[int]:
 def run(worker: Path, folder: Path, environments: Sequence[Mapping[str, str]], *arguments: str) -> list[Any]:
     """What each process that runs the worker wrote: what it tells, and its arrays."""
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(worker), str(i), str(folder), *arguments],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        forked.start(worker, [str(i), str(folder), *arguments], environment, warnings_are_errors=True)
         for i, environment in enumerate(environments)
     ]
-    try:
-        texts = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, text in zip(processes, texts, strict=True):
-        assert 0 == process.returncode, text[-4000:]
+    for ended in forked.wait_for_all(processes):
+        assert 0 == ended.returncode, ended.stdout + ended.stderr[-4000:]
     return [
         (json.loads((folder / f"{i}.json").read_text()), dict(np.load(folder / f"{i}.npz")))
         for i in range(len(environments))

@@ -1,7 +1,7 @@
 """Where DTensor would train wrongly it is not used; each test has a process of its own, as DTensor decides once."""
 
+import forked
 import pytest
-from engines.fresh_process import EIGHT_DEVICES, run_all
 
 from layoutmap.engines.tensorflow.selfcheck import SETTING
 
@@ -69,7 +69,12 @@ TENSORFLOWS = {"without the setting": (STEP, None), "with the setting": (STEP, "
 def outputs():
     """What each of the texts prints."""
     jobs = {**WRONG, **RIGHT, **TENSORFLOWS}
-    ran = run_all((EIGHT_DEVICES + text, {SETTING: setting}) for text, setting in jobs.values())
+    ran = forked.wait_for_all(
+        [
+            forked.start(forked.EIGHT_DEVICES + text, environment={SETTING: setting})
+            for text, setting in jobs.values()
+        ]
+    )
     for each in ran:
         assert 0 == each.returncode, each.stderr[-3000:]
     return {name: each.stdout for name, each in zip(jobs, ran, strict=True)}

@@ -4,10 +4,10 @@ Each test shows first that TensorFlow still does what it is guarded against. The
 `tests/against_tensorflow`.
 """
 
+import forked
 import numpy as np
 import pytest
 import tensorflow as tf
-from engines.fresh_process import EIGHT_DEVICES, run_all
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError
@@ -49,10 +49,10 @@ FATAL = {
 
 @pytest.fixture(scope="module")
 def endings():
-    """How a process ends that makes each of the calls; two run at a time."""
+    """How a process ends that makes each of the calls."""
     calls = [call for call, _, _ in FATAL.values()]
     caught = "try:\n    {}\nexcept MemoryError:\n    raise SystemExit(77)\n"
-    ran = run_all((EIGHT_DEVICES + caught.format(call), {}) for call in calls)
+    ran = forked.wait_for_all([forked.start(forked.EIGHT_DEVICES + caught.format(call)) for call in calls])
     return dict(zip(calls, ran, strict=True))
 
 
