@@ -21,6 +21,13 @@ def few(cases: Iterable[Any], *usual: Any) -> list[Any]:
     ]
 
 
+def some(cases: Iterable[Any], *usual: Any) -> list[Any]:
+    """What one test goes through: all cases, and in `make test` the usual ones."""
+    cases = list(cases)
+    assert set(usual) <= set(cases), f"no cases: {set(usual) - set(cases)}"
+    return cases if os.environ.get("LAYOUTMAP_TEST_ALL") else list(usual)
+
+
 def examples(number: int) -> int:
     """How many examples of a property to try that wants more than others: in `make test` a fifth of them."""
     return number if os.environ.get("LAYOUTMAP_TEST_ALL") else max(number // 5, 5)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import some
 from hypothesis import given, settings
 
 from layoutmap.core.errors import EngineError
@@ -35,6 +36,8 @@ def random_draw(shape, dtype, seed):
 
 class TestJaxEngine(EngineContract):
     engine_name = "jax"
+    # XLA compiles the programs of each mesh anew.
+    meshes = some(EngineContract.meshes, "x=2,y=4", "x=2,y=2,z=2", "x=1")
 
     def make_array(self, values):
         return jnp.asarray(values)
