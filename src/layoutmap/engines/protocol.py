@@ -105,7 +105,7 @@ class Engine(Protocol):
             progress: Called with the key after each variable.
 
         Returns:
-            The arrays, by key. Values equal those of `initializer.whole()` bit for bit, on every layout.
+            The arrays, by key. Values equal those of `initializer.global_value()` bit for bit, on every layout.
 
         Raises:
             EngineError: A layout cannot be held; nothing is made then.

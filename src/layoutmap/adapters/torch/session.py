@@ -284,7 +284,7 @@ class TorchSession:
     def _draw(self, tensor: Any) -> Initializer:
         recipe = self._tape.recipe(tensor)
         return Initializer(
-            recipe.whole, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
+            recipe.global_value, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
         )
 
     def _held(self, entry: _Entry, array: Any, layout: Layout) -> Any:
@@ -311,7 +311,7 @@ class TorchSession:
                 # Neither a parameter nor a buffer: it stays plain, and gets its value too.
                 kept[id(tensor)] = tensor
                 trainable = tensor.requires_grad and tensor.is_leaf
-                replaced[id(tensor)] = self._tape.recipe(tensor).whole().requires_grad_(trainable)
+                replaced[id(tensor)] = self._tape.recipe(tensor).global_value().requires_grad_(trainable)
             return replaced.get(id(tensor), tensor)
 
         def slot(parameter: Any, value: Any) -> Any:

@@ -32,7 +32,7 @@ def name_of(device: Device) -> str:
     return f"{device.platform.upper()}:{device.id}"
 
 
-def device_names(device_type: str | None) -> tuple[str, ...]:
+def device_names(device_type: str | None = None) -> tuple[str, ...]:
     """The names of all devices of a type, or of JAX's default platform, in JAX's order."""
     return tuple(map(name_of, _devices(device_type)))
 

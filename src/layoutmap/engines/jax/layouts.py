@@ -38,9 +38,7 @@ class ArrayLayouts:
         Raises:
             LayoutError: It does not fit.
         """
-        layout.check_rank(shape, name)
-        for axis in layout.uneven_axes(shape):
-            raise layout.uneven_error(shape, axis, name)
+        layout.check_fits(shape, name)
         return self.sharding(layout)
 
     def mesh_of(self, native_mesh: jax.sharding.Mesh) -> Mesh:

@@ -95,9 +95,7 @@ def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -
         LayoutError: It does not fit.
         EngineError: DTensor cannot hold it.
     """
-    layout.check_rank(shape, name)
-    for axis in layout.uneven_axes(shape):
-        raise layout.uneven_error(shape, axis, name)
+    layout.check_fits(shape, name)
     return native_of(layout)
 
 

@@ -26,7 +26,7 @@ _MAX_NATIVES = 4096
 _FULL_NAME = re.compile(r"/job:([^/]+)/replica:0/task:(\d+)/device:([A-Za-z]+):(\d+)$")
 
 
-def device_names(device_type: str | None) -> tuple[str, ...]:
+def device_names(device_type: str | None = None) -> tuple[str, ...]:
     """The names of all devices of a type, or of the default one: accelerators if there are any."""
     if device_type is None:
         device_type = next((kind for kind in ("TPU", "GPU") if tf.config.list_logical_devices(kind)), "CPU")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,31 +73,18 @@ class TensorFlowEngine:
 
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
+    devices = staticmethod(device_names)
+    bind = staticmethod(bound_mesh)
+    layout_of = staticmethod(layout_of)
+    to_shards = staticmethod(shards_of)
+    to_numpy = staticmethod(to_numpy)
+    canonical = staticmethod(canonical)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._programs: OrderedDict[Hashable, PieceProgram] = OrderedDict()
 
     # -- devices and layouts
-
-    def devices(self, device_type: str | None = None) -> tuple[str, ...]:
-        """Return the names of all devices of one type, of all processes.
-
-        Args:
-            device_type: `"CPU"`, `"GPU"` or `"TPU"` in any case; `None`: accelerators if there are any, else CPUs.
-
-        Raises:
-            EngineError: There are none of that type.
-        """
-        return device_names(device_type)
-
-    def bind(self, mesh: Mesh) -> Mesh:
-        """Return the mesh on this machine; an abstract one gets the first devices, others are checked to exist.
-
-        Raises:
-            MeshError: The machine has too few devices, or not the ones that are named.
-        """
-        return bound_mesh(mesh)
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that no tensor of DTensor can have, on any machine. Nothing is started.
@@ -117,10 +104,6 @@ class TensorFlowEngine:
         """
         layout.check_rank((None,) * rank)
         return native_of(layout)
-
-    def layout_of(self, array: Any) -> Layout | None:
-        """Return the layout of a tensor or variable, or `None` if it is on no mesh."""
-        return layout_of(array)
 
     # -- arrays
 
@@ -178,10 +161,6 @@ class TensorFlowEngine:
         with tf.init_scope():
             return from_blocks(variable.shape, assignment.layout, checked_reader(variable, read))
 
-    def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-        """Yield the shards that this process holds, each index once, with both ends."""
-        return shards_of(array)
-
     @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> Any:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
@@ -211,10 +190,6 @@ class TensorFlowEngine:
         with tf.init_scope():
             return DVariable(array, name=name or "Variable", trainable=trainable)
 
-    def to_numpy(self, array: Any) -> NumpyArray:
-        """Return all values of a tensor or variable, gathered from all processes that hold some; they must all ask."""
-        return to_numpy(array)
-
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Return the values of each process, one row each; they must all ask."""
         return gathered(values)
@@ -228,14 +203,6 @@ class TensorFlowEngine:
             MeshError: The machine does not have the mesh's devices.
         """
         return run_on(native_of(Layout.replicated(mesh, 0)).mesh)
-
-    def canonical(self, values: NumpyArray) -> NumpyArray:
-        """Return numpy values as TensorFlow holds them, which is as they are.
-
-        Raises:
-            EngineError: They are no numbers.
-        """
-        return canonical(values)
 
     @tf.autograph.experimental.do_not_convert
     def call(
@@ -285,7 +252,7 @@ class TensorFlowEngine:
         value = (
             initializer.program.function(seed)
             if across and initializer.program is not None
-            else initializer.whole()
+            else initializer.global_value()
         )
         values = to_numpy(value) if isinstance(value, self.array_types) else np.asarray(value)
         check_initial_value(variable, values.shape, values.dtype.name)

@@ -1,7 +1,7 @@
 """DTensors made from pieces, taken apart into pieces, and moved between layouts.
 
-Pieces are cut and placed here, by the layout's own arithmetic: torch's `distribute_tensor` draws on process groups, and
-is silently wrong for some layouts of simulated ranks.
+Tensors are sharded and placed here, by the layout's own arithmetic: torch's `distribute_tensor` needs process groups,
+and is silently wrong for some layouts of simulated ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from layoutmap.engines.torch.private import (
 __all__ = [
     "canonical",
     "check_placed",
-    "cut",
+    "shard",
     "from_blocks",
     "layout_of",
     "move",
@@ -46,7 +46,7 @@ __all__ = [
     "to_numpy",
     "to_torch",
     "torch_dtype",
-    "whole",
+    "gather",
 ]
 
 NumpyArray = npt.NDArray[Any]
@@ -134,14 +134,12 @@ def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -
     Raises:
         LayoutError: It does not fit.
     """
-    layout.check_rank(shape, name)
-    for axis in layout.uneven_axes(shape):
-        raise layout.uneven_error(shape, axis, name)
+    layout.check_fits(shape, name)
     return native_of(layout)
 
 
 def layout_of(array: Any) -> Layout | None:
-    """The layout of a DTensor, or `None` if it lies on no mesh of named dims, or waits to be summed up."""
+    """The layout of a DTensor, or `None` if it is on no mesh of named dims, or is a sum that is still to be reduced."""
     if not isinstance(array, DTensor):
         return None
     said = getattr(array, _LAYOUT, None)
@@ -165,7 +163,7 @@ def from_blocks(
     """A DTensor from blocks; each different one that this process holds is read once.
 
     Args:
-        shape: The whole shape.
+        shape: The global shape.
         dtype: The element type.
         layout: The layout, which fits.
         read: Gives the block at an index, with memory of its own.
@@ -231,29 +229,29 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
             yield index, held[rank]
 
 
-def cut(tensor: torch.Tensor, layout: Layout) -> Any:
-    """A plain tensor in a layout, which fits; gradients pass."""
+def shard(tensor: torch.Tensor, layout: Layout) -> Any:
+    """Return a plain tensor in a layout, which fits; gradients pass."""
     check_placed(layout, tuple(tensor.shape))
     if tensor.requires_grad and torch.is_grad_enabled():
-        return mark(_Cut.apply(tensor, layout), layout)
+        return mark(_ShardTensor.apply(tensor, layout), layout)
     return from_blocks(
         tuple(tensor.shape), tensor.dtype, layout, lambda index: tensor.detach()[index].clone()
     )
 
 
-class _Cut(torch.autograd.Function):
-    """Cutting a plain tensor: its gradient is put together again."""
+class _ShardTensor(torch.autograd.Function):
+    """Sharding a plain tensor: its gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, layout: Layout) -> Any:
-        return cut(tensor.detach(), layout)
+        return shard(tensor.detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return whole(upstream[0]), None
+        return gather(upstream[0]), None
 
 
-def whole(array: Any) -> torch.Tensor:
+def gather(array: Any) -> torch.Tensor:
     """All values of a tensor as a plain one, without a step of autograd; all processes that hold some must ask."""
     if not isinstance(array, DTensor):
         return array.detach()
@@ -289,7 +287,7 @@ def move(array: Any, layout: Layout) -> Any:
             # It may be the very tensor, on which another layout is noted.
             return mark(moved.view_as(moved) if moved is array else moved, layout)
     if layout_of(array) is None:
-        return cut(whole(array), layout)
+        return shard(gather(array), layout)
     return _moved_by_pieces(array, layout)
 
 

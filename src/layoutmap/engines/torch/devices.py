@@ -51,7 +51,7 @@ _known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # what was asked for before, in
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
-def device_names(device_type: str | None) -> tuple[str, ...]:
+def device_names(device_type: str | None = None) -> tuple[str, ...]:
     """The names of all devices of a type, or of the default one: GPUs where the process group serves them."""
     there = _types_there()
     kind = next(iter(there)) if device_type is None else device_type.upper()

@@ -66,7 +66,7 @@ class EngineCases:
     def random_initializer(self, shape: tuple[int, ...], dtype: str, seed: int) -> Initializer:
         """An initializer of random numbers, as the framework's model libraries hand them to the engine."""
         values = random_values(shape, dtype, seed)
-        return Initializer(whole=lambda: values)
+        return Initializer(global_value=lambda: values)
 
     def gathered(self, shards: Iterable[tuple[Index, NumpyArray]]) -> list[tuple[Index, NumpyArray]]:
         """The shards of all processes, each index once."""
@@ -219,7 +219,7 @@ def recorded(values: NumpyArray, used: list[str], key: str) -> Initializer:
         used.append(key)
         return values
 
-    return Initializer(whole=whole)
+    return Initializer(global_value=whole)
 
 
 def ends_of(index: Index) -> tuple[tuple[int, int], ...]:

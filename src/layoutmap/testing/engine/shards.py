@@ -111,7 +111,7 @@ class ShardLaws(EngineCases):
         arrays = [
             self.engine.relayout(source, layout),
             self.engine.from_shards(assignment, lambda index: source[index]),
-            self.engine.create({"w": assignment}, {"w": Initializer(whole=lambda: source)})["w"],
+            self.engine.create({"w": assignment}, {"w": Initializer(global_value=lambda: source)})["w"],
         ]
         source[:] = 1
         for array in arrays:

@@ -277,7 +277,7 @@ class Tape:
             if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
                 return [torch.tensor(maker.name == "all", device="cpu")]
         if len(views) == 1:
-            return [Recipe(self._steps, views[0], len(self._steps), self._piece).whole()]
+            return [Recipe(self._steps, views[0], len(self._steps), self._piece).global_value()]
         return replay(self._steps, views, len(self._steps))
 
     def _view(self, tensor: torch.Tensor) -> View:
