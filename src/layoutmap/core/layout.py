@@ -1,7 +1,8 @@
 """A layout: for each axis of a tensor, the mesh dimension over which it is sharded, or `UNSHARDED`.
 
 Shard arithmetic lives here too: how many shards, which device holds which, how large they are. It is plain integer
-arithmetic on values; no framework is needed and nothing is allocated.
+arithmetic on values; no framework is needed and nothing is allocated. The file is longer than others since one class
+has all methods of TensorFlow's `Layout`, each documented.
 """
 
 from __future__ import annotations

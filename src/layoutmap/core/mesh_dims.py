@@ -122,7 +122,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
         if not dim.name:
             why, fix = "a dim is referred to by its name", 'name it, as in ("model", 4)'
         elif dim.name in seen:
-            why = "a layout could not tell the two dims of that name apart"
+            why = "a layout could not say which of the two dims of that name it means"
             fix = f"rename one of them, to {dim.name + '_2'!r} for instance"
         elif dim.name in (UNSHARDED, tf_format.MATCH):
             why, fix = f"{dim.name!r} is a word of layouts, not a dim", "use another name"

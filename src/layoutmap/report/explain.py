@@ -78,8 +78,8 @@ def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
 def _axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
     """What the axes of a derived variable are made of."""
     if variable.axes:
-        told = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
-        yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(told))
+        texts = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
+        yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(texts))
 
 
 def _problems(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:

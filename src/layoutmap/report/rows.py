@@ -1,7 +1,7 @@
 """The rows of a plan's table, with repeated blocks and optimizer slots collapsed.
 
 Thirty-two equal decoder blocks are one row for each variable of a block: `blocks.{0..31}.attn.query.kernel`. Slots that
-lie where their weights lie are one row for each kind of slot: `optimizer.*.momentum`.
+are placed as their weights are one row for each kind of slot: `optimizer.*.momentum`.
 """
 
 from __future__ import annotations

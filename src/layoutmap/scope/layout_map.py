@@ -81,8 +81,8 @@ class LayoutMap(RuleSet):
         """Make a map of the tensor parallel plan of a Hugging Face transformers model.
 
         Args:
-            plan: A function that makes the model: it is called in a dry run, and tells the plan and the parameters.
-                Or a model, which tells both. Or the config of a base model or a plan itself, a dict of styles by path:
+            plan: A function that makes the model: it is called in a dry run, and has the plan and the parameters.
+                Or a model, which has both. Or the config of a base model or a plan itself, a dict of styles by path:
                 their paths may need a `prefix`, and what parameters there are is guessed if not given.
             mesh: The mesh.
             dim: The mesh dim that weights are sharded over.

@@ -33,7 +33,7 @@ class Plan(PlanTable):
         assignments: The variables and their layouts, in the order of the model.
         problems: Everything found, errors first.
         activations: The layers whose output a rule of `LayoutMap.activations` lays out, in the order of the model;
-            empty too where the library tells no layers.
+            empty too where the library does not report layers.
         free_activations: Whether a compiler lays out the activations that no rule is for.
 
     Example:

@@ -492,7 +492,7 @@ def test_a_trace_is_the_recipe_of_what_a_function_returns():
         assert bits(make(rows)) == bits(recipe.global_value())
         [block] = recipe.blocks([(slice(1, 2), slice(3, 20))])
         assert bits(make(rows)[1:2, 3:20]) == bits(block)
-    with pytest.raises(EngineError, match="gives no tensor"):
+    with pytest.raises(EngineError, match="returns no tensor"):
         trace(lambda: [torch.ones(3)])
 
 

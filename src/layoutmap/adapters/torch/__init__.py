@@ -92,7 +92,7 @@ class TorchAdapter:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
 
     def variables(self, model: Any) -> dict[str, Any]:
-        """Parameters, buffers, and slots of the optimizer that `train_with` told of, by path."""
+        """Parameters, buffers, and slots of the optimizer that `train_with` was called with, by path."""
         has_value = not is_planned(model)
         found = find_tensors(model)
         named = {each.path: Variable(each.path, each.tensor, has_value) for each in found}
@@ -106,7 +106,7 @@ class TorchAdapter:
         return named
 
     def read(self, variable: Any) -> Any:
-        """The whole value of a variable, as a numpy array."""
+        """The global value of a variable, as a numpy array."""
         return variable.read()
 
     def write(self, variable: Any, value: Any) -> None:
@@ -138,7 +138,7 @@ class TorchAdapter:
         return loss.item(), gradients
 
     def train_step(self, model: Any, batch: Any) -> float:
-        """One step of the optimizer that `train_with` told of; gives the loss before it."""
+        """One step of the optimizer that `train_with` was called with; returns the loss before it."""
         optimizer = optimizer_of(model)
         optimizer.zero_grad()
         with self._drawing(model):

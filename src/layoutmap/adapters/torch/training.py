@@ -1,6 +1,6 @@
 """How a model is trained, said once: its loss and its optimizer.
 
-Torch keeps these in the program's own loop. `check_parity` runs that loop itself, so it has to be told.
+Torch keeps these in the program's own loop. `check_parity` runs that loop itself, so it has to know them.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Variable:
         return layout
 
     def read(self) -> Any:
-        """The whole value, as a numpy array.
+        """The global value, as a numpy array.
 
         Raises:
             PlanError: It has none.

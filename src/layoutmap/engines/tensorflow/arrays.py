@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index, assemble, whole_index
+from layoutmap.core.blocks import Ends, Index, assemble, ends_of, whole_index
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 NumpyArray = npt.NDArray[Any]
-Ends = tuple[tuple[int, int], ...]
 dtensor: Any = tf.experimental.dtensor
 
 _MAX_MESHES = 1024
@@ -154,8 +153,8 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
     seen: set[Ends] = set()
     for place, component in zip(places, dtensor.unpack(tensor), strict=True):
         index = layout.shard_slices(shape, place)
-        if _ends(index) not in seen:
-            seen.add(_ends(index))
+        if ends_of(index) not in seen:
+            seen.add(ends_of(index))
             yield index, component.numpy()
 
 
@@ -176,10 +175,10 @@ def from_blocks(
     components: list[Any] = []
     for place, device in zip(native.mesh.local_device_ids(), devices, strict=True):
         index = layout.shard_slices(shape, place)
-        if _ends(index) not in held:
-            held[_ends(index)] = np.array(read(index), copy=copy or None, order="C")
+        if ends_of(index) not in held:
+            held[ends_of(index)] = np.array(read(index), copy=copy or None, order="C")
         with tf.device(device):
-            components.append(tf.constant(held[_ends(index)]))
+            components.append(tf.constant(held[ends_of(index)]))
     return note(dtensor.pack(components, native), layout.mesh)
 
 
@@ -297,7 +296,3 @@ def _from_integers(integers: NumpyArray, dtype: type) -> NumpyArray:
     if np.dtype(dtype).itemsize < 4:
         integers = integers.astype(np.uint8)
     return np.ascontiguousarray(integers).view(dtype)[..., 0]
-
-
-def _ends(index: Index) -> Ends:
-    return tuple((part.start, part.stop) for part in index)

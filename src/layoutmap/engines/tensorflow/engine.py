@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index
+from layoutmap.core.blocks import Index, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -239,7 +239,7 @@ class TensorFlowEngine:
         return check_placed(assignment.layout, variable.shape, variable.path)
 
     def _created(self, assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[Any, int]:
-        """Return an initial value, and with several processes the checksum of what each drew for itself."""
+        """Return an initial value, and with several processes the checksum of what each computed for itself."""
         variable = assignment.variable
         if initializer.program is not None:
             program = self._program(initializer)
@@ -281,9 +281,7 @@ def _in_pieces(program: PieceProgram, seed: Any, shape: tuple[int, ...], layout:
     native = native_of(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]
     blocks = program.blocks(seed, indices)
-    return from_blocks(
-        shape, layout, lambda index: blocks.pop(tuple((p.start, p.stop) for p in index)), copy=False
-    )
+    return from_blocks(shape, layout, lambda index: blocks.pop(ends_of(index)), copy=False)
 
 
 def _signature(seed: Any) -> Hashable:

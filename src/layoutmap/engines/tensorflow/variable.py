@@ -34,7 +34,7 @@ dtensor: Any = tf.experimental.dtensor
 class DVariable(dtensor.DVariable):  # type: ignore[misc]
     """A `tf.Variable` whose value is in a layout.
 
-    Copies and what comes out of a pickle lie in the same layout.
+    Copies, and what comes out of a pickle, are in the same layout.
 
     Args:
         initial_value: The first value: a tensor in a layout, or with `layout` a plain one, a number or a numpy array;

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from layoutmap.core.blocks import Index, intersect, whole_index
+from layoutmap.core.blocks import Ends, Index, ends_of, intersect, whole_index, within
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.checks import no_element_type, no_numbers
@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 NumpyArray = npt.NDArray[Any]
-Ends = tuple[tuple[int, int], ...]
 
 _LAYOUT = "_layoutmap_layout"
 
@@ -149,7 +148,7 @@ def layout_of(array: Any) -> Layout | None:
 
 
 def mark(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Note on a DTensor the layout it was made in: placements do not tell dims of size 1 from each other."""
+    """Note on a DTensor the layout it was made in: placements do not distinguish dims of size 1."""
     setattr(tensor, _LAYOUT, layout)
     return tensor
 
@@ -175,7 +174,7 @@ def from_blocks(
     known: dict[Ends, torch.Tensor] = {}
     for rank in simulation.ranks_here(ranks):
         index = layout.shard_slices(shape, ranks.index(rank))
-        ends = _ends(index)
+        ends = ends_of(index)
         if ends in known:  # an update in place is to happen once to each
             pieces[rank] = known[ends].clone()
         else:
@@ -224,8 +223,8 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
     held = simulation.pieces_of(local_of(detached))
     for rank in simulation.ranks_here(ranks):
         index = layout.shard_slices(tuple(array.shape), ranks.index(rank))
-        if _ends(index) not in seen:
-            seen.add(_ends(index))
+        if ends_of(index) not in seen:
+            seen.add(ends_of(index))
             yield index, held[rank]
 
 
@@ -328,15 +327,15 @@ def _moved_by_pieces(array: Any, layout: Layout) -> Any:
         for ends, target in wanted.items():
             both = intersect(index, target) if shape else ()
             if both is not None:
-                made[ends][_inside(both, target)] = piece[_inside(both, index)].to(device)
-    return from_blocks(shape, dtype, layout, lambda index: made[_ends(index)])
+                made[ends][within(both, target)] = piece[within(both, index)].to(device)
+    return from_blocks(shape, dtype, layout, lambda index: made[ends_of(index)])
 
 
 def layout_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
     """The different indices that this process holds in a layout."""
     here = bound_mesh(layout.mesh).local_device_ids
     indices = (layout.shard_slices(shape, i) for i in here)
-    return {_ends(index): index for index in indices}
+    return {ends_of(index): index for index in indices}
 
 
 def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
@@ -350,7 +349,7 @@ def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
     first: dict[Ends, tuple[Index, int]] = {}
     for place, rank in enumerate(ranks):
         index = layout.shard_slices(shape, place)
-        first.setdefault(_ends(index), (index, rank))
+        first.setdefault(ends_of(index), (index, rank))
     for index, owner in first.values():
         if owner == simulation.rank():
             piece = local_of(array.detach()).contiguous()
@@ -362,11 +361,3 @@ def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
             # As bytes: collectives do not know every element type.
             dist.broadcast(piece.view(-1).view(torch.uint8), src=owner)
         yield index, piece
-
-
-def _inside(part: Index, index: Index) -> Index:
-    return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))
-
-
-def _ends(index: Index) -> Ends:
-    return tuple((part.start, part.stop) for part in index)

@@ -1,8 +1,8 @@
 """From meshes and layouts of names to torch's device meshes and placements, and back.
 
 Devices are named `CPU:0`, `GPU:3`: the type, and the rank of the process that the device belongs to, or a simulated
-rank. A layout is `(DeviceMesh, placements)`, one placement for each mesh dim. An axis over several dims is cut from the
-first placement to the last, so an order other than the mesh's becomes a `_StridedShard`.
+rank. A layout is `(DeviceMesh, placements)`, one placement for each mesh dim. An axis over several dims is split from
+the first placement to the last, so an order other than the mesh's becomes a `_StridedShard`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from layoutmap.core.errors import EngineError
+from layoutmap.core.errors import EngineError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
@@ -85,10 +85,6 @@ def _fix_too_few(size: int) -> str:
     return f"start {size} processes: torchrun --nproc-per-node {size}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-
-
 def _rank(name: str) -> int:
     return int(name.rpartition(":")[2])
 
@@ -142,7 +138,7 @@ def check_order(mesh: Mesh) -> None:
         return
     raise EngineError(
         "torch cannot hold a mesh whose devices come in this order",
-        facts={"mesh": str(mesh), "devices": _listed(mesh.devices or ())},
+        facts={"mesh": str(mesh), "devices": listed(mesh.devices or ())},
         why="torch sorts the ranks of each process group, so pieces would silently change places",
         fix="name the devices so that their numbers grow along every mesh dim",
     )
@@ -185,7 +181,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Any, ...]:
 def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: int) -> Layout | None:
     """The layout of placements; `None` if they say a sum that is still to be made, or are on a mesh without names.
 
-    The order of the dims on one axis is that of the mesh where torch does not tell it: among dims of size 1.
+    The order of the dims on one axis is that of the mesh where torch does not say it: among dims of size 1.
     """
     mesh = mesh_of(native)
     if mesh is None or any(placement.is_partial() for placement in placements):

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.core.blocks import Index
+from layoutmap.core.blocks import Index, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
@@ -335,7 +335,7 @@ def _in_blocks(
         if assignment is not None and block.dtype != dtype:
             check_initial_value(assignment.variable, shape, _name(block.dtype))
         assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
-    return from_blocks(shape, dtype, layout, lambda index: made.pop(tuple((p.start, p.stop) for p in index)))
+    return from_blocks(shape, dtype, layout, lambda index: made.pop(ends_of(index)))
 
 
 def _name(dtype: torch.dtype) -> str:

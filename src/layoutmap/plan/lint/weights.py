@@ -77,7 +77,7 @@ class Weight:
         return _dims_of(self.layout)[axis]
 
     @property
-    def told(self) -> str:
+    def layout_text(self) -> str:
         """Its layout and the rule that gave it."""
         return f"{self.layout}{rule_of(self.assignment)}"
 

@@ -9,7 +9,7 @@ import torch
 
 from layoutmap.core.blocks import Index, block_shape, whole_index
 from layoutmap.core.checksums import checksum
-from layoutmap.engines.torch.deferred_init.elementwise import History, NeedsWhole
+from layoutmap.engines.torch.deferred_init.elementwise import History, NeedsAll
 from layoutmap.engines.torch.deferred_init.passes import by_tiles, in_order
 from layoutmap.engines.torch.deferred_init.replay import needed, replay
 from layoutmap.engines.torch.deferred_init.runs import ApartError
@@ -47,7 +47,7 @@ class Recipe:
         self._reads = by_tiles if is_tiled else in_order
         try:
             History(steps).of(view, until)
-        except NeedsWhole as reason:
+        except NeedsAll as reason:
             self.why_global = str(reason)
 
     def global_value(self) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Recipe:
             reads = self._reads(shape, [whole_index(shape)], self._piece)
             values = (reader.read(run) for run, _ in reads)
             found = any(bool(piece.any() if decisive else not piece.all()) for piece in values)
-        except (NeedsWhole, ApartError):
+        except (NeedsAll, ApartError):
             return None
         return torch.tensor(found == decisive, dtype=self.dtype, device="cpu")
 
