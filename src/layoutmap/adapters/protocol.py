@@ -17,8 +17,6 @@ from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.protocol import Engine
 
-__all__ = ["Adapter", "ScopeContext", "Session"]
-
 
 class ScopeContext(Protocol):
     """What a scope offers to its adapter: the engine, a policy for layouts, and the checks that need the plan."""

@@ -31,8 +31,6 @@ from layoutmap.engines import ENGINES
 from layoutmap.rules.yaml_file import schema
 from layoutmap.scope.devices import devices
 
-__all__ = ["main"]
-
 WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 
 _EXAMPLES = """examples:

@@ -15,8 +15,6 @@ from typing import Any
 from layoutmap.cli.models import refuse_unknown
 from layoutmap.core.errors import LayoutMapError
 
-__all__ = ["UsersCodeError", "function_named", "names_of", "users_code"]
-
 _NOT_THEIRS = (
     str(Path(__file__).parents[1]) + os.sep,
     str(importlib.__file__),

@@ -9,8 +9,6 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutError, MeshError
 
-__all__ = ["as_axis", "as_int", "as_rank", "as_shape", "as_text", "check_encodable", "kind_of"]
-
 _HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 
 

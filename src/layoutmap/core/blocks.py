@@ -14,18 +14,6 @@ import numpy.typing as npt
 
 from layoutmap.core.errors import LayoutMapError
 
-__all__ = [
-    "Ends",
-    "Index",
-    "assemble",
-    "block_shape",
-    "ends_of",
-    "intersect",
-    "whole_index",
-    "with_ends",
-    "within",
-]
-
 Index = tuple[slice, ...]
 """Where a block is: one slice for each axis, with both ends."""
 

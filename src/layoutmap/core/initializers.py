@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layoutmap.core.blocks import Index
 
-__all__ = ["Initializer", "Program"]
-
 
 @dataclass(frozen=True, slots=True)
 class Program:

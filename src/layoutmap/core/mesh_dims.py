@@ -13,14 +13,6 @@ from layoutmap.core import tf_format
 from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
 from layoutmap.core.errors import MeshError, brief
 
-__all__ = [
-    "UNSHARDED",
-    "MeshDimension",
-    "check_dims",
-    "fill_in_size",
-    "parse_mesh_dims",
-]
-
 UNSHARDED = "unsharded"
 """The sharding spec of an axis that is not sharded: every device holds all of it."""
 
@@ -122,7 +114,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
         if not dim.name:
             why, fix = "a dim is referred to by its name", 'name it, as in ("model", 4)'
         elif dim.name in seen:
-            why = "a layout could not say which of the two dims of that name it means"
+            why = "a layout could not tell the two dims of that name apart"
             fix = f"rename one of them, to {dim.name + '_2'!r} for instance"
         elif dim.name in (UNSHARDED, tf_format.MATCH):
             why, fix = f"{dim.name!r} is a word of layouts, not a dim", "use another name"

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Unsupported"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:

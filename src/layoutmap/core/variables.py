@@ -15,17 +15,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match
 from layoutmap.core.uneven import Axes
 
-__all__ = [
-    "Assignment",
-    "Kind",
-    "Use",
-    "VariableSpec",
-    "distinct",
-    "full_names",
-    "has_several_models",
-    "itemsize",
-]
-
 
 class Kind(StrEnum):
     """What a variable is for, which decides how it gets its layout.

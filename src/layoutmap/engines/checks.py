@@ -19,21 +19,6 @@ if TYPE_CHECKING:
 
     NumpyArray = npt.NDArray[Any]
 
-__all__ = [
-    "bound",
-    "check_initial_value",
-    "check_initializers",
-    "check_one_result",
-    "check_shard",
-    "checked_reader",
-    "device_names_of",
-    "no_devices",
-    "no_element_type",
-    "no_numbers",
-    "processes_differ",
-    "remember",
-]
-
 Value = TypeVar("Value")
 
 _MAX_REMEMBERED = 512

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     NumpyArray: TypeAlias = npt.NDArray[np.generic]
 
-__all__ = ["Array", "Engine"]
-
 Array = Any
 """An array of the engine's framework."""
 

@@ -12,8 +12,6 @@ from layoutmap.core.text_table import html_table, size
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["Change", "PlanDiff", "diff_plans"]
-
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -36,8 +36,6 @@ from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsi
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["FORMAT", "VERSION", "fingerprint", "plan_from_json", "plan_to_json"]
-
 FORMAT = "layoutmap plan"
 VERSION = 1
 _OTHERWISE = Match("", None).otherwise

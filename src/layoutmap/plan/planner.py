@@ -23,8 +23,6 @@ from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.rules.rules import Rules
 
-__all__ = ["make_table"]
-
 _MOST_COMPARISONS = 20_000  # for near misses of each sort: a second; nobody reads those of more
 _MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)

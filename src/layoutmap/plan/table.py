@@ -18,8 +18,6 @@ from layoutmap.core.variables import Assignment
 from layoutmap.plan.problems import Problem, group_problems, in_order
 from layoutmap.rules.near_misses import nearest
 
-__all__ = ["PlanTable"]
-
 _SHOWN_IN_FULL = 10
 
 

@@ -12,8 +12,6 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.text import shape_text
 
-__all__ = ["explain_text"]
-
 
 def explain_text(plan: PlanTable, path: str) -> str:
     """What won, what else matches, what was found wrong, and what to type.

@@ -12,8 +12,6 @@ from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["Row", "plan_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:

@@ -14,17 +14,6 @@ from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.rows import Row, plan_rows
 
-__all__ = [
-    "ACTIVATION_COLUMNS",
-    "COLUMNS",
-    "activation_cells",
-    "plan_line",
-    "plan_text",
-    "row_cells",
-    "shape_text",
-    "warning_text",
-]
-
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
 _RIGHT = {"times", "bytes", "per device"}

@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-__all__ = ["doubling_text"]
-
 # Only a repeat of a group can hold another repeat or an alternative.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _MOST_POSITIONS = 200

@@ -25,8 +25,6 @@ from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
-__all__ = ["Scope"]
-
 
 class Scope:
     """An open or finished scope: its plan, and what it offers its adapter.

@@ -11,8 +11,6 @@ from layoutmap.core.mesh_devices import device_names
 from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
 from layoutmap.engines import ENGINES, get_engine
 
-__all__ = ["create_mesh", "default_engine_name", "devices"]
-
 
 def create_mesh(
     mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],

@@ -16,8 +16,6 @@ from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
 from layoutmap.scope.context import Scope
 from layoutmap.scope.scope import apply, build, plan, scope
 
-__all__ = ["LayoutMap"]
-
 
 class LayoutMap(RuleSet):
     """A dict from regex over a variable's path to a layout.

@@ -24,8 +24,6 @@ from layoutmap.core.errors import ParityError
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
 
-__all__ = ["ParityReport", "ParityRow", "check_parity"]
-
 _EPSILON = 1e-7  # of float32
 _ROUNDING = 1e3  # a gradient is no rounding if it is so many times as large
 

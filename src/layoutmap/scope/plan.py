@@ -15,8 +15,6 @@ from layoutmap.report.explain import explain_text
 from layoutmap.report.html import plan_html
 from layoutmap.report.text import plan_line, plan_text
 
-__all__ = ["Plan", "make_plan"]
-
 # What reads and writes JSON and pages is imported late: it takes as long to load as a third of all the rest.
 
 P = ParamSpec("P")

@@ -11,21 +11,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from layoutmap.adapters import (
-    Adapter,
-    adapter_of_model,
-    get_adapter,
-    imported_adapter,
-    others_refused,
-)
+from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
 from layoutmap.core.errors import EngineError, ScopeError, listed
 from layoutmap.engines import get_engine
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
-
-__all__ = ["apply", "build", "layout_map_scope", "plan", "scope"]
 
 
 @contextmanager

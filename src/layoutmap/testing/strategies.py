@@ -33,12 +33,7 @@ _MOST_DEVICES = 64  # enough for every kind of layout, and quick to go through
 
 @st.composite
 def meshes(
-    draw: st.DrawFn,
-    *,
-    min_dims: int = 1,
-    max_dims: int = 4,
-    max_size: int = 8,
-    devices: str | None = "any",
+    draw: st.DrawFn, *, min_dims: int = 1, max_dims: int = 4, max_size: int = 8, devices: str | None = "any"
 ) -> Mesh:
     """Meshes of at most 64 devices.
 
@@ -69,12 +64,7 @@ def meshes(
 
 @st.composite
 def layouts(
-    draw: st.DrawFn,
-    mesh: Mesh | None = None,
-    *,
-    min_rank: int = 0,
-    max_rank: int = 5,
-    tuples: bool = True,
+    draw: st.DrawFn, mesh: Mesh | None = None, *, min_rank: int = 0, max_rank: int = 5, tuples: bool = True
 ) -> Layout:
     """Layouts, each mesh dim used at most once.
 

@@ -19,14 +19,7 @@ from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.forward import is_planned
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
-from layoutmap.adapters.torch.training import (
-    arrays_of,
-    call,
-    loss_of,
-    optimizer_of,
-    train_with,
-    training_of,
-)
+from layoutmap.adapters.torch.training import arrays_of, call, loss_of, optimizer_of, train_with, training_of
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes

@@ -18,8 +18,6 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled, whole
 from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
 
-__all__ = ["map_tensors", "on_mesh", "plain", "summed_up", "tensors_in"]
-
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors in nested containers and dataclasses, in order."""

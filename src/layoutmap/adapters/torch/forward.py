@@ -29,8 +29,6 @@ from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
 from layoutmap.engines.torch.private import plainly
 
-__all__ = ["Forward", "forward_of", "is_planned"]
-
 _ATTRIBUTE = "forward"
 _CHECKED_CALLS = 8  # how often what a module is given is compared between processes
 

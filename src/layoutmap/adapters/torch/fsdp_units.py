@@ -23,8 +23,6 @@ from layoutmap.engines.torch.fsdp import can_gather, gather_over
 from layoutmap.engines.torch.fsdp_saved import regathered
 from layoutmap.engines.torch.private import members_of_module, plainly, version_of
 
-__all__ = ["Gathering", "gathered", "weights_to_gather"]
-
 
 class Weight:
     """A parameter that is gathered when it computes.

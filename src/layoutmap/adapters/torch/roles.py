@@ -11,8 +11,6 @@ import torch
 from layoutmap.adapters.torch.paths import Found
 from layoutmap.core.variables import Use
 
-__all__ = ["head_sizes", "use_of"]
-
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """What attention modules of transformers call the size of a head."""
 

@@ -35,12 +35,7 @@ from layoutmap.adapters.torch.paths import (
     roots_of,
 )
 from layoutmap.adapters.torch.roles import head_sizes, use_of
-from layoutmap.adapters.torch.swap import (
-    carry_over,
-    put,
-    replace_in_module,
-    replace_in_optimizer,
-)
+from layoutmap.adapters.torch.swap import carry_over, put, replace_in_module, replace_in_optimizer
 from layoutmap.adapters.torch.unsupported import unsupported_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.current import current, entered, is_entered
@@ -51,8 +46,6 @@ from layoutmap.core.patches import Closing
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines.torch.deferred_init.tape import Tape
 from layoutmap.engines.torch.private import FakeTensor
-
-__all__ = ["TorchSession"]
 
 _ONLY_A_PLAN = "only a plan, it has no values"
 _FAILED = "its scope failed, so it has no values"
@@ -299,10 +292,7 @@ class TorchSession:
         return new
 
     def _replace_references(
-        self,
-        roots: Sequence[torch.nn.Module],
-        replaced: dict[int, Any],
-        layouts: Mapping[int, Layout],
+        self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
     ) -> None:
         kept: dict[int, Any] = {}  # while ids stand for the tensors
 

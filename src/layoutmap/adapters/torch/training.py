@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.torch.boundary import plain, tensors_in
 from layoutmap.core.errors import ScopeError
 
-__all__ = ["Training", "call", "train_with", "training_of"]
-
 Model = TypeVar("Model", bound=torch.nn.Module)
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]

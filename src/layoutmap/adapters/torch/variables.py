@@ -12,8 +12,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.private import FakeTensor
 
-__all__ = ["Variable"]
-
 
 @dataclass(frozen=True, slots=True)
 class Variable:

@@ -16,8 +16,6 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.jax.devices import Device
 
-__all__ = ["canonical", "dtype_of", "from_blocks", "ready", "shards_of"]
-
 NumpyArray = npt.NDArray[Any]
 
 
@@ -55,10 +53,7 @@ def canonical(values: NumpyArray) -> NumpyArray:
 
 
 def from_blocks(
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    sharding: NamedSharding,
-    read: Callable[[Index], NumpyArray],
+    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding, read: Callable[[Index], NumpyArray]
 ) -> jax.Array:
     """An array made from blocks, each read once."""
     holders: dict[Ends, list[Device]] = {}

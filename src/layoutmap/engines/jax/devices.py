@@ -14,15 +14,6 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 
-__all__ = [
-    "Device",
-    "bound_devices",
-    "bound_mesh",
-    "device_names",
-    "mesh_on",
-    "named_sharding",
-]
-
 Device = Any
 _MAX_NATIVES = 4096
 

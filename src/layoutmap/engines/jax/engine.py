@@ -44,8 +44,6 @@ from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, why_global
 
-__all__ = ["JaxEngine", "engine"]
-
 NumpyArray = npt.NDArray[Any]
 
 

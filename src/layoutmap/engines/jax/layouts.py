@@ -12,8 +12,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.jax.devices import mesh_on, named_sharding
 
-__all__ = ["ArrayLayouts"]
-
 
 class ArrayLayouts:
     """Knows the layout of each array.

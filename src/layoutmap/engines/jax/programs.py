@@ -21,8 +21,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["ShardedProgram", "trace", "why_global"]
-
 _MAX_CONSTANT_SIZE = 1024
 
 _MOVES = """

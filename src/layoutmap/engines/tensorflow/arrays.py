@@ -24,23 +24,6 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.tensorflow.devices import native_layout, to_mesh
 
-__all__ = [
-    "canonical",
-    "check_dtype",
-    "check_placed",
-    "default_mesh_lock",
-    "from_blocks",
-    "layout_of",
-    "move",
-    "native_of",
-    "note",
-    "relayout_in_trace",
-    "run_on",
-    "shards_of",
-    "tensor_of",
-    "to_numpy",
-]
-
 NumpyArray = npt.NDArray[Any]
 dtensor: Any = tf.experimental.dtensor
 

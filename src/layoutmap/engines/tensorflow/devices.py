@@ -18,8 +18,6 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 
-__all__ = ["bound_mesh", "device_names", "native_layout", "native_mesh", "native_specs", "to_mesh"]
-
 dtensor: Any = tf.experimental.dtensor
 
 _MAX_NATIVES = 4096

@@ -52,8 +52,6 @@ from layoutmap.engines.tensorflow.programs import PieceProgram, trace
 from layoutmap.engines.tensorflow.selfcheck import check_training
 from layoutmap.engines.tensorflow.variable import DVariable
 
-__all__ = ["TensorFlowEngine", "engine"]
-
 NumpyArray = npt.NDArray[Any]
 dtensor: Any = tf.experimental.dtensor
 

@@ -24,8 +24,6 @@ import tensorflow as tf
 
 from layoutmap.core.blocks import Ends, Index, block_shape, ends_of
 
-__all__ = ["PieceProgram", "trace"]
-
 NumpyArray = npt.NDArray[Any]
 
 _PIECE_BYTES = 16 << 20

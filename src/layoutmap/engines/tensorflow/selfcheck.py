@@ -16,8 +16,6 @@ import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
 
-__all__ = ["SETTING", "check_training"]
-
 dtensor: Any = tf.experimental.dtensor
 
 SETTING = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"

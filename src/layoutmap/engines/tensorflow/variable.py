@@ -26,8 +26,6 @@ from layoutmap.engines.tensorflow.arrays import (
 from layoutmap.engines.tensorflow.devices import native_layout
 from layoutmap.engines.tensorflow.selfcheck import check_training
 
-__all__ = ["DVariable"]
-
 dtensor: Any = tf.experimental.dtensor
 
 

@@ -29,25 +29,7 @@ from layoutmap.engines.torch.devices import (
     layout_of_placements,
     placements_of,
 )
-from layoutmap.engines.torch.private import (
-    local_of,
-)
-
-__all__ = [
-    "canonical",
-    "check_placed",
-    "shard",
-    "from_blocks",
-    "layout_of",
-    "move",
-    "mark",
-    "native_of",
-    "shards_of",
-    "to_numpy",
-    "to_torch",
-    "torch_dtype",
-    "gather",
-]
+from layoutmap.engines.torch.private import local_of
 
 NumpyArray = npt.NDArray[Any]
 

@@ -25,21 +25,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import (
-    ShardOrderEntry,
-    order_of_placements,
-    placements_of_order,
-)
-
-__all__ = [
-    "bound_mesh",
-    "check_order",
-    "device_mesh",
-    "device_names",
-    "device_of",
-    "layout_of_placements",
-    "placements_of",
-]
+from layoutmap.engines.torch.private import ShardOrderEntry, order_of_placements, placements_of_order
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)

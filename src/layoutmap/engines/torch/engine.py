@@ -29,12 +29,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.checks import (
-    check_initial_value,
-    check_initializers,
-    check_one_result,
-    check_shard,
-)
+from layoutmap.engines.checks import check_initial_value, check_initializers, check_one_result, check_shard
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
     canonical,
@@ -64,8 +59,6 @@ from layoutmap.engines.torch.processes import (
     gathered,
     random_state,
 )
-
-__all__ = ["TorchEngine", "engine"]
 
 NumpyArray = npt.NDArray[Any]
 

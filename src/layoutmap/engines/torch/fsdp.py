@@ -15,14 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from layoutmap.engines.torch.private import (
-    DTensorSpec,
-    dtensor,
-    local_of,
-    spec_of,
-)
-
-__all__ = ["can_gather", "gather_over"]
+from layoutmap.engines.torch.private import DTensorSpec, dtensor, local_of, spec_of
 
 
 def can_gather(tensor: Any, mesh_dim: int) -> bool:

@@ -16,16 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import (
-    dtensor,
-    has_saving_hooks,
-    local_of,
-    plainly,
-    spec_of,
-    storage_key,
-)
-
-__all__ = ["regathered"]
+from layoutmap.engines.torch.private import dtensor, has_saving_hooks, local_of, plainly, spec_of, storage_key
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from torch.utils.hooks import unserializable_hook
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.private import at_end_of_backward, backward_pass, plainly
 
-__all__ = ["Gradients", "finalize_gradients"]
-
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
 

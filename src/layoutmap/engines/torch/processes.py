@@ -16,9 +16,6 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.torch import simulation
 
-__all__ = ["check_equal_everywhere", "common_seeds", "gathered", "random_state"]
-
-
 NumpyArray = npt.NDArray[Any]
 
 

@@ -26,8 +26,6 @@ from layoutmap.plan.lint.weights import Linted
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["Findings", "lint_plan"]
-
 _NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 
 

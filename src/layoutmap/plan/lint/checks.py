@@ -12,8 +12,6 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.weights import Linted, Weight, rule_of, takes_heads
 from layoutmap.plan.problems import Problem
 
-__all__ = ["CHECKS"]
-
 _LEAST_SHARE = 0.05  # of what a device holds in weights: a smaller table is no matter
 
 
@@ -278,10 +276,7 @@ def _otherwise(a: Assignment, path: str, kernel: Assignment, name: str) -> Probl
         "warning",
         path,
         f"{path}: is sharded differently from {name}, with which it is used",
-        (
-            ("layout", f"{a.layout}{rule_of(a)}"),
-            (name, f"{kernel.layout}{rule_of(kernel)}"),
-        ),
+        (("layout", f"{a.layout}{rule_of(a)}"), (name, f"{kernel.layout}{rule_of(kernel)}")),
         "a device has other parts of it than of what it is added to or multiplied with: it is moved in each step",
         "shard it as those axes of the kernel are, or replicate it",
     )

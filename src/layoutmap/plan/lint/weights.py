@@ -12,8 +12,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, Use
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["Linted", "Weight", "rule_of", "takes_heads"]
-
 # What layers are called that make queries, keys and values, and those that take the heads in again.
 _PARTS = {
     part: re.compile(rf"(.*_)?({part[0]}|{part})(_(dense|proj|projector|projection))?")

@@ -18,8 +18,6 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import activation_cells
 
-__all__ = ["page_data"]
-
 NO_RULE, NOT_ASKED = -1, -2
 
 

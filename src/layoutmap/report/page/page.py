@@ -17,8 +17,6 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.report.page.data import page_data
 from layoutmap.report.text import plan_line
 
-__all__ = ["plan_page"]
-
 # In the order in which they build on each other; they share one scope, which nothing outside can reach.
 _SCRIPTS = (
     "slices.js",

@@ -42,8 +42,6 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, 
 from layoutmap.engines.torch.deferred_init.streams import PIECE, Stream, random_fill_of
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 
-__all__ = ["History", "NeedsAll"]
-
 aten = torch.ops.aten
 _LONGEST_ROW = 64
 _MOST_APART = 16

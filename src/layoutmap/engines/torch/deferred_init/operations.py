@@ -14,8 +14,6 @@ import torch
 from layoutmap.engines.torch.deferred_init.steps import Step
 from layoutmap.engines.torch.private import overload_name
 
-__all__ = ["COPIES", "FILLED", "FILLED_WITH", "OVERWRITING", "ROWS", "is_local", "is_pointwise"]
-
 aten = torch.ops.aten
 
 FILLED: dict[Any, int] = {

@@ -15,8 +15,6 @@ from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.streams import pieces
 from layoutmap.engines.torch.deferred_init.tiles import columns_of, tile_of
 
-__all__ = ["Part", "by_tiles", "in_order"]
-
 
 class Part(NamedTuple):
     """Some of the values of a run that go to one block.

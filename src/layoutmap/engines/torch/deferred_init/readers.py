@@ -18,24 +18,6 @@ from layoutmap.engines.torch.deferred_init.steps import Geometry
 from layoutmap.engines.torch.deferred_init.streams import Stream
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 
-__all__ = [
-    "Computed",
-    "Drawn",
-    "Filled",
-    "Fixed",
-    "GridPatch",
-    "Joined",
-    "Patch",
-    "Patched",
-    "Picked",
-    "PlacesPatch",
-    "Reader",
-    "Rows",
-    "RunPatch",
-    "Shifted",
-    "boxes",
-]
-
 
 class Reader:
     """A run of values; subclasses say how they are computed."""

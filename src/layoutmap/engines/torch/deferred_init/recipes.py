@@ -17,8 +17,6 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, 
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.private import tree_map
 
-__all__ = ["Recipe"]
-
 
 class Recipe:
     """How to compute the values of one tensor, bit for bit those of a plain program.

@@ -19,8 +19,6 @@ from layoutmap.engines.torch.deferred_init.streams import random_fill_of, with_g
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 from layoutmap.engines.torch.private import argument_names, tree_leaves, tree_map
 
-__all__ = ["call", "needed", "replay"]
-
 
 def _overwrites(step: Step, memory: Memory) -> bool:
     """Whether nothing of what a memory held before is left after a step that changes it."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ApartError", "Run"]
-
 
 class ApartError(Exception):
     """The elements that were asked for cannot be computed as they are asked for; the global tensor must be."""

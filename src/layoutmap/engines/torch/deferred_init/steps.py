@@ -16,8 +16,6 @@ import torch
 
 from layoutmap.engines.torch.private import tree_leaves
 
-__all__ = ["Constant", "Memory", "Step", "View"]
-
 
 @dataclass(slots=True, eq=False)
 class Memory:

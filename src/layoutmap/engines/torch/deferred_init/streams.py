@@ -21,8 +21,6 @@ from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Step, View
 from layoutmap.engines.torch.private import argument_names, overload_name
 
-__all__ = ["PIECE", "RandomFill", "Stream", "random_fill_of", "pieces", "with_generator"]
-
 PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""
 

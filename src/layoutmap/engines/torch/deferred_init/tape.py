@@ -39,8 +39,6 @@ from layoutmap.engines.torch.private import (
     tree_map,
 )
 
-__all__ = ["Tape", "trace"]
-
 SMALLEST = 4096
 _SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until something changes them
 

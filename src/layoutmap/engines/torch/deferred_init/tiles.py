@@ -16,8 +16,6 @@ import torch
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.streams import RandomFill
 
-__all__ = ["Tiled", "columns_of", "tile_of"]
-
 TILE = 256
 _NARROW = 64
 
