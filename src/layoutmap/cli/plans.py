@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters import imported_adapter
+from layoutmap.adapters import ADAPTERS, imported_adapter
 from layoutmap.cli.models import add_preset_options, known_model, make_of, preset_of
 from layoutmap.cli.output import say
 from layoutmap.cli.users_code import function_named, names_of, users_code
@@ -69,7 +69,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--library",
-        choices=("keras", "torch"),
+        choices=tuple(ADAPTERS),
         help="the library of the model, if none or several are imported",
     )
 

@@ -1,10 +1,10 @@
 """Lint of a plan: layouts that can be made and are probably not meant, each with its evidence and a fix.
 
-    "sum over the batch dim"       an axis that is summed over is sharded over the dim of the batch
+    "sum over the batch dim" an axis that is summed over is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
     "query, key, value"      the three of an attention layer are not sharded alike
     "heads"                  sharding splits a head of attention
-    "replicated table"            a table of embeddings is replicated while the rest is sharded
+    "replicated table"       a table of embeddings is replicated while the rest is sharded
     "contradicts its kernel" a bias, or the scale of a quantized weight, is sharded differently from its kernel
     "unused dim"             nothing is sharded over a dim of the mesh
 
