@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from layoutmap.core.blocks import Index, assemble
+from layoutmap.core.blocks import Ends, assemble, ends_of
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, as_layout
 from layoutmap.core.mesh import Mesh, as_mesh
@@ -24,7 +24,6 @@ from layoutmap.scope.devices import default_engine_name
 __all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "run_on", "unpack"]
 
 NumpyArray = npt.NDArray[Any]
-Ends = tuple[tuple[int, int], ...]
 
 
 def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -> Any:
@@ -91,7 +90,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     shape = tuple(n * count for n, count in zip(first.shape, layout.shard_counts, strict=True))
     parts: dict[Ends, tuple[int, NumpyArray]] = {}
     for i, (place, component) in enumerate(zip(places, components, strict=True)):
-        number, same = parts.setdefault(_ends(layout.shard_slices(shape, place)), (i, component))
+        number, same = parts.setdefault(ends_of(layout.shard_slices(shape, place)), (i, component))
         if same.tobytes() != component.tobytes() and first.size:
             raise LayoutError(
                 f"pack: components {number} and {i} differ, and are the same shard",
@@ -100,7 +99,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
                 fix=f"pass component {number} again as component {i}, or shard an axis over a further mesh dim",
             )
     variable = VariableSpec("pack", shape, str(first.dtype))
-    return held_by.from_shards(Assignment(variable, layout), lambda index: parts[_ends(index)][1])
+    return held_by.from_shards(Assignment(variable, layout), lambda index: parts[ends_of(index)][1])
 
 
 def unpack(tensor: Any) -> list[NumpyArray]:
@@ -127,10 +126,10 @@ def unpack(tensor: Any) -> list[NumpyArray]:
     """
     layout = fetch_layout(tensor)
     held_by = engine_of_array(tensor)
-    shards = {_ends(index): values for index, values in held_by.to_shards(tensor)}
+    shards = {ends_of(index): values for index, values in held_by.to_shards(tensor)}
     shape = tuple(tensor.shape)
     return [
-        shards[_ends(layout.shard_slices(shape, place))]
+        shards[ends_of(layout.shard_slices(shape, place))]
         for place in held_by.bind(layout.mesh).local_device_ids
     ]
 
@@ -305,7 +304,3 @@ def _values(tensor: Any) -> NumpyArray:
         return np.asarray(tensor)
     shards = list(engine_of_array(tensor).to_shards(tensor))
     return assemble(shards, tuple(tensor.shape), shards[0][1].dtype)
-
-
-def _ends(index: Index) -> Ends:
-    return tuple((part.start, part.stop) for part in index)

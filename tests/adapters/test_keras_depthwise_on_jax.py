@@ -89,7 +89,7 @@ def test_the_fix_runs():
 
 @pytest.mark.long
 def test_xla_still_ends_the_process():
-    """Where this fails, XLA is fixed: delete `ports/jax_limits.py`, `Unsupported.device_type` and this file."""
+    """Where this fails, XLA is fixed: delete `backends/jax_unsupported.py`, `Unsupported.device_type` and this file."""
     flags = "--xla_force_host_platform_device_count=8"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     run = subprocess.run(

@@ -94,12 +94,12 @@ def work(
     def drawn(function: Callable[[Any], Any], name: str) -> Initializer:
         """A draw with another seed in each process: that of process 0 counts."""
         seed = framework.seed(number)
-        return Initializer(whole=lambda: function(seed), program=Program(name, seed, function))
+        return Initializer(global_value=lambda: function(seed), program=Program(name, seed, function))
 
     draws = {
         **dict.fromkeys(layouts, drawn(framework.normal, "normal")),
         "summed": drawn(framework.summed, "summed"),
-        "whole": Initializer(whole=lambda: values),
+        "whole": Initializer(global_value=lambda: values),
     }
     assignments = {
         key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key, layout in layouts.items()
@@ -152,7 +152,7 @@ def work(
         "other_values": refusal(
             lambda: engine.create(
                 {"other": assignments["summed"]},
-                {"other": Initializer(whole=lambda: np.full(SHAPE, number, np.float32))},
+                {"other": Initializer(global_value=lambda: np.full(SHAPE, number, np.float32))},
             )
         ),
         "gathered": engine.all_gather(np.array([number, 2.5]), mesh).tolist(),

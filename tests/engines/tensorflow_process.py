@@ -54,7 +54,7 @@ def other_numbers(number, with_programs):
     layout = lm.Layout(["x", None], lm.Mesh(None, "x=8"))
     keys = ["first", "second"][: 1 + number]
     program = Program("normal", seed_of(0), normal) if with_programs else None
-    draw = Initializer(whole=lambda: np.zeros(SHAPE, np.float32), program=program)
+    draw = Initializer(global_value=lambda: np.zeros(SHAPE, np.float32), program=program)
     assignments = {key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key in keys}
     return refusal(lambda: engine().create(assignments, dict.fromkeys(keys, draw)))
 

@@ -31,7 +31,9 @@ def random_draw(shape, dtype, seed):
     def function(seed):
         return normal(seed, shape, dtype)
 
-    return Initializer(whole=lambda: function(key), program=Program(("normal", shape, dtype), key, function))
+    return Initializer(
+        global_value=lambda: function(key), program=Program(("normal", shape, dtype), key, function)
+    )
 
 
 class TestJaxEngine(EngineContract):
@@ -73,7 +75,7 @@ def counted(shape, traced):
             return normal(seed, shape, "float32")
 
         program = Program(("counted", shape), key_of(seed), function)
-        return Initializer(whole=lambda: normal(key_of(seed), shape, "float32"), program=program)
+        return Initializer(global_value=lambda: normal(key_of(seed), shape, "float32"), program=program)
 
     return draw
 
@@ -99,7 +101,7 @@ def test_programs_have_the_bits_of_the_plain_draw(rows, columns, dims, specs, dt
     """For any shape and layout, a program in shards has the bits of the same operations on one device."""
     shape = (8 * rows, 8 * columns)
     draw = random_draw(shape, dtype, seed=rows)
-    expected = np.asarray(draw.whole())
+    expected = np.asarray(draw.global_value())
     made = created({"w": draw}, layout_on(dims, *specs), shape, dtype)["w"]
 
     assert_same_bits(expected, np.asarray(made))
@@ -165,12 +167,12 @@ def test_other_layouts_are_other_programs():
 def test_what_would_change_when_cut_is_drawn_whole(name, function):
     """A program that adds elements up is drawn whole, says why, and has the plain draw's bits."""
     seed = key_of(3)
-    draw = Initializer(whole=lambda: function(seed), program=Program((name, 16), seed, function))
+    draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))
     made = created({"w": draw}, layout_on("x=2,y=4", ("y", "x"), None), (16, 16))["w"]
 
     if name != "constant array":
         assert name in reason(draw)
-    assert_same_bits(np.asarray(draw.whole()), np.asarray(made))
+    assert_same_bits(np.asarray(draw.global_value()), np.asarray(made))
 
 
 @pytest.mark.parametrize(
@@ -188,11 +190,11 @@ def test_what_would_change_when_cut_is_drawn_whole(name, function):
 def test_what_does_not_change_when_cut_is_drawn_in_shards(name, function):
     """Moves, whole numbers and work on single elements are done in shards, with the plain draw's bits."""
     seed = key_of(4)
-    draw = Initializer(whole=lambda: function(seed), program=Program((name, 16), seed, function))
+    draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))
     made = created({"w": draw}, layout_on("x=2,y=4", ("y", "x"), None), (16, 16))["w"]
 
     assert "" == reason(draw)
-    assert_same_bits(np.asarray(draw.whole()), np.asarray(made))
+    assert_same_bits(np.asarray(draw.global_value()), np.asarray(made))
 
 
 def test_typed_keys_are_seeds_too():
@@ -202,10 +204,10 @@ def test_typed_keys_are_seeds_too():
     def function(seed):
         return jax.random.normal(seed["key"], (8, 8)) * seed["scale"]
 
-    draw = Initializer(whole=lambda: function(seed), program=Program("typed", seed, function))
+    draw = Initializer(global_value=lambda: function(seed), program=Program("typed", seed, function))
     made = created({"w": draw}, layout_on("x=2", "x", None), (8, 8))["w"]
 
-    assert_same_bits(np.asarray(draw.whole()), np.asarray(made))
+    assert_same_bits(np.asarray(draw.global_value()), np.asarray(made))
 
 
 def test_arrays_are_made_while_jax_traces():
@@ -219,7 +221,7 @@ def test_arrays_are_made_while_jax_traces():
 
     step(np.zeros((8, 8), np.float32))
 
-    assert_same_bits(np.asarray(random_draw((8, 8), "float32", 6).whole()), np.asarray(made["w"]))
+    assert_same_bits(np.asarray(random_draw((8, 8), "float32", 6).global_value()), np.asarray(made["w"]))
 
 
 def test_a_tracer_is_relaid_out():
@@ -245,7 +247,7 @@ def test_independent_relayouts_do_not_wait_for_each_other():
 def test_numbers_of_64_bits_are_refused_by_name():
     """A variable of 64 bits is refused by its path while JAX would make it one of 32."""
     with pytest.raises(EngineError, match=r"w: JAX would hold float64 as float32"):
-        created({"w": Initializer(whole=lambda: np.zeros(4))}, layout_on("x=2", "x"), (4,), "float64")
+        created({"w": Initializer(global_value=lambda: np.zeros(4))}, layout_on("x=2", "x"), (4,), "float64")
 
 
 def test_natives_are_made_once():

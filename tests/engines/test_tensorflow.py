@@ -31,7 +31,7 @@ def key_of(seed):
 def drawn_by(name, function, seed=1):
     """A draw by a program; its whole value is made by the plain function, operation by operation."""
     key = key_of(seed)
-    return Initializer(whole=lambda: function(key), program=Program(name, key, function))
+    return Initializer(global_value=lambda: function(key), program=Program(name, key, function))
 
 
 def random_draw(shape, dtype, seed):
@@ -114,7 +114,7 @@ def test_a_draw_in_pieces_has_the_bits_of_the_whole(source, dtype, monkeypatch):
             return tf.sqrt(tf.cast(0.3, dtype)) * drawn / tf.cast(1.7, dtype) - tf.cast(0.013, dtype)
 
         draw = drawn_by(("scaled", source, shape, dtype), function, seed=len(shape))
-        expected = draw.whole().numpy()
+        expected = draw.global_value().numpy()
         for piece_bytes in (16 << 20, 1, 100):
             monkeypatch.setattr(programs, "_PIECE_BYTES", piece_bytes)
             made = created(draw, layout_on(dims, *specs), shape, dtype)
@@ -155,7 +155,9 @@ def test_a_counter_runs_over_into_its_upper_half():
     draw = drawn_by("far", function)
 
     assert "" == reason(draw)
-    assert_same_bits(draw.whole().numpy(), engine().to_numpy(created(draw, layout_on("x=8", "x"), (64,))))
+    assert_same_bits(
+        draw.global_value().numpy(), engine().to_numpy(created(draw, layout_on("x=8", "x"), (64,)))
+    )
 
 
 @pytest.mark.parametrize("specs", [("x", None), (None, "x"), ("x", "y"), (None, None)])
@@ -175,7 +177,7 @@ def test_no_piece_is_larger_than_was_asked_for(specs, monkeypatch):
 
     assert {50, 100, 150} >= set(asked)
     assert 64 * 50 == sum(asked)
-    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made))
+    assert_same_bits(draw.global_value().numpy(), engine().to_numpy(made))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_what_does_not_change_when_cut_is_drawn_in_pieces(name, function):
     made = created(draw, layout_on("x=2,y=4", "y", "x"), (48, 48))
 
     assert "" == reason(draw)
-    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made))
+    assert_same_bits(draw.global_value().numpy(), engine().to_numpy(made))
 
 
 def normal(seed):
@@ -243,7 +245,7 @@ def test_what_would_change_when_cut_is_drawn_whole(why, function):
     made = created(draw, layout_on("x=2,y=4", "y", "x"), (48, 48))
 
     assert re.search(why, reason(draw))
-    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made))
+    assert_same_bits(draw.global_value().numpy(), engine().to_numpy(made))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_an_array_that_a_program_is_not_given_is_noticed(why, scale):
     made = created(draw, layout_on("x=2", "x", None), (48, 48))
 
     assert why in reason(draw)
-    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made))
+    assert_same_bits(draw.global_value().numpy(), engine().to_numpy(made))
 
 
 def test_a_seed_may_be_a_nest():
@@ -270,7 +272,7 @@ def test_a_seed_may_be_a_nest():
     made, expected = [], []
     for number in (1, 2):
         seed = {"key": key_of(number), "scale": tf.constant(0.1 * number)}
-        draw = Initializer(whole=lambda: np.zeros(0), program=Program("nest", seed, function))
+        draw = Initializer(global_value=lambda: np.zeros(0), program=Program("nest", seed, function))
         made.append(created(draw, layout_on("x=2", "x", None), (8, 8)))
         expected.append(tf.random.stateless_normal((8, 8), seed["key"]) * seed["scale"])
 
@@ -291,7 +293,7 @@ def test_arrays_are_made_while_tensorflow_traces():
 
     step(tf.ones(()))
 
-    assert_same_bits(draw.whole().numpy(), engine().to_numpy(made["w"]))
+    assert_same_bits(draw.global_value().numpy(), engine().to_numpy(made["w"]))
 
 
 # -- layouts and meshes
@@ -356,4 +358,4 @@ def test_tensors_that_tensorflow_laid_out_have_a_layout():
 def test_a_variable_is_refused_text():
     """Element types that are no numbers are refused by the variable's path."""
     with pytest.raises(EngineError, match="w: TensorFlow has no element type 'string'"):
-        created(Initializer(whole=lambda: np.zeros(4)), layout_on("x=2", "x"), (4,), "string")
+        created(Initializer(global_value=lambda: np.zeros(4)), layout_on("x=2", "x"), (4,), "string")

@@ -33,7 +33,7 @@ from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.core.variables import Assignment, VariableSpec
 
 layout = lm.Layout(["x"], lm.Mesh(None, "x=4"))
-zeros = Initializer(whole=lambda: np.zeros(8, np.float32))
+zeros = Initializer(global_value=lambda: np.zeros(8, np.float32))
 made = []
 for make in (
     lambda: lm.DVariable(tf.zeros(8), layout=layout),

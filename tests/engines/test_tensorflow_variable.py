@@ -204,7 +204,7 @@ def test_replicas_do_not_share_memory(compiled):
     program = Program("zeros of replicas", key, lambda seed: tf.zeros(1 << 16))
     drawn = engine().create(
         {"w": Assignment(VariableSpec("w", (1 << 16,), "float32"), layout)},
-        {"w": Initializer(whole=lambda: source, program=program)},
+        {"w": Initializer(global_value=lambda: source, program=program)},
     )["w"]
     for start in (tensor, drawn):
         held, other = lm.DVariable(start), lm.DVariable(start)

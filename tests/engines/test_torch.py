@@ -15,7 +15,7 @@ from layoutmap.testing.engine_contract import EngineContract
 
 
 def drawn_by(name, function, seed=1):
-    return Initializer(whole=lambda: function(seed), program=Program(name, seed, function))
+    return Initializer(global_value=lambda: function(seed), program=Program(name, seed, function))
 
 
 def random_draw(shape, dtype, seed):

@@ -25,7 +25,7 @@ def other_numbers(number, with_programs):
     layout = Layout(["x", None], Mesh(None, {"x": len(engine().devices())}))
     keys = ["first", "second"][: 1 + (number == 1)]
     program = Program("normal", 0, normal) if with_programs else None
-    draw = Initializer(whole=lambda: np.zeros(SHAPE, np.float32), program=program)
+    draw = Initializer(global_value=lambda: np.zeros(SHAPE, np.float32), program=program)
     assignments = {key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key in keys}
     return refusal(lambda: engine().create(assignments, dict.fromkeys(keys, draw)))
 
@@ -36,7 +36,7 @@ def other_states(number):
     layout = Layout(["x", None], Mesh(None, {"x": len(engine().devices())}))
     assignment = Assignment(VariableSpec("w", SHAPE, "float32"), layout)
     draw = Initializer(
-        whole=lambda: torch.rand(SHAPE), blocks=lambda indices: [torch.rand(SHAPE)[i] for i in indices]
+        global_value=lambda: torch.rand(SHAPE), blocks=lambda indices: [torch.rand(SHAPE)[i] for i in indices]
     )
     return refusal(lambda: engine().create({"w": assignment}, {"w": draw}))
 

@@ -77,6 +77,8 @@ def spec(**changes):
             name: draw(values.filter(lambda v, name=name: v != getattr(old.variable, name)))
             for name, values in changes.items()
         }
+        if "shape" in new:  # what is said of each axis is of the old shape
+            new |= {"axes": None, "parent_shape": None, "use": None}
         return [replace(old, variable=replace(old.variable, **new))]
 
     return of_variable(change)

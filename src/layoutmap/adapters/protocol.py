@@ -17,8 +17,6 @@ from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.protocol import Engine
 
-__all__ = ["Adapter", "ScopeContext", "Session"]
-
 
 class ScopeContext(Protocol):
     """What a scope offers to its adapter: the engine, a policy for layouts, and the checks that need the plan."""
@@ -33,7 +31,7 @@ class ScopeContext(Protocol):
     """Whether processes compare the data that they bring, where it must be the same in all of them."""
 
     draws: str
-    """How initial values are drawn: `"exact"`, or one of the adapter's `other_inits`."""
+    """How initial values are computed: `"exact"`, or one of the adapter's `other_inits`."""
 
     policy: LayoutPolicy
     """The layouts of batches, of weights in a computation and of what layers return."""
@@ -47,7 +45,7 @@ class ScopeContext(Protocol):
         self,
         variables: Sequence[VariableSpec],
         global_init: Mapping[tuple[str, str], str],
-        limits: Sequence[Unsupported],
+        unsupported: Sequence[Unsupported],
         complete: bool,
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
@@ -56,8 +54,8 @@ class ScopeContext(Protocol):
 
         Args:
             variables: The variables, in the order of the model; no two with one `key`.
-            global_init: Why the global value of a variable must be made on one device, by its `key`, where it must.
-            limits: What the library's backend cannot do.
+            global_init: Why the global value of a variable must be computed on one device, by its `key`, where it must.
+            unsupported: What the library's backend cannot do.
             complete: Whether these are all variables there will be.
             layers: The paths of all layers, so that rules for activations of none of them are found.
             free_activations: Whether a compiler chooses the layouts of activations without a rule.
@@ -69,7 +67,7 @@ class ScopeContext(Protocol):
         ...
 
     def create(
-        self, assignments: Mapping[str, Assignment], draws: Mapping[str, Initializer]
+        self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
         """Return initial values, each in its layout, by the keys given; all processes of the mesh must ask."""
         ...
@@ -125,7 +123,7 @@ class Adapter(Protocol):
     name: str
 
     other_inits: Sequence[str]
-    """Ways to draw first values that do not give those of the plain model, by name."""
+    """Ways to initialize whose values are not those of the plain model, by name."""
 
     @property
     def engine_name(self) -> str:

@@ -13,8 +13,6 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
 
-__all__ = ["HOW_TO", "OPTIMIZERS", "SHELLS", "completion_script"]
-
 SHELLS = ("bash", "zsh", "fish")
 HOW_TO = """install it, in one of:
   bash    layoutmap completion bash > ~/.local/share/bash-completion/completions/layoutmap

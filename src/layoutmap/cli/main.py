@@ -31,8 +31,6 @@ from layoutmap.engines import ENGINES
 from layoutmap.rules.yaml_file import schema
 from layoutmap.scope.devices import devices
 
-__all__ = ["main"]
-
 WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 
 _EXAMPLES = """examples:
@@ -57,7 +55,7 @@ exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit code."""
+    """Run one command and return the exit code."""
     try:
         try:
             options = _parser().parse_args(arguments)
@@ -85,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(message: object, code: int = CANNOT, *, before: str = "") -> int:
-    with contextlib.suppress(OSError):  # of stderr: then nobody is there to be told
+    with contextlib.suppress(OSError):  # of stderr: then nobody reads it
         say(f"{before}\n\nlayoutmap: {message}" if before else f"layoutmap: {message}", sys.stderr)
     return code
 
@@ -131,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--device-memory",
         metavar="SIZE",
-        type=_nbytes,
+        type=_size_in_bytes,
         help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more',
     )
     plan.add_argument("--strict", action="store_true", help="count warnings as problems")
@@ -288,19 +286,19 @@ def _schema(options: Any) -> int:
 # -- what they need
 
 
-def _nbytes(text: str) -> int:
-    """The bytes of a size that people write; argparse tells what it raises."""
+def _size_in_bytes(text: str) -> int:
+    """Return the bytes of a size that people write; argparse shows what it raises."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", text)
-    nbytes = 0
+    num_bytes = 0
     if found is not None:
         number, prefix, binary = found.groups()
-        nbytes = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
-    if not nbytes:
+        num_bytes = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
+    if not num_bytes:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise argparse.ArgumentTypeError(
             f'{shown!r} is not a size of memory; write a number and a unit (KB to TB, KiB to TiB), as in "80GiB"'
         )
-    return nbytes
+    return num_bytes
 
 
 def _fit(needed: int, there: int) -> str:

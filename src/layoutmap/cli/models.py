@@ -18,8 +18,6 @@ from layoutmap.rules import presets, zoo
 from layoutmap.rules.zoo import PublishedModel
 from layoutmap.scope.layout_map import LayoutMap
 
-__all__ = ["add_preset_options", "known_model", "listing", "make_of", "preset_of", "refuse_unknown"]
-
 
 def add_preset_options(parser: argparse.ArgumentParser) -> None:
     """What says which preset, over which dims, and in which type a published model is planned."""

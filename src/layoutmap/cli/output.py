@@ -13,8 +13,6 @@ from typing import TextIO
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
 
-__all__ = ["check_target", "drop_unwritten", "is_stdout", "say", "write"]
-
 
 def say(text: str, stream: TextIO | None) -> None:
     """Print lines for people: control characters are escaped, and so is what the stream's encoding lacks.

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters import imported_adapter
-from layoutmap.cli.models import (
-    add_preset_options,
-    known_model,
-    make_of,
-    preset_of,
-)
+from layoutmap.adapters import ADAPTERS, imported_adapter
+from layoutmap.cli.models import add_preset_options, known_model, make_of, preset_of
 from layoutmap.cli.output import say
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
@@ -26,8 +21,6 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan as make_plan
-
-__all__ = ["add_model_options", "plan_of", "plans_of"]
 
 _OF_MODELS = (
     "rules",
@@ -76,7 +69,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--library",
-        choices=("keras", "torch"),
+        choices=tuple(ADAPTERS),
         help="the library of the model, if none or several are imported",
     )
 
@@ -207,9 +200,7 @@ def _read_from(path: str) -> Generator[None]:
         yield
     except RecursionError as error:
         raise LayoutMapError(
-            f"{path}: it is nested too deeply",
-            why="no file that this library writes is",
-            fix="write it anew",
+            f"{path}: it is nested too deeply", why="no file that this library writes is", fix="write it anew"
         ) from error
     except LayoutMapError as error:
         raise LayoutMapError(

@@ -1,4 +1,4 @@
-"""The code that a user's model is made with: found, run, and told apart from this library's where it fails."""
+"""The code that a user's model is made with: found and run; where it fails, distinguished from this library's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import sys
 import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from layoutmap.cli.models import refuse_unknown
 from layoutmap.core.errors import LayoutMapError
-
-__all__ = ["UsersCodeError", "function_named", "names_of", "users_code"]
 
 _NOT_THEIRS = (
     str(Path(__file__).parents[1]) + os.sep,
@@ -37,7 +34,7 @@ class UsersCodeError(LayoutMapError):
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THEIRS):
             trace = trace.tb_next
-        self.trace = _told(error, trace)
+        self.trace = "".join(traceback.TracebackException(type(error), error, trace).format()).rstrip()
         super().__init__(
             f"{name} raised {type(error).__name__}",
             why="there is no plan, since the model could not be made",
@@ -134,7 +131,3 @@ def function_named(module_name: str, function_name: str) -> Callable[[], Any]:
     except ValueError:  # nothing is known of what it takes
         pass
     return made
-
-
-def _told(error: BaseException, trace: TracebackType | None) -> str:
-    return "".join(traceback.TracebackException(type(error), error, trace).format()).rstrip()

@@ -9,13 +9,11 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutError, MeshError
 
-__all__ = ["as_axis", "as_int", "as_rank", "as_shape", "as_text", "check_encodable", "kind_of"]
-
 _HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 def kind_of(value: Any) -> str:
-    """What a wrong argument is, with its module where that tells it from a class of this library."""
+    """What a wrong argument is, with its module where that is not this library."""
     if value is None:
         return "None"
     module = type(value).__module__.partition(".")[0]

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from layoutmap.core.errors import LayoutMapError
 
-__all__ = ["Index", "assemble", "block_shape", "intersect", "whole_index", "with_ends"]
-
 Index = tuple[slice, ...]
 """Where a block is: one slice for each axis, with both ends."""
+
+Ends = tuple[tuple[int, int], ...]
+"""An index as a value that has a hash."""
 
 
 def whole_index(shape: Sequence[int]) -> Index:
@@ -59,6 +60,16 @@ def with_ends(index: Sequence[slice], shape: Sequence[int]) -> Index:
 def block_shape(index: Index) -> tuple[int, ...]:
     """The shape of the block at an index."""
     return tuple(operator.index(part.stop) - operator.index(part.start) for part in index)
+
+
+def ends_of(index: Index) -> Ends:
+    """The ends of an index's slices, which can be the key of a dict."""
+    return tuple((part.start, part.stop) for part in index)
+
+
+def within(part: Index, index: Index) -> Index:
+    """A part of a block, counted from where the block begins."""
+    return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))
 
 
 def intersect(a: Index, b: Index) -> Index | None:
@@ -108,9 +119,7 @@ def assemble(
         both = intersect(place, wanted)
         if both is None:
             continue
-        to = tuple(slice(b.start - w.start, b.stop - w.start) for b, w in zip(both, wanted, strict=True))
-        source = tuple(slice(b.start - p.start, b.stop - p.start) for b, p in zip(both, place, strict=True))
-        result[to] = values[source]
+        result[within(both, wanted)] = values[within(both, place)]
         places.append(both)
     if result.size:
         _check_cover(places, wanted, tuple(shape))
@@ -120,23 +129,24 @@ def assemble(
 def _check_cover(places: Sequence[Index], wanted: Index, shape: tuple[int, ...]) -> None:
     """Raise unless the blocks cover each element once.
 
-    To add up their sizes is not enough: a gap and an overlap of one size make up for each other. So the array is cut
-    where any block begins or ends, and the blocks over each of these cells are counted; a grid of n blocks has n cells.
+    To add up their sizes is not enough: a gap and an overlap of one size make up for each other. So the array is
+    split where any block begins or ends, and the blocks over each of these cells are counted; a grid of n blocks has n
+    cells.
     """
-    cuts = [
+    borders = [
         np.unique(
             [w.start, w.stop, *(end for place in places for end in (place[axis].start, place[axis].stop))]
         )
         for axis, w in enumerate(wanted)
     ]
-    count = np.zeros([len(cut) - 1 for cut in cuts], np.intp)
+    count = np.zeros([len(ends) - 1 for ends in borders], np.intp)
     for place in places:
-        cells = (np.searchsorted(cut, (p.start, p.stop)) for cut, p in zip(cuts, place, strict=True))
+        cells = (np.searchsorted(ends, (p.start, p.stop)) for ends, p in zip(borders, place, strict=True))
         count[tuple(slice(start, stop) for start, stop in cells)] += 1
     wrong = np.argwhere(count != 1)
     if len(wrong):
         times = int(count[tuple(wrong[0])])
-        cell = tuple(slice(int(cut[i]), int(cut[i + 1])) for cut, i in zip(cuts, wrong[0], strict=True))
+        cell = tuple(slice(int(ends[i]), int(ends[i + 1])) for ends, i in zip(borders, wrong[0], strict=True))
         raise LayoutMapError(
             f"blocks leave a gap at {_text(cell)}"
             if not times

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["checksum"]
-
 
 def checksum(*arrays: npt.NDArray[Any]) -> int:
     """The CRC-32 of the bytes of some arrays, in row-major order; shapes and types have no part in it.

@@ -18,8 +18,6 @@ from typing import Any
 
 from layoutmap.core.patches import Closing
 
-__all__ = ["current", "entered", "is_entered"]
-
 
 class _Entry(Closing):
     """One `with` of a session, where it was entered."""

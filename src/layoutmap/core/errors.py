@@ -14,7 +14,7 @@ Facts come first, the fix last, and the fix is something one can type.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layoutmap.core.escaping import escaped
@@ -50,6 +50,11 @@ def brief(value: object) -> str:
         ("[None, 'model']", '[0, 1, 2, 3, 4, 5, ...]')
     """
     return _Brief().repr(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as messages show them: all of up to eight; of more the first seven, and how many others there are."""
+    return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
 
 
 def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["escaped"]
-
 # Control characters (C0, DEL, C1), line and paragraph separators, controls of direction, characters without width that
 # no script needs, and halves of surrogate pairs, which no encoding has.
 _UNSAFE = re.compile(

@@ -1,8 +1,8 @@
 """How a variable gets its first value.
 
-A draw can always give the value whole. Where the model library allows it, it can also give *blocks* of it, or it has a
-*program*: a function of a seed, and a key that says when two draws are the same function. An engine then compiles one
-program for all equal variables, hands each its seed, and lets the compiler make only the shards.
+An initializer can always return the global value. Where the model library allows it, it can also return *blocks* of it,
+or it has a *program*: a function of a seed, and a key that says when two programs are the same function. An engine then
+compiles one program for all equal variables, passes each its seed, and lets the compiler make only the shards.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layoutmap.core.blocks import Index
 
-__all__ = ["Initializer", "Program"]
-
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A draw that an engine can compile.
+    """An initializer that an engine can compile.
 
     Args:
-        key: Equal for two draws that are the same function; shape and dtype are part of it.
+        key: Equal for two programs that are the same function; shape and dtype are part of it.
         seed: What the function is called with, as arrays or nested containers of arrays; may be empty.
-        function: Makes the whole value from the seed, in operations that the engine can trace.
+        function: Computes the global value from the seed, in operations that the engine can trace.
     """
 
     key: Hashable
@@ -37,15 +35,15 @@ class Initializer:
     """The first value of one variable.
 
     Args:
-        whole: Makes the whole value, as an array of the engine's framework or of numpy.
+        global_value: Computes the global value, as an array of the engine's framework or of numpy.
         program: The same as a program, if the library allows it.
-        blocks: Makes the values at some indices, and never more of them at a time than a bounded piece, if the library
-            allows it. An engine that can use blocks prefers them.
-        recipe: Says, in lines of text, what determines the values besides the program's seed: draws with equal texts
-            give equal values, in any process. `None`: nothing can say it, and whoever must know draws and compares.
+        blocks: Computes the values at some indices, and never more of them at a time than a bounded piece, if the
+            library allows it. An engine that can use blocks prefers them.
+        recipe: Says, in lines of text, what determines the values besides the program's seed: initializers with equal
+            texts have equal values, in any process. `None`: nothing can say it; whoever must know compares values.
     """
 
-    whole: Callable[[], Any]
+    global_value: Callable[[], Any]
     program: Program | None = None
     blocks: Callable[[Sequence[Index]], Sequence[Any]] | None = None
     recipe: Callable[[], str] | None = None

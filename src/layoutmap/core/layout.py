@@ -1,7 +1,8 @@
 """A layout: for each axis of a tensor, the mesh dimension over which it is sharded, or `UNSHARDED`.
 
 Shard arithmetic lives here too: how many shards, which device holds which, how large they are. It is plain integer
-arithmetic on values; no framework is needed and nothing is allocated.
+arithmetic on values; no framework is needed and nothing is allocated. The file is longer than others since one class
+has all methods of TensorFlow's `Layout`, each documented.
 """
 
 from __future__ import annotations
@@ -71,11 +72,7 @@ class Layout:
 
     @classmethod
     def replicated(cls, mesh: Mesh, rank: int) -> Layout:
-        """Every device holds the whole tensor.
-
-        Args:
-            mesh: The mesh.
-            rank: The number of axes.
+        """Every device holds the global tensor.
 
         Raises:
             LayoutError: The rank is negative.
@@ -165,7 +162,7 @@ class Layout:
         return math.prod(self.shard_counts)
 
     def is_fully_replicated(self) -> bool:
-        """Whether every device holds the whole tensor. A mesh dim of size 1 shards nothing."""
+        """Whether every device holds the global tensor. A mesh dim of size 1 shards nothing."""
         return self.num_distinct_shards == 1
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
@@ -206,18 +203,17 @@ class Layout:
             >>> Layout(["x", "y"], Mesh(None, "x=2,y=2")).offset_tuple_to_global_index((1, 0))
             2
         """
-        counts = self.shard_counts
+        counts, index = self.shard_counts, 0
         offset_tuple = tuple(-1 if (i := as_int(n)) is None else i for n in offset_tuple)
-        why = ""
-        if len(offset_tuple) != self.rank:
-            why = f"the layout has rank {self.rank}, not {len(offset_tuple)}"
+        why = (
+            ""
+            if len(offset_tuple) == self.rank
+            else f"the layout has rank {self.rank}, not {len(offset_tuple)}"
+        )
         for axis, (i, count) in enumerate(zip(offset_tuple, counts, strict=not why)):
+            index = index * count + i
             if not why and not 0 <= i < count:
-                why = (
-                    f"axis {axis} is sharded into {count} pieces"
-                    if count > 1
-                    else f"axis {axis} is not sharded"
-                )
+                why = f"axis {axis} is " + (f"sharded into {count} pieces" if count > 1 else "not sharded")
         if why:
             raise LayoutError(
                 f"there is no shard {tuple(offset_tuple)}",
@@ -225,9 +221,6 @@ class Layout:
                 why=why,
                 fix=f"give one number for each axis; the last shard is {tuple(n - 1 for n in counts)}",
             )
-        index = 0
-        for i, count in zip(offset_tuple, counts, strict=True):
-            index = index * count + i
         return index
 
     def local_shape_from_global_shape(self, global_shape: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -240,9 +233,7 @@ class Layout:
             LayoutError: The rank differs, an axis cannot be split evenly, or a size is below -1.
         """
         shape = as_shape(global_shape)
-        self.check_rank(shape)
-        for axis in self.uneven_axes(shape):
-            raise self.uneven_error(shape, axis)
+        self.check_fits(shape)
         return tuple(
             n if n is None or n < 0 else n // count for n, count in zip(shape, self.shard_counts, strict=True)
         )
@@ -300,13 +291,15 @@ class Layout:
         return tuple(axis for axis, (n, count) in enumerate(sizes) if n is not None and n >= 0 and n % count)
 
     def check_rank(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
-        """Raise if a tensor of this shape cannot have this layout because of its rank.
-
-        Raises:
-            LayoutError: The ranks differ.
-        """
+        """Raise a `LayoutError` if a tensor of this shape cannot have this layout because of its rank."""
         if len(shape) != self.rank:
             raise self.rank_error(shape, name)
+
+    def check_fits(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
+        """Raise a `LayoutError` if this layout has another rank than a shape, or an axis cannot be split evenly."""
+        self.check_rank(shape, name)
+        for axis in self.uneven_axes(shape):
+            raise self.uneven_error(shape, axis, name)
 
     def rank_error(self, shape: tuple[int | None, ...], name: str = "layout") -> LayoutError:
         """The error that says that this layout has another rank than a tensor."""
@@ -321,12 +314,12 @@ class Layout:
     def uneven_error(self, shape: tuple[int | None, ...], axis: int, name: str = "layout") -> LayoutError:
         """The error that says that one axis of a tensor cannot be split evenly."""
         size, count = as_shape(shape)[axis] or 0, self.num_shards(axis)
-        whole = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
+        fitting = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
         return LayoutError(
             f"{name}: axis {axis} cannot be split evenly",
             facts={"shape": shape, "layout": str(self), "mesh": str(self.mesh)},
             why=f"{size} is not a multiple of {count}",
-            fix=f"pad axis {axis} to {-(-size // count) * count}, or leave it unsharded: {format_specs(whole)}",
+            fix=f"pad axis {axis} to {-(-size // count) * count}, or leave it unsharded: {format_specs(fitting)}",
         )
 
     # -- forms

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import Uneven
 
-__all__ = ["Match", "Rule", "how_to_change", "layout_text"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:

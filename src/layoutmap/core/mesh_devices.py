@@ -11,8 +11,6 @@ from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh_dims import MeshDimension
 
-__all__ = ["check_devices", "device_names", "device_type_of", "known_ids", "local_ids"]
-
 _DEVICE_TYPE = re.compile(r"(?:^|device:)([A-Za-z]+):\d+$", re.IGNORECASE)
 _FORBIDDEN = re.compile(r"[,|\s]")
 

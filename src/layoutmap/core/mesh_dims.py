@@ -13,14 +13,6 @@ from layoutmap.core import tf_format
 from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
 from layoutmap.core.errors import MeshError, brief
 
-__all__ = [
-    "UNSHARDED",
-    "MeshDimension",
-    "check_dims",
-    "fill_in_size",
-    "parse_mesh_dims",
-]
-
 UNSHARDED = "unsharded"
 """The sharding spec of an axis that is not sharded: every device holds all of it."""
 

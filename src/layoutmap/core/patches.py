@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Protocol
 
-__all__ = ["Attribute", "Closing", "Item", "Patch", "Patches"]
-
 
 class Closing:
     """A context manager that is closed at the end of its `with`, or else when that is gone, if it had no end.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["merge_paths", "path_pattern", "path_shape"]
-
 _NUMBER = re.compile(r"\d+")
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 
-__all__ = ["LayoutPolicy"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutPolicy:

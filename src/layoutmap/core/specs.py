@@ -10,8 +10,6 @@ from layoutmap.core.arguments import as_text, kind_of
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 
-__all__ = ["ShardingSpec", "dims_of", "format_specs", "read_specs"]
-
 ShardingSpec = str | tuple[str, ...]
 """How one axis is sharded: over a mesh dim, over several (major to minor), or `UNSHARDED`."""
 

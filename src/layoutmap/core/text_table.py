@@ -7,8 +7,6 @@ from html import escape
 
 from layoutmap.core.escaping import escaped
 
-__all__ = ["html_table", "size", "text_table"]
-
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
 
 

@@ -19,8 +19,6 @@ from typing import Any
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, MeshError, brief
 
-__all__ = ["MATCH", "LayoutFields", "MeshFields"]
-
 MATCH = "match"
 """TensorFlow's word for "any sharding" inside its own rules; never a sharding of a stored tensor."""
 

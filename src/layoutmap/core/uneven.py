@@ -21,8 +21,6 @@ from layoutmap.core.arguments import as_shape
 from layoutmap.core.errors import RuleError, brief
 from layoutmap.core.layout import Layout
 
-__all__ = ["Axes", "Uneven", "as_uneven", "derived_layout", "fitted"]
-
 Uneven = Literal["error", "replicate", "shrink"]
 """What is to happen to an axis that does not divide."""
 

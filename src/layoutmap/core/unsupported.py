@@ -1,14 +1,12 @@
 """What a backend cannot do with a layer or a weight, said before the first step.
 
-An adapter knows its library's layers and what the backend's operations are short of; the plan tells it, with the fix.
+An adapter knows its library's layers and what the backend's operations are short of; the plan reports it, with the fix.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-__all__ = ["Unsupported"]
 
 
 @dataclass(frozen=True, slots=True)

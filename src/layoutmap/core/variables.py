@@ -15,17 +15,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match
 from layoutmap.core.uneven import Axes
 
-__all__ = [
-    "Assignment",
-    "Kind",
-    "Use",
-    "VariableSpec",
-    "distinct",
-    "full_names",
-    "has_several_models",
-    "itemsize",
-]
-
 
 class Kind(StrEnum):
     """What a variable is for, which decides how it gets its layout.
@@ -71,7 +60,7 @@ class VariableSpec:
             for most.
         axes: What its axes are made of in the parent; `None`: they are the parent's, if the shapes are equal.
         parent_shape: The parent's shape, as the rules know it; `None`: that of the variable with that path.
-        model: The name of the model, to tell apart the variables of several models that one scope builds. No two
+        model: The name of the model, to distinguish the variables of several models that one scope builds. No two
             variables of a scope have both one model and one path.
         use: What its layer does with its axes, where that is known.
         trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
@@ -106,7 +95,7 @@ class VariableSpec:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it apart from all other variables of its scope: its model and its path."""
+        """What is unique to it in its scope: its model and its path."""
         return self.model, self.path
 
     @property
@@ -138,7 +127,7 @@ class Assignment:
         variable: The variable.
         layout: Its layout.
         match: What the layout map said of its path; `None` where it was not asked (slots, metrics).
-        global_init: Why one device must make its global first value before it is sharded; empty if it
+        global_init: Why one device must compute its global first value before it is sharded; empty if it
             need not.
     """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from layoutmap.core.blocks import Index, block_shape
-from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.errors import EngineError, MeshError, listed
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -18,21 +18,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     NumpyArray = npt.NDArray[Any]
-
-__all__ = [
-    "bound",
-    "check_initial_value",
-    "check_initializers",
-    "check_one_result",
-    "check_shard",
-    "checked_reader",
-    "device_names_of",
-    "no_devices",
-    "no_element_type",
-    "no_numbers",
-    "processes_differ",
-    "remember",
-]
 
 Value = TypeVar("Value")
 
@@ -86,7 +71,7 @@ def device_names_of(
         if too_few:
             raise MeshError(
                 f"mesh of {mesh.size} devices, and {framework} has {len(there)}",
-                facts={"mesh": str(mesh), "devices": _listed(there)},
+                facts={"mesh": str(mesh), "devices": listed(there)},
                 why="each place of the mesh needs a device",
                 fix=fix_too_few,
             )
@@ -97,7 +82,7 @@ def device_names_of(
     if unknown:
         raise MeshError(
             f"device {unknown[0]!r} does not exist",
-            facts={"mesh": str(mesh), "missing": _listed(unknown), "devices": _listed(there)},
+            facts={"mesh": str(mesh), "missing": listed(unknown), "devices": listed(there)},
             why=f"{framework} has {len(there)} devices of that type here, named by their type and number",
             fix=fix_too_few if too_few else "name devices that exist, or pass devices=None",
         )
@@ -116,10 +101,6 @@ def bound(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
     if mesh.devices is not None and local_device_ids == mesh.local_device_ids:
         return mesh
     return mesh.with_devices(names, local_device_ids=local_device_ids)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
 
 
 # -- element types

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     NumpyArray: TypeAlias = npt.NDArray[np.generic]
 
-__all__ = ["Array", "Engine"]
-
 Array = Any
 """An array of the engine's framework."""
 
@@ -105,7 +103,7 @@ class Engine(Protocol):
             progress: Called with the key after each variable.
 
         Returns:
-            The arrays, by key. Values equal those of `initializer.whole()` bit for bit, on every layout.
+            The arrays, by key. Values equal those of `initializer.global_value()` bit for bit, on every layout.
 
         Raises:
             EngineError: A layout cannot be held; nothing is made then.

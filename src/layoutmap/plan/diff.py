@@ -12,12 +12,10 @@ from layoutmap.core.text_table import html_table, size
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["Change", "PlanDiff", "diff_plans"]
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that two plans tell differently.
+    """One thing that differs between two plans.
 
     Args:
         path: The variable or layer; `""` for the mesh. Where the plans are of several models, a variable's
@@ -129,14 +127,14 @@ def _of_variables(
     for key, old in before.items():
         new = after.get(key)
         if new is None:
-            yield old.variable, Change(names[key], "removed", _told(old), "")
+            yield old.variable, Change(names[key], "removed", _shown(old), "")
             continue
         was, now = old.variable, new.variable
         for what, a, b in (
             ("shape", was.shape, now.shape),
             ("dtype", was.dtype, now.dtype),
             ("kind", was.kind, now.kind),
-            # Not the meshes of the layouts: that they differ is told once.
+            # Not the meshes of the layouts: that they differ is one change.
             ("layout", old.layout.sharding_specs, new.layout.sharding_specs),
         ):
             if a != b:
@@ -144,18 +142,18 @@ def _of_variables(
                 yield now, Change(names[key], what, *texts)
     for key, new in after.items():
         if key not in before:
-            yield new.variable, Change(names[key], "added", "", _told(new))
+            yield new.variable, Change(names[key], "added", "", _shown(new))
 
 
 def _with_weights(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
     """The changes, those of slots that change as their weight does marked with it."""
-    told = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
+    of_weights = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
     for v, c in changes:
-        follows = v.kind is Kind.SLOT and (v.model, v.parent, c.what, c.before, c.after) in told
+        follows = v.kind is Kind.SLOT and (v.model, v.parent, c.what, c.before, c.after) in of_weights
         yield replace(c, weight=v.parent or "") if follows else c
 
 
-def _told(assignment: Assignment) -> str:
+def _shown(assignment: Assignment) -> str:
     variable = assignment.variable
     return f"{variable.dtype}{list(variable.shape)} {assignment.layout}"
 

@@ -12,6 +12,8 @@ Each variable has a line of its own, so that a version control system shows what
 the kind of a weight, aliases that there are none of. Where a variable's layout is not the one that its rule asks for,
 since an axis does not divide, that one is there as `asked`. Which of a mesh's devices are this process's is not written
 down.
+
+Writer and reader are in one file, a little longer than others, so that a field is added to both or to none.
 """
 
 from __future__ import annotations
@@ -33,8 +35,6 @@ from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsize
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
-
-__all__ = ["FORMAT", "VERSION", "fingerprint", "plan_from_json", "plan_to_json"]
 
 FORMAT = "layoutmap plan"
 VERSION = 1
@@ -118,13 +118,13 @@ def fingerprint(plan: PlanTable) -> str:
         for a in plan.assignments
     ]
     outputs = [(m.path, _specs(m.layout)) for m in plan.activations if m.layout is not None]
-    told = _line([list(_dims(plan.mesh).items()), sorted(variables, key=_order), sorted(outputs, key=_order)])
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    text = _line([list(_dims(plan.mesh).items()), sorted(variables, key=_order), sorted(outputs, key=_order)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _order(told: tuple[Any, ...]) -> tuple[Any, ...]:
+def _order(row: tuple[Any, ...]) -> tuple[Any, ...]:
     """What to sort by: specs are `None`, texts or tuples, which cannot be compared."""
-    return *told[:-1], _line(told[-1])
+    return *row[:-1], _line(row[-1])
 
 
 # -- writing
@@ -160,10 +160,10 @@ def _variable(assignment: Assignment) -> dict[str, Any]:
             written["head_size"] = variable.use.head_size
     written["layout"] = _specs(assignment.layout)
     if assignment.match is not None:
-        told = _match(assignment.match)
-        if told.get("layout", written["layout"]) != written["layout"]:
-            written["asked"] = told["layout"]
-        written |= {name: value for name, value in told.items() if name not in written}
+        match = _match(assignment.match)
+        if match.get("layout", written["layout"]) != written["layout"]:
+            written["asked"] = match["layout"]
+        written |= {name: value for name, value in match.items() if name not in written}
     if assignment.global_init:
         written["global_init"] = assignment.global_init
     return written
@@ -205,7 +205,7 @@ class _Object(dict[str, Any]):
 
 
 class _Fields:
-    """The fields of one object, each read by its key; what is missing, wrong or not known is told with its place."""
+    """The fields of one object, each read by its key; what is missing, wrong or not known is refused with its place."""
 
     def __init__(self, item: Any, place: str):
         self._item, self._place, self._asked = _object(item, place), place, list[str]()
@@ -218,7 +218,7 @@ class _Fields:
         if key in self._item:
             return read(self._item[key], key if self._place == "plan" else f"{self._place}.{key}")
         if default is _MISSING:
-            raise _refused(f"{self._place} has no {key!r}", "a plan cannot be told without it")
+            raise _refused(f"{self._place} has no {key!r}", "every plan has one")
         return default
 
     def check(self) -> None:

@@ -10,8 +10,6 @@ from layoutmap.core.text_table import size, text_table
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["CouldShard", "CouldShardRow", "Memory", "memory_of"]
-
 _MOST_ROWS = 10
 
 

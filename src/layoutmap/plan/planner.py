@@ -23,8 +23,6 @@ from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.rules.rules import Rules
 
-__all__ = ["make_table"]
-
 _MOST_COMPARISONS = 20_000  # for near misses of each sort: a second; nobody reads those of more
 _MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
@@ -35,7 +33,7 @@ def make_table(
     layout_map: RuleSet,
     *,
     global_init: Mapping[tuple[str, str], str] | None = None,
-    limits: Sequence[Unsupported] = (),
+    unsupported: Sequence[Unsupported] = (),
     complete: bool = True,
     layers: Sequence[str] | None = None,
     free_activations: bool = False,
@@ -46,10 +44,10 @@ def make_table(
         variables: The variables, in the order of the model.
         layout_map: The rules.
         global_init: For each variable, by its `key`, whose global value must be initialized on one device: why.
-        limits: What the backend cannot do with layers and variables.
+        unsupported: What the backend cannot do with layers and variables.
         complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
         layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
-        free_activations: Whether a compiler chooses how activations lie where no rule says it.
+        free_activations: Whether a compiler chooses the layouts of activations without a rule.
 
     Raises:
         PlanError: The layout map has no mesh, so nothing can be laid out.
@@ -73,8 +71,8 @@ def make_table(
         problems += _problems_of_activations(layout_map.activations, matches)
     if complete and free_activations and not laid_out:
         problems += _problems_of_free_activations(assignments)
-    held = [each for each in limits if each.device_type in (None, mesh.device_type) or not mesh.devices]
-    problems += _problems_of_unsupported(held, assignments)
+    here = [u for u in unsupported if u.device_type in (None, mesh.device_type) or not mesh.devices]
+    problems += _problems_of_unsupported(here, assignments)
     return PlanTable(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
 
 
@@ -115,7 +113,7 @@ class _Planning:
             self._done[key] = assignment
             if match and match.rule:
                 self._count(match.rule, match.others, variable.path)
-            self._tell(variable, _problems_of(assignment, asked))
+            self._add(variable, _problems_of(assignment, asked))
         return self._done[key]
 
     def _asked(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
@@ -128,12 +126,12 @@ class _Planning:
             match = self._match(variable) if variable.kind in _MATCHED else None
         rule = match and match.rule
         if rule is None:
-            return self._whole(len(variable.shape)), match, "error"
+            return self._replicated_layout(len(variable.shape)), match, "error"
         if variable.is_packed and rule.layout.rank == len(variable.rule_shape):
             return derived_layout(rule.layout, variable.axes or ()), match, "shrink"
         return rule.layout, match, rule.uneven
 
-    def _whole(self, rank: int) -> Layout:
+    def _replicated_layout(self, rank: int) -> Layout:
         if rank not in self._replicated:
             self._replicated[rank] = Layout.replicated(self.mesh, rank)
         return self._replicated[rank]
@@ -158,7 +156,7 @@ class _Planning:
                 f"it is one variable with {len(answers)} paths, and {rule} comes first",
                 "make the rules agree, or leave out one of them",
             )
-            self._tell(variable, [problem])
+            self._add(variable, [problem])
         others = {r.number: r for rules in answers.values() for r in rules if r != rule}
         return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
 
@@ -180,7 +178,7 @@ class _Planning:
     def _as_parent(self, variable: VariableSpec) -> Layout:
         """The layout that a derived variable takes over."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
-        replicated = self._whole(len(variable.shape))
+        replicated = self._replicated_layout(len(variable.shape))
         if parent is not None and not parent.is_packed:
             layout, shape = self._assignment(parent).layout, parent.shape
         else:  # it has made way for those that are derived from it, a packed form of it among them
@@ -195,7 +193,7 @@ class _Planning:
             derived_layout(layout, variable.axes) if layout.rank == len(variable.rule_shape) else replicated
         )
 
-    def _tell(self, variable: VariableSpec, problems: Iterable[Problem]) -> None:
+    def _add(self, variable: VariableSpec, problems: Iterable[Problem]) -> None:
         self.problems += (p.of_model(variable.model if self.several_models else "") for p in problems)
 
     def _count(self, rule: Rule, others: Sequence[Rule], path: str) -> None:
@@ -206,18 +204,18 @@ class _Planning:
 
 def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
     variable, layout, match = assignment.variable, assignment.layout, assignment.match
-    told_of_parent = variable.follows and match is None and layout == asked
+    is_its_parents = variable.follows and match is None and layout == asked
     if layout.rank != len(variable.shape):
-        if not told_of_parent:
+        if not is_its_parents:
             shape = variable.rule_shape if variable.is_packed else variable.shape
             error = layout.rank_error(shape, variable.path)
             yield _of_layout("rank", "error", error, assignment)
         return
-    for axis in () if told_of_parent else asked.uneven_axes(variable.shape):
+    for axis in () if is_its_parents else asked.uneven_axes(variable.shape):
         error = asked.uneven_error(variable.shape, axis, variable.path)
         if layout == asked:
-            told = _of_layout("uneven", "error", error, assignment)
-            yield replace(told, fix=f'{told.fix}, or say uneven="shrink"')
+            problem = _of_layout("uneven", "error", error, assignment)
+            yield replace(problem, fix=f'{problem.fix}, or say uneven="shrink"')
         else:
             yield _of_taken(error, assignment, axis)
     if match is not None and match.rule is None and variable.kind in _NEED_A_RULE:
@@ -244,9 +242,9 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
 
 
 def _problems_of_unsupported(
-    limits: Sequence[Unsupported], assignments: Sequence[Assignment]
+    unsupported: Sequence[Unsupported], assignments: Sequence[Assignment]
 ) -> Iterator[Problem]:
-    cut = {
+    sharded = {
         (a.variable.model, path, axis)
         for a in assignments
         for path in (a.variable.path, *a.variable.aliases)
@@ -254,13 +252,13 @@ def _problems_of_unsupported(
         if count > 1
     }
     several = has_several_models(a.variable for a in assignments)
-    for limit in limits:
-        if limit.if_sharded is None or any(
-            (limit.model, limit.path, axis) in cut for axis in limit.if_sharded
+    for each in unsupported:
+        if each.if_sharded is None or any(
+            (each.model, each.path, axis) in sharded for axis in each.if_sharded
         ):
-            what = f"{limit.path}: {limit.what}"
-            problem = Problem("unsupported", limit.severity, limit.path, what, why=limit.why, fix=limit.fix)
-            yield problem.of_model(limit.model if several else "")
+            what = f"{each.path}: {each.what}"
+            problem = Problem("unsupported", each.severity, each.path, what, why=each.why, fix=each.fix)
+            yield problem.of_model(each.model if several else "")
 
 
 def _of_layout(kind: str, severity: Severity, error: LayoutError, assignment: Assignment) -> Problem:
@@ -275,7 +273,7 @@ def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
     """An axis that does not divide, and for which something else was taken."""
     dims = assignment.layout.mesh_dims_of(axis)
     taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
-    told = _of_layout("uneven", "note", error, assignment)
+    problem = _of_layout("uneven", "note", error, assignment)
     rule = assignment.match.rule if assignment.match else None
     if assignment.variable.is_packed:
         reason = "it is sharded as its rule shards the weight that it replaces, as far as that divides it"
@@ -284,28 +282,28 @@ def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
     else:
         reason = f"it follows {assignment.variable.parent} as far as that divides it"
     return replace(
-        told,
-        what=f"{told.subject}: axis {axis} cannot be split evenly, so it is {taken}",
+        problem,
+        what=f"{problem.subject}: axis {axis} cannot be split evenly, so it is {taken}",
         why=f"{error.why}, and {reason}",
         fix="",
     )
 
 
 def _problems_of_free_activations(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """A problem if weights are cut along two axes, and nothing says how what is computed with them lies."""
-    cut = [
+    """A problem if weights are sharded along two axes, and no rule says how activations are laid out."""
+    sharded = [
         a
         for a in assignments
         if a.variable.kind is Kind.WEIGHT and sum(count > 1 for count in a.layout.shard_counts) > 1
     ]
-    if cut:
-        first = cut[0]
+    if sharded:
+        first = sharded[0]
         yield Problem(
             "no activations",
             "warning",
             first.variable.path,
             f"{first.variable.path}: sharded along two axes, and no rule says how activations are laid out",
-            (("layout", str(first.layout)), ("such weights", f"{len(cut)}")),
+            (("layout", str(first.layout)), ("such weights", f"{len(sharded)}")),
             "the compiler then chooses for itself, and may move several times as many bytes in each step",
             "add rules for the layers between which activations pass, as in "
             'layout_map.activations[r"blocks\\.\\d+"] = ("batch", None, None)',

@@ -10,8 +10,6 @@ from layoutmap.core.errors import format_message
 from layoutmap.core.escaping import escaped
 from layoutmap.core.paths import merge_paths, path_pattern, path_shape
 
-__all__ = ["Problem", "Severity", "group_problems", "in_order", "merge_problems"]
-
 Severity = Literal["error", "warning", "note"]
 
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
-from layoutmap.core.errors import PlanError
+from layoutmap.core.errors import PlanError, listed
 from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.problems import Problem, group_problems, in_order
 from layoutmap.rules.near_misses import nearest
-
-__all__ = ["PlanTable"]
 
 _SHOWN_IN_FULL = 10
 
@@ -76,7 +74,7 @@ class PlanTable(Mapping[str, Assignment]):
         if keys:
             raise PlanError(
                 f"{path}: {len(keys)} variables of the plan have this path",
-                facts={"variables": ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "")},
+                facts={"variables": listed(keys)},
                 why="several models are in one plan",
                 fix=f"name the model too: plan[{keys[0]!r}]",
             )
@@ -112,8 +110,8 @@ class PlanTable(Mapping[str, Assignment]):
     @property
     def largest_global_init(self) -> Assignment | None:
         """The largest variable whose global value must be initialized on one device, if there is any."""
-        whole = [a for a in self.assignments if a.global_init]
-        return max(whole, key=lambda a: a.variable.global_bytes, default=None)
+        found = [a for a in self.assignments if a.global_init]
+        return max(found, key=lambda a: a.variable.global_bytes, default=None)
 
     def with_problem(self, problem: Problem) -> Self:
         """The same plan with one more problem."""

@@ -12,8 +12,6 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.text import shape_text
 
-__all__ = ["explain_text"]
-
 
 def explain_text(plan: PlanTable, path: str) -> str:
     """What won, what else matches, what was found wrong, and what to type.
@@ -78,8 +76,8 @@ def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
 def _axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
     """What the axes of a derived variable are made of."""
     if variable.axes:
-        told = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
-        yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(told))
+        texts = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
+        yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(texts))
 
 
 def _problems(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:

@@ -8,15 +8,7 @@ from layoutmap.core.text_table import html_table
 from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.rows import plan_rows
-from layoutmap.report.text import (
-    ACTIVATION_COLUMNS,
-    COLUMNS,
-    activation_cells,
-    plan_line,
-    row_cells,
-)
-
-__all__ = ["plan_html"]
+from layoutmap.report.text import ACTIVATION_COLUMNS, COLUMNS, activation_cells, plan_line, row_cells
 
 
 def plan_html(plan: PlanTable) -> str:

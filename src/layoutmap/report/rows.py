@@ -1,7 +1,7 @@
 """The rows of a plan's table, with repeated blocks and optimizer slots collapsed.
 
 Thirty-two equal decoder blocks are one row for each variable of a block: `blocks.{0..31}.attn.query.kernel`. Slots that
-lie where their weights lie are one row for each kind of slot: `optimizer.*.momentum`.
+are placed as their weights are one row for each kind of slot: `optimizer.*.momentum`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.table import PlanTable
-
-__all__ = ["Row", "plan_rows"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,6 @@ from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.rows import Row, plan_rows
 
-__all__ = [
-    "ACTIVATION_COLUMNS",
-    "COLUMNS",
-    "activation_cells",
-    "plan_line",
-    "plan_text",
-    "row_cells",
-    "shape_text",
-    "warning_text",
-]
-
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
 _RIGHT = {"times", "bytes", "per device"}
@@ -56,12 +45,12 @@ def plan_text(plan: PlanTable) -> str:
     if plan.activations:
         lines += ["", *text_table(ACTIVATION_COLUMNS, activation_cells(plan), _RIGHT)]
     lines += ["", f"Plan: {plan_line(plan)}"]
-    whole = plan.largest_global_init
-    if whole:
+    largest = plan.largest_global_init
+    if largest:
         names = zip(full_names([a.variable for a in plan.assignments]), plan.assignments, strict=True)
-        path = escaped(next(name for name, a in names if a is whole))
+        path = escaped(next(name for name, a in names if a is largest))
         lines.append(
-            f"largest variable initialized on one device: {path}, {size(whole.variable.global_bytes)}"
+            f"largest variable initialized on one device: {path}, {size(largest.variable.global_bytes)}"
         )
     for problem in group_problems(plan.errors):
         lines += ["", f"error: {problem}"]
@@ -95,7 +84,7 @@ def warning_text(plan: PlanTable) -> str:
     """What a scope warns of by itself; empty if there is nothing.
 
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
-    biases and scales are small and mostly meant to be whole, and stand in the plan.
+    biases and scales are small and mostly meant to be replicated, and are in the plan.
     """
     several = has_several_models(a.variable for a in plan.assignments)
     ranks = {(several * a.variable.model, a.variable.path): len(a.variable.shape) for a in plan.assignments}

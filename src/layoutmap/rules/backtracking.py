@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-__all__ = ["doubling_text"]
-
 # Only a repeat of a group can hold another repeat or an alternative.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _MOST_POSITIONS = 200
@@ -93,10 +91,10 @@ class _Automaton:
 
     def read(self, items: Any) -> _Part:
         """The part for a sequence of items as the parser gives them."""
-        whole = _Part(nullable=True)
+        joined = _Part(nullable=True)
         for op, value in items:
-            whole = self._then(whole, self._item(str(op), value))
-        return whole
+            joined = self._then(joined, self._item(str(op), value))
+        return joined
 
     def _item(self, op: str, value: Any) -> _Part:
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
@@ -119,10 +117,10 @@ class _Automaton:
             for _ in range(most - least):  # x{0,2} is (x(x)?)?: one way for each count
                 optional = self._then(self.read(items), optional)
                 optional.nullable = True
-            whole = _Part(nullable=True)
+            joined = _Part(nullable=True)
             for _ in range(least):
-                whole = self._then(whole, self.read(items))
-            return self._then(whole, optional)
+                joined = self._then(joined, self.read(items))
+            return self._then(joined, optional)
         body = self.read(items)
         for last in body.last:
             self.follow[last].update(body.first)

@@ -14,8 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["RuleIndex", "required_literals"]
-
 _PIECE = 3
 _QUANTIFIED = re.compile(r"[*?]|\{(?!\})\d*,?\d*\}")  # {} is two plain characters
 _ESCAPED_LITERAL = re.compile(r"[^0-9A-Za-z]")

@@ -6,8 +6,6 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Candidates", "nearest"]
-
 _CLOSE = 0.6
 _NUMBER = re.compile(r"\d+")
 

@@ -13,8 +13,6 @@ from layoutmap.core.uneven import Uneven
 from layoutmap.rules import presets, yaml_file
 from layoutmap.rules.rules import WRITING, MeshSlot, Rules
 
-__all__ = ["Activations", "RuleSet", "mesh_of"]
-
 
 class Activations(Rules):
     """The part of a layout map that says in which layout a layer's output is: `layout_map.activations`.

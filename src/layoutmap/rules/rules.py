@@ -20,8 +20,6 @@ from layoutmap.rules.near_misses import nearest
 from layoutmap.rules.patterns import compile_pattern, warn_if_slow
 from layoutmap.rules.table import Entry, Table
 
-__all__ = ["WRITING", "MeshSlot", "Rules"]
-
 _MISSING: Any = object()
 
 
@@ -141,13 +139,7 @@ class Rules(MutableMapping[str, Layout]):
         """
         self._add([(pattern, layout, None)])
 
-    def add(
-        self,
-        pattern: str,
-        layout: Layout | Sequence[Any],
-        *,
-        uneven: Uneven | None = None,
-    ) -> None:
+    def add(self, pattern: str, layout: Layout | Sequence[Any], *, uneven: Uneven | None = None) -> None:
         """Add a rule, after those that are there, and say more of it.
 
         Args:

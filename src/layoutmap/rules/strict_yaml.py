@@ -14,8 +14,6 @@ from typing import Any
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import RuleError
 
-__all__ = ["read_yaml"]
-
 _DEEPEST = 10  # a rules file needs 5
 _MOST_BY_ALIAS = 100_000
 _STR, _INT, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null", "merge"))

@@ -11,8 +11,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Rule
 from layoutmap.rules.index import RuleIndex
 
-__all__ = ["Entry", "Table"]
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -17,8 +17,6 @@ from typing import Any, Literal, cast
 
 from layoutmap.core.errors import RuleError, format_message
 
-__all__ = ["STYLES", "Style", "TpRules", "is_maker", "plan_of", "tp_rules"]
-
 ShardedAxis = Literal["out", "in", "first", "last", "nothing", "none of its own"]
 Output = Literal["as it comes", "replicated", "sequence", "tokens"]
 

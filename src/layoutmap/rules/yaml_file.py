@@ -35,8 +35,6 @@ from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.uneven import Uneven, as_uneven
 from layoutmap.rules.strict_yaml import read_yaml
 
-__all__ = ["VERSION", "RulesFields", "from_yaml", "schema", "to_yaml"]
-
 VERSION = 1
 """The version of the form."""
 

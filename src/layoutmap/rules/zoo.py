@@ -19,8 +19,6 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
 
-__all__ = ["PublishedModel", "model", "models"]
-
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:

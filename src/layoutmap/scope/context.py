@@ -25,8 +25,6 @@ from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
-__all__ = ["Scope"]
-
 
 class Scope:
     """An open or finished scope: its plan, and what it offers its adapter.
@@ -34,7 +32,7 @@ class Scope:
     Attributes:
         layout_map: A copy of the rules, as they were when the scope was opened.
         plan: What has been planned so far; grows as models make their weights.
-        layers: The paths of all layers so far, if the adapter tells them.
+        layers: The paths of all layers so far, if the adapter reports them.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Scope:
         self,
         variables: Sequence[VariableSpec],
         global_init: Mapping[tuple[str, str], str],
-        limits: Sequence[Unsupported],
+        unsupported: Sequence[Unsupported],
         complete: bool,
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
@@ -93,12 +91,12 @@ class Scope:
             variables,
             self.layout_map,
             global_init=global_init,
-            limits=limits,
+            unsupported=unsupported,
             complete=complete,
             layers=layers,
             free_activations=free_activations,
         )
-        self.plan = plan.with_problems(list(self._not_held(plan)))
+        self.plan = plan.with_problems(list(self._unsupported_layouts(plan)))
         if not self.plan_only:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
@@ -118,17 +116,19 @@ class Scope:
         return plan.assignments[0]
 
     def create(
-        self, assignments: Mapping[str, Assignment], draws: Mapping[str, Initializer]
+        self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
         """First values, each in its layout, by the keys given; with several processes, all must ask."""
         if self.across:
             from layoutmap.scope.processes import check_recipes
 
-            recipes = {key: draws[key].recipe for key in assignments}
-            told = [(assignments[key].variable.path, make() if make else "") for key, make in recipes.items()]
-            check_recipes(told, self.gather)
+            recipes = {key: initializers[key].recipe for key in assignments}
+            recipes_by_path = [
+                (assignments[key].variable.path, make() if make else "") for key, make in recipes.items()
+            ]
+            check_recipes(recipes_by_path, self.gather)
         with Progress(assignments, enabled=self._progress) as progress:
-            return self.engine.create(assignments, draws, progress=progress)
+            return self.engine.create(assignments, initializers, progress=progress)
 
     def gather(self, values: Any) -> Any:
         """The numpy values of each process of the mesh, one row each; they must all ask."""
@@ -155,7 +155,7 @@ class Scope:
 
         check_batch(arrays, self.gather)
 
-    def _not_held(self, plan: Plan) -> Iterator[Problem]:
+    def _unsupported_layouts(self, plan: Plan) -> Iterator[Problem]:
         """A problem for each variable whose layout the engine cannot hold; no device is asked for."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout, EngineError | None] = {}
@@ -163,7 +163,7 @@ class Scope:
         for assignment in plan.assignments:
             layout, path = assignment.layout, assignment.variable.path
             if assignment.match is None:
-                continue  # it follows another variable, whose problem is told there
+                continue  # it follows another variable, whose problem is reported there
             if layout not in refusals:
                 refusals[layout] = None
                 try:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 
-from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.errors import EngineError, MeshError, listed
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.mesh_devices import device_names
 from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
 from layoutmap.engines import ENGINES, get_engine
-
-__all__ = ["create_mesh", "default_engine_name", "devices"]
 
 
 def create_mesh(
@@ -71,7 +69,7 @@ def create_mesh(
     if mesh.size > len(there):
         raise MeshError(
             f"mesh of {mesh.size} devices, and {held_by.name} has {len(there)}",
-            facts={"mesh": str(mesh), "devices": ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")},
+            facts={"mesh": str(mesh), "devices": listed(there)},
             why="each place of the mesh needs a device",
             fix=f"use sizes whose product is at most {len(there)}, or leave device_type and engine out to only plan",
         )

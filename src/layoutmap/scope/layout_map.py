@@ -16,8 +16,6 @@ from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
 from layoutmap.scope.context import Scope
 from layoutmap.scope.scope import apply, build, plan, scope
 
-__all__ = ["LayoutMap"]
-
 
 class LayoutMap(RuleSet):
     """A dict from regex over a variable's path to a layout.
@@ -81,8 +79,8 @@ class LayoutMap(RuleSet):
         """Make a map of the tensor parallel plan of a Hugging Face transformers model.
 
         Args:
-            plan: A function that makes the model: it is called in a dry run, and tells the plan and the parameters.
-                Or a model, which tells both. Or the config of a base model or a plan itself, a dict of styles by path:
+            plan: A function that makes the model: it is called in a dry run, and has the plan and the parameters.
+                Or a model, which has both. Or the config of a base model or a plan itself, a dict of styles by path:
                 their paths may need a `prefix`, and what parameters there are is guessed if not given.
             mesh: The mesh.
             dim: The mesh dim that weights are sharded over.

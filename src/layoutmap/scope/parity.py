@@ -6,7 +6,7 @@ variables after each optimizer step. It names the first place where the two part
 
 Two programs that add the same numbers in another order differ by rounding, about 1e-7 of the numbers' size. Where a
 gradient is itself no larger than that (a bias in front of a normalization has none at all), an optimizer that divides
-by the gradient's size turns rounding into whole steps, on one device as on many. Such elements, whose gradient is not a
+by the gradient's size turns rounding into full steps, on one device as on many. Such elements, whose gradient is not a
 thousand times as large as the rounding in it, are left out of the comparison of steps; the report counts them.
 """
 
@@ -24,10 +24,8 @@ from layoutmap.core.errors import ParityError
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
 
-__all__ = ["ParityReport", "ParityRow", "check_parity"]
-
 _EPSILON = 1e-7  # of float32
-_ROUNDING = 1e3  # a gradient is told from rounding if it is so many times as large
+_ROUNDING = 1e3  # a gradient is no rounding if it is so many times as large
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from layoutmap.report.explain import explain_text
 from layoutmap.report.html import plan_html
 from layoutmap.report.text import plan_line, plan_text
 
-__all__ = ["Plan", "make_plan"]
-
 # What reads and writes JSON and pages is imported late: it takes as long to load as a third of all the rest.
 
 P = ParamSpec("P")
@@ -33,7 +31,7 @@ class Plan(PlanTable):
         assignments: The variables and their layouts, in the order of the model.
         problems: Everything found, errors first.
         activations: The layers whose output a rule of `LayoutMap.activations` lays out, in the order of the model;
-            empty too where the library tells no layers.
+            empty too where the library does not report layers.
         free_activations: Whether a compiler lays out the activations that no rule is for.
 
     Example:

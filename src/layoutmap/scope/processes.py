@@ -22,17 +22,6 @@ from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
 
-__all__ = [
-    "Gather",
-    "check_alike",
-    "check_batch",
-    "check_options",
-    "check_plans",
-    "check_recipes",
-    "check_values",
-    "gather_texts",
-]
-
 NumpyArray = npt.NDArray[Any]
 _MAX_SHOWN = 200  # characters of a process's text in a message
 

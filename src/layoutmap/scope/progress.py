@@ -11,8 +11,6 @@ from typing import Self
 from layoutmap.core.escaping import escaped
 from layoutmap.core.variables import Assignment
 
-__all__ = ["Progress"]
-
 _PATIENCE_SECONDS = 2.0
 _BETWEEN_SECONDS = 0.1
 

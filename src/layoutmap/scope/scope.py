@@ -7,25 +7,17 @@ made. A plan stops before the last step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from layoutmap.adapters import (
-    Adapter,
-    adapter_of_model,
-    get_adapter,
-    imported_adapter,
-    others_refused,
-)
-from layoutmap.core.errors import EngineError, ScopeError
+from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
+from layoutmap.core.errors import EngineError, ScopeError, listed
 from layoutmap.engines import get_engine
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
-
-__all__ = ["apply", "build", "layout_map_scope", "plan", "scope"]
 
 
 @contextmanager
@@ -204,13 +196,12 @@ def plan(
         [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
     )
     if unbuilt:
-        shown = ", ".join(unbuilt[:5]) + (f" and {len(unbuilt) - 5} more" if len(unbuilt) > 5 else "")
         final = final.with_problem(
             Problem(
                 "not built",
                 "warning",
                 type(model).__name__,
-                f"{type(model).__name__}: {len(unbuilt)} layers have no weights yet: {shown}",
+                f"{type(model).__name__}: {len(unbuilt)} layers have no weights yet: {listed(unbuilt)}",
                 why="they make them at their first call, and nothing has called them",
                 fix="pass inputs=: an example batch, or keras.Input(...); what the model never calls needs nothing",
             )
@@ -269,7 +260,7 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
     if not bound.local_device_ids:
         raise ScopeError(
             "the mesh has no device of this process",
-            facts={"mesh": str(bound), "devices": _shortened(bound.devices or ())},
+            facts={"mesh": str(bound), "devices": listed(bound.devices or ())},
             why="a process takes part with its own devices, and here it has none",
             fix="leave the scope to the processes of these devices, or make a mesh of all: lm.create_mesh(..)",
         )
@@ -281,9 +272,9 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
         check_options({"library": adapter.name} | compared, opened.gather)
     if opened.draws not in ("exact", *adapter.other_inits):
         raise ScopeError(
-            f"draws={opened.draws!r}: {adapter.name} models cannot be drawn so",
+            f"draws={opened.draws!r}: {adapter.name} models cannot be initialized so",
             facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_inits)))},
-            why="exact draws are those of the plain model; a library may offer others, for models that are very large",
+            why='"exact" gives the values of the plain model; a library may offer others, for very large models',
             fix='leave draws out, or draws="exact"',
         )
     if (dim := opened.policy.batch_dim) is not None and dim not in opened.mesh:
@@ -302,10 +293,6 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
     # of which some of it cannot begin.
     opened.engine.native(replicated, 0)
     return opened
-
-
-def _shortened(devices: Sequence[str]) -> str:
-    return ", ".join(devices[:8]) + (", ..." if len(devices) > 8 else "")
 
 
 def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:

@@ -37,7 +37,7 @@ class AdapterContract:
 
     Attributes:
         library: The model library's name.
-        meshes: The grids to try, 8 devices each; all have a dim `model`, and rules that name other dims are cut down.
+        meshes: The grids to try, 8 devices each; all have a dim `model`, and rules lose the dims that a grid has not.
     """
 
     library: ClassVar[str]

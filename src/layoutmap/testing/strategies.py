@@ -33,12 +33,7 @@ _MOST_DEVICES = 64  # enough for every kind of layout, and quick to go through
 
 @st.composite
 def meshes(
-    draw: st.DrawFn,
-    *,
-    min_dims: int = 1,
-    max_dims: int = 4,
-    max_size: int = 8,
-    devices: str | None = "any",
+    draw: st.DrawFn, *, min_dims: int = 1, max_dims: int = 4, max_size: int = 8, devices: str | None = "any"
 ) -> Mesh:
     """Meshes of at most 64 devices.
 
@@ -69,12 +64,7 @@ def meshes(
 
 @st.composite
 def layouts(
-    draw: st.DrawFn,
-    mesh: Mesh | None = None,
-    *,
-    min_rank: int = 0,
-    max_rank: int = 5,
-    tuples: bool = True,
+    draw: st.DrawFn, mesh: Mesh | None = None, *, min_rank: int = 0, max_rank: int = 5, tuples: bool = True
 ) -> Layout:
     """Layouts, each mesh dim used at most once.
 
@@ -83,22 +73,22 @@ def layouts(
         mesh: The mesh; `None` draws one as well.
         min_rank: The least number of axes.
         max_rank: The most.
-        tuples: Whether one axis may be cut over several mesh dims, which TensorFlow cannot express.
+        tuples: Whether one axis may be sharded over several mesh dims, which TensorFlow cannot express.
     """
     mesh = draw(meshes()) if mesh is None else mesh
     rank = draw(st.integers(min_rank, max_rank))
-    cutting: list[list[str]] = [[] for _ in range(rank)]
+    dims_of_axis: list[list[str]] = [[] for _ in range(rank)]
     for dim in draw(st.permutations(mesh.dim_names)):
-        free = [axis for axis in range(rank) if tuples or not cutting[axis]]
+        free = [axis for axis in range(rank) if tuples or not dims_of_axis[axis]]
         axis = draw(st.sampled_from([None, *free]))
         if axis is not None:
-            cutting[axis].append(dim)
-    return Layout([tuple(dims) or UNSHARDED for dims in cutting], mesh)
+            dims_of_axis[axis].append(dim)
+    return Layout([tuple(dims) or UNSHARDED for dims in dims_of_axis], mesh)
 
 
 @st.composite
 def shapes(draw: st.DrawFn, layout: Layout, *, min_side: int = 1, max_side: int = 3) -> tuple[int, ...]:
-    """Shapes of tensors that a layout cuts evenly.
+    """Shapes of tensors that a layout shards evenly.
 
     Args:
         draw: Given by hypothesis.

@@ -159,7 +159,7 @@ def test_blocks_are_parts_of_the_plain_tensor(
     assert torch.equal(state, torch.get_rng_state()), text
     recipe = tape.recipe(tensor)
     indices = [index_of(plain.shape, data.draw) for _ in range(2)]
-    whole, blocks = recipe.whole(), recipe.blocks(indices)
+    whole, blocks = recipe.global_value(), recipe.blocks(indices)
     assert (plain.shape, plain.dtype) == (whole.shape, whole.dtype), text
     assert bits(plain) == bits(whole), text
     for index, block in zip(indices, blocks, strict=True):

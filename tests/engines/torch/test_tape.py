@@ -175,7 +175,7 @@ def record(tape: Tape, make: Callable[[], Any]) -> Any:
 
 
 def values(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
-    return tape.recipe(tensor).whole() if tape.holds(tensor) else tensor.detach()
+    return tape.recipe(tensor).global_value() if tape.holds(tensor) else tensor.detach()
 
 
 def facts(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -232,7 +232,7 @@ def test_large_from_small_is_deferred():
     tape = Tape(smallest=1000)
     small, large = record(tape, lambda: ((a := torch.arange(100.0)), a[:, None] * a))
     assert (False, True) == (tape.holds(small), tape.holds(large))
-    assert torch.equal(small[:, None] * small, tape.recipe(large).whole())
+    assert torch.equal(small[:, None] * small, tape.recipe(large).global_value())
 
 
 def test_memory_of_nothing_is_deferred():
@@ -307,8 +307,8 @@ def test_recording_may_be_entered_again():
     with tape.recording():
         tensor.add_(2)
     assert (False, True) == (tape.holds(plain), tape.holds(tensor))
-    assert [1.0] * 5 == early.whole().tolist()
-    assert [3.0] * 5 == tape.recipe(tensor).whole().tolist()
+    assert [1.0] * 5 == early.global_value().tolist()
+    assert [3.0] * 5 == tape.recipe(tensor).global_value().tolist()
 
 
 def test_a_tape_records_its_own_thread_only():
@@ -489,10 +489,10 @@ def test_a_trace_is_the_recipe_of_what_a_function_returns():
     for rows in (2, 500):
         recipe = trace(make, rows)
         assert ((rows, 50), torch.float32, "") == (recipe.shape, recipe.dtype, recipe.why_global)
-        assert bits(make(rows)) == bits(recipe.whole())
+        assert bits(make(rows)) == bits(recipe.global_value())
         [block] = recipe.blocks([(slice(1, 2), slice(3, 20))])
         assert bits(make(rows)[1:2, 3:20]) == bits(block)
-    with pytest.raises(EngineError, match="gives no tensor"):
+    with pytest.raises(EngineError, match="returns no tensor"):
         trace(lambda: [torch.ones(3)])
 
 

@@ -64,7 +64,7 @@ def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 18, seed: int 
 @given(st.data(), st.sampled_from(sorted(MAKERS)), st.sampled_from([1 << 10, 1 << 18]))
 def test_any_part_is_a_part_of_the_same_whole(data: Any, name: str, piece: int):
     """Blocks at any index, made in any order and piece, agree with the whole."""
-    whole = recipe_of(MAKERS[name]).whole()
+    whole = recipe_of(MAKERS[name]).global_value()
     ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in whole.shape]
     index = tuple(slice(start, stop) for start, stop in ends)
     [block] = recipe_of(MAKERS[name], piece).blocks([index])
@@ -75,7 +75,7 @@ def test_any_part_is_a_part_of_the_same_whole(data: Any, name: str, piece: int):
 def test_the_seed_decides(name: str):
     """The same seed gives the same values, and leaves the generator in the same state; another gives others."""
     first, again, other = (
-        (recipe_of(MAKERS[name], seed=seed).whole(), torch.get_rng_state()) for seed in (3, 3, 4)
+        (recipe_of(MAKERS[name], seed=seed).global_value(), torch.get_rng_state()) for seed in (3, 3, 4)
     )
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
@@ -84,18 +84,18 @@ def test_the_seed_decides(name: str):
 
 def test_no_tile_is_like_another():
     """Tiles of one tensor, and the same tiles of two tensors, are different numbers."""
-    made = [recipe_of(lambda: torch.randn(2, 512, 512)).whole()]
-    made.append(recipe_of(lambda: (torch.randn(2, 512, 512), torch.randn(2, 512, 512))[1]).whole())
+    made = [recipe_of(lambda: torch.randn(2, 512, 512)).global_value()]
+    made.append(recipe_of(lambda: (torch.randn(2, 512, 512), torch.randn(2, 512, 512))[1]).global_value())
     tiles = [tile for each in made for half in each.chunk(2, 1) for tile in half.chunk(2, 2)]
     assert 8 == len({tile.numpy().tobytes() for tile in tiles})
 
 
 def test_numbers_are_distributed_as_asked():
     """Normal numbers have the mean and deviation that were asked for, and truncated ones stay within their bounds."""
-    normal = recipe_of(lambda: nn.init.normal_(torch.empty(1000, 1000), 1.0, 0.5)).whole()
+    normal = recipe_of(lambda: nn.init.normal_(torch.empty(1000, 1000), 1.0, 0.5)).global_value()
     assert normal.mean().item() == pytest.approx(1.0, abs=0.003)
     assert normal.std().item() == pytest.approx(0.5, abs=0.003)
-    assert recipe_of(MAKERS["trunc_normal"]).whole().abs().max() <= 2
+    assert recipe_of(MAKERS["trunc_normal"]).global_value().abs().max() <= 2
 
 
 class Made(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""From a Keras initializer to a draw.
+"""From a Keras initializer to one of this library.
 
 Keras draws an initializer's seed as an integer when the initializer is *constructed*, so deferring the call changes
 no value. The seed is lifted out of the initializer and handed to the program as an argument: then all variables of one
@@ -23,7 +23,7 @@ __all__ = ["initializer_of", "initializer_of_seed", "why_global"]
 
 
 def why_global(initializer: Any, global_init: Mapping[str, str]) -> str:
-    """Return why a variable's global value must be drawn on one device; empty if its shards can be drawn apart.
+    """Return why a variable's global value must be computed on one device; empty if its shards can be computed apart.
 
     Args:
         initializer: What Keras would call for the value.
@@ -40,7 +40,7 @@ def why_global(initializer: Any, global_init: Mapping[str, str]) -> str:
 def initializer_of(
     initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[Any], Any] = lambda seed: seed
 ) -> Initializer:
-    """The draw of a variable's first value.
+    """Return the initializer of a variable.
 
     Args:
         initializer: What Keras would call for the value.
@@ -73,12 +73,12 @@ def initializer_of(
 
 
 def initializer_of_seed(initializer: Any, shape: tuple[int, ...], dtype: str) -> Initializer:
-    """The draw of a seed generator's state, which is a seed: where processes agree on seeds they agree on it."""
+    """Return the initializer of a seed generator's state: where processes agree on seeds, they agree on it too."""
 
-    def whole() -> Any:
+    def value() -> Any:
         return keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype)
 
-    return Initializer(whole, Program(("seed", shape, dtype), whole(), lambda seed: seed))
+    return Initializer(value, Program(("seed", shape, dtype), value(), lambda seed: seed))
 
 
 class _Given(keras.random.SeedGenerator):

@@ -19,14 +19,7 @@ from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.forward import is_planned
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
-from layoutmap.adapters.torch.training import (
-    arrays_of,
-    call,
-    loss_of,
-    optimizer_of,
-    train_with,
-    training_of,
-)
+from layoutmap.adapters.torch.training import arrays_of, call, loss_of, optimizer_of, train_with, training_of
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes
@@ -92,7 +85,7 @@ class TorchAdapter:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
 
     def variables(self, model: Any) -> dict[str, Any]:
-        """Parameters, buffers, and slots of the optimizer that `train_with` told of, by path."""
+        """Parameters, buffers, and slots of the optimizer that `train_with` was called with, by path."""
         has_value = not is_planned(model)
         found = find_tensors(model)
         named = {each.path: Variable(each.path, each.tensor, has_value) for each in found}
@@ -106,7 +99,7 @@ class TorchAdapter:
         return named
 
     def read(self, variable: Any) -> Any:
-        """The whole value of a variable, as a numpy array."""
+        """The global value of a variable, as a numpy array."""
         return variable.read()
 
     def write(self, variable: Any, value: Any) -> None:
@@ -138,7 +131,7 @@ class TorchAdapter:
         return loss.item(), gradients
 
     def train_step(self, model: Any, batch: Any) -> float:
-        """One step of the optimizer that `train_with` told of; gives the loss before it."""
+        """One step of the optimizer that `train_with` was called with; returns the loss before it."""
         optimizer = optimizer_of(model)
         optimizer.zero_grad()
         with self._drawing(model):

@@ -1,4 +1,4 @@
-"""Plain tensors in, plain tensors out: what goes into a laid out model is cut, and what comes out is put together.
+"""Plain tensors in, plain tensors out: what goes into a laid out model is sharded, and what comes out is gathered.
 
 Gradients pass both ways, so any loss that is computed with what comes out, plainly, is right.
 """
@@ -17,8 +17,6 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled, whole
 from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
-
-__all__ = ["map_tensors", "on_mesh", "plain", "summed_up", "tensors_in"]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
@@ -49,7 +47,7 @@ def map_tensors(change: Callable[[torch.Tensor], Any], values: Any) -> Any:
 
 
 def on_mesh(values: Any, home: ScopeContext) -> Any:
-    """Plain tensors on the mesh: each cut along its first axis where the batch is split and it divides, or whole."""
+    """Plain tensors on the mesh: sharded along their first axis as the batch is where that divides, or replicated."""
 
     def place(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, DTensor):
@@ -58,34 +56,34 @@ def on_mesh(values: Any, home: ScopeContext) -> Any:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return home.engine.relayout(tensor, layout)
         mesh, placements = home.engine.native(layout, tensor.ndim)
-        return plainly(_cut)(tensor, mesh, placements)
+        return plainly(_sharded)(tensor, mesh, placements)
 
     return map_tensors(place, values)
 
 
-def _cut(tensor: torch.Tensor, mesh: Any, placements: Any) -> Any:
+def _sharded(tensor: torch.Tensor, mesh: Any, placements: Any) -> Any:
     """A plain tensor on the mesh, so that its gradient has a gradient, too."""
     return placed(everywhere(tensor, mesh), placements)
 
 
 def plain(values: Any) -> Any:
-    """Whole plain tensors, the same in all processes, in the place of `DTensor`s."""
-    return map_tensors(lambda tensor: _whole(tensor) if isinstance(tensor, DTensor) else tensor, values)
+    """Plain global tensors, the same in all processes, in the place of `DTensor`s."""
+    return map_tensors(lambda tensor: _gathered(tensor) if isinstance(tensor, DTensor) else tensor, values)
 
 
 def summed_up(values: Any) -> Any:
     """`DTensor`s that are no sum still to be made: what a program reads of them is then right."""
 
-    def settle(tensor: Any) -> Any:
+    def reduced(tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
         with simulation.on_mesh(tensor.device_mesh):
             return settled(tensor)
 
-    return map_tensors(settle, values)
+    return map_tensors(reduced, values)
 
 
-def _whole(tensor: DTensor) -> torch.Tensor:
+def _gathered(tensor: DTensor) -> torch.Tensor:
     with simulation.on_mesh(tensor.device_mesh):
         return whole(tensor)
 

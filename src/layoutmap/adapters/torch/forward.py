@@ -29,8 +29,6 @@ from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
 from layoutmap.engines.torch.private import plainly
 
-__all__ = ["Forward", "forward_of", "is_planned"]
-
 _ATTRIBUTE = "forward"
 _CHECKED_CALLS = 8  # how often what a module is given is compared between processes
 
@@ -42,7 +40,7 @@ class Forward:
         module: The module.
         path: Its path in the model; empty for the model itself.
         home: The scope.
-        gather: What is put together while it computes.
+        gather: What is gathered while it computes.
         valueless: Why the model has no values and cannot be called; empty if it can.
     """
 
@@ -129,7 +127,7 @@ class Forward:
             layout, [tuple(tensor.shape) for tensor in found], self.path
         )
         chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
-        # Also what lies right already: backwards, its gradient comes to the same layout.
+        # Also what is placed right already: backwards, its gradient comes to the same layout.
         return map_tensors(
             lambda t: self.home.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
         )

@@ -1,10 +1,9 @@
-"""Weights that are cut over the dim that splits the batch are put together while their layer computes.
+"""Weights that are sharded over the dim of the batch are gathered over it while their layer computes.
 
-That is what FSDP does: a layer needs its weights whole, but for what is cut over other dims. They are gathered when the
-layer is called and let go afterwards, and once more for the backward pass; gradients go the same way back, summed up
-and cut. The layers of one block, an element of a list of equal modules, are gathered together, so that it takes one
-collective and not one for each weight. What lies outside of the blocks, as embeddings and heads do, is gathered when
-the model is called, and stays until the backward pass has used it.
+That is what FSDP does. They are gathered when the layer is called and freed afterwards, and once more for the backward
+pass; gradients go the same way back, summed up and sharded. The layers of one block, an element of a list of equal
+modules, are gathered together, so that it takes one collective and not one for each weight. What is outside of the
+blocks, as embeddings are, is gathered when the model is called, and stays until the backward pass has used it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.fsdp import can_gather, gather_over
 from layoutmap.engines.torch.fsdp_saved import regathered
 from layoutmap.engines.torch.private import members_of_module, plainly, version_of
-
-__all__ = ["Gathering", "gathered", "weights_to_gather"]
 
 
 class Weight:
@@ -47,7 +44,7 @@ class Gathering:
 
     Args:
         weights: The weights.
-        is_kept: Whether they are not let go between the forward pass and the backward pass.
+        is_kept: Whether they are not freed between the forward pass and the backward pass.
     """
 
     __slots__ = ("is_kept", "weights")
@@ -88,7 +85,7 @@ def weights_to_gather(
 
 
 def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module | None]]:
-    """Each module of a model, with the block that it lies in."""
+    """Each module of a model, with the block that it is in."""
     found: dict[int, tuple[torch.nn.Module, torch.nn.Module | None]] = {}
     todo: list[tuple[torch.nn.Module, torch.nn.Module | None]] = [(root, None)]
     while todo:
@@ -129,17 +126,17 @@ def gathered(gathering: Gathering, home: ScopeContext) -> Generator[None]:
 def _gather(
     weights: Sequence[Weight], home: ScopeContext
 ) -> tuple[list[tuple[Weight, Any]], dict[int, Any], Callable[[], list[Any]]]:
-    """What the modules hold, that put together by its id, and what puts it together once more."""
+    """What the modules hold, that gathered by its id, and what gathers it once more."""
     held = [(weight, _held(weight)) for weight in weights]
-    cut = {id(tensor): (tensor, weight.layout) for weight, tensor in held if isinstance(tensor, DTensor)}
-    together = _put_together(cut, home)
-    versions = {key: version_of(tensor) for key, (tensor, _) in cut.items()}
+    sharded = {id(tensor): (tensor, weight.layout) for weight, tensor in held if isinstance(tensor, DTensor)}
+    together = _in_layouts(sharded, home)
+    versions = {key: version_of(tensor) for key, (tensor, _) in sharded.items()}
 
     def again() -> list[Any]:
         for weight, tensor in held:
             if version_of(tensor) != versions.get(id(tensor), version_of(tensor)):
                 raise RuntimeError(_changed(weight))  # the class of torch's own error for it
-        return list(_put_together(cut, home).values())
+        return list(_in_layouts(sharded, home).values())
 
     return held, together, again
 
@@ -157,11 +154,11 @@ def _held(weight: Weight) -> Any:
     return members_of_module(weight.place.module)[0][weight.place.name]
 
 
-def _put_together(cut: Mapping[int, tuple[Any, Layout]], home: ScopeContext) -> dict[int, Any]:
+def _in_layouts(sharded: Mapping[int, tuple[Any, Layout]], home: ScopeContext) -> dict[int, Any]:
     """Tensors in the layouts given: those that can, by one collective for all of one mesh dim and element type."""
     together: dict[int, Any] = {}
     groups: dict[Any, list[tuple[int, Any]]] = {}
-    for key, (tensor, layout) in cut.items():
+    for key, (tensor, layout) in sharded.items():
         mesh, placements = home.engine.native(layout, tensor.ndim)
         if tensor.device_mesh != mesh:
             continue  # it was laid out anew, and computes as it is
@@ -171,6 +168,6 @@ def _put_together(cut: Mapping[int, tuple[Any, Layout]], home: ScopeContext) -> 
         elif changed:
             together[key] = home.engine.relayout(tensor, layout)
     for (mesh_dim, _, _), members in groups.items():
-        whole = gather_over([tensor for _, tensor in members], mesh_dim)
-        together.update(zip((key for key, _ in members), whole, strict=True))
+        members_gathered = gather_over([tensor for _, tensor in members], mesh_dim)
+        together.update(zip((key for key, _ in members), members_gathered, strict=True))
     return together

@@ -18,8 +18,6 @@ from layoutmap.adapters.torch.optimizer_hooks import look_after_optimizers
 from layoutmap.engines.torch.gradients import finalize_gradients
 from layoutmap.engines.torch.private import members_of_module, plainly
 
-__all__ = ["Watch"]
-
 _WATCHED = "_layoutmap_watched"  # on a parameter: its id, which a copy of it has not
 
 

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.private import members_of_module
 
-__all__ = ["accept_any_layout"]
-
 
 def accept_any_layout(module: torch.nn.Module) -> None:
     """Have a module bring what it is about to load into the layouts of its own tensors."""

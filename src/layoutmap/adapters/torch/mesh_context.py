@@ -19,8 +19,6 @@ from layoutmap.core.patches import Patches
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
 from layoutmap.engines.torch.private import checkpoints
 
-__all__ = ["is_running", "running", "summing_up"]
-
 _here = threading.local()
 
 

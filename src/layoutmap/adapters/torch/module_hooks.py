@@ -21,8 +21,6 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.core.patches import Attribute, Closing, Item, Patches
 from layoutmap.engines.torch.private import registration_hooks
 
-__all__ = ["installed"]
-
 
 def installed() -> Closing:
     """Keep the hooks in place for a while; threads and nested scopes share them."""

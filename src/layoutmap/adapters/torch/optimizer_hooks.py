@@ -18,8 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
 
-__all__ = ["look_after_optimizers", "note_replaced"]
-
 _READ = (torch.optim.Adafactor,)
 _replaced: dict[
     int, tuple[weakref.ref[torch.Tensor], str]

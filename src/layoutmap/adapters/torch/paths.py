@@ -15,19 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from layoutmap.core.variables import distinct
 
-__all__ = [
-    "Found",
-    "Place",
-    "below",
-    "find_tensors",
-    "has_forward",
-    "is_of_keras",
-    "layer_paths",
-    "lazy_layers",
-    "model_names",
-    "roots_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

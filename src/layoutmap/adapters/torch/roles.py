@@ -1,6 +1,6 @@
 """What the axes of a module's weights do when it is called, for torch's own modules and the Conv1D of transformers.
 
-A plan is linted by it: an axis that is summed over is another thing to cut than one that is put out. What a module of
+A plan is linted by it: an axis that is summed over is another thing to shard than one that is put out. What a module of
 one's own does with its weights is not known.
 """
 
@@ -10,8 +10,6 @@ import torch
 
 from layoutmap.adapters.torch.paths import Found
 from layoutmap.core.variables import Use
-
-__all__ = ["head_sizes", "use_of"]
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """What attention modules of transformers call the size of a head."""

@@ -35,12 +35,7 @@ from layoutmap.adapters.torch.paths import (
     roots_of,
 )
 from layoutmap.adapters.torch.roles import head_sizes, use_of
-from layoutmap.adapters.torch.swap import (
-    carry_over,
-    put,
-    replace_in_module,
-    replace_in_optimizer,
-)
+from layoutmap.adapters.torch.swap import carry_over, put, replace_in_module, replace_in_optimizer
 from layoutmap.adapters.torch.unsupported import unsupported_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.current import current, entered, is_entered
@@ -51,8 +46,6 @@ from layoutmap.core.patches import Closing
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines.torch.deferred_init.tape import Tape
 from layoutmap.engines.torch.private import FakeTensor
-
-__all__ = ["TorchSession"]
 
 _ONLY_A_PLAN = "only a plan, it has no values"
 _FAILED = "its scope failed, so it has no values"
@@ -284,7 +277,7 @@ class TorchSession:
     def _draw(self, tensor: Any) -> Initializer:
         recipe = self._tape.recipe(tensor)
         return Initializer(
-            recipe.whole, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
+            recipe.global_value, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
         )
 
     def _held(self, entry: _Entry, array: Any, layout: Layout) -> Any:
@@ -299,10 +292,7 @@ class TorchSession:
         return new
 
     def _replace_references(
-        self,
-        roots: Sequence[torch.nn.Module],
-        replaced: dict[int, Any],
-        layouts: Mapping[int, Layout],
+        self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
     ) -> None:
         kept: dict[int, Any] = {}  # while ids stand for the tensors
 
@@ -311,7 +301,7 @@ class TorchSession:
                 # Neither a parameter nor a buffer: it stays plain, and gets its value too.
                 kept[id(tensor)] = tensor
                 trainable = tensor.requires_grad and tensor.is_leaf
-                replaced[id(tensor)] = self._tape.recipe(tensor).whole().requires_grad_(trainable)
+                replaced[id(tensor)] = self._tape.recipe(tensor).global_value().requires_grad_(trainable)
             return replaced.get(id(tensor), tensor)
 
         def slot(parameter: Any, value: Any) -> Any:

@@ -15,8 +15,6 @@ import torch
 from layoutmap.adapters.torch.paths import Place
 from layoutmap.engines.torch.private import hooks_of_tensor, members_of_module, own_attributes
 
-__all__ = ["carry_over", "put", "replace_in_module", "replace_in_optimizer"]
-
 Swap = Callable[[Any], Any]
 
 

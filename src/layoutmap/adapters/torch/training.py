@@ -1,6 +1,6 @@
 """How a model is trained, said once: its loss and its optimizer.
 
-Torch keeps these in the program's own loop. `check_parity` runs that loop itself, so it has to be told.
+Torch keeps these in the program's own loop. `check_parity` runs that loop itself, so it has to know them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.boundary import plain, tensors_in
 from layoutmap.core.errors import ScopeError
-
-__all__ = ["Training", "call", "train_with", "training_of"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Loss = Callable[[Any, Any], torch.Tensor]

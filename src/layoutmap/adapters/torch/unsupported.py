@@ -11,8 +11,6 @@ from layoutmap.adapters.torch.paths import Found
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.engines.torch.private import FakeTensor, storage_key
 
-__all__ = ["unsupported_of"]
-
 _KNOWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, DTensor)
 
 

@@ -12,8 +12,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.private import FakeTensor
 
-__all__ = ["Variable"]
-
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -45,7 +43,7 @@ class Variable:
         return layout
 
     def read(self) -> Any:
-        """The whole value, as a numpy array.
+        """The global value, as a numpy array.
 
         Raises:
             PlanError: It has none.

@@ -11,12 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from layoutmap.core.blocks import Index, with_ends
+from layoutmap.core.blocks import Ends, Index, ends_of, with_ends
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.jax.devices import Device
-
-__all__ = ["canonical", "dtype_of", "from_blocks", "ready", "shards_of"]
 
 NumpyArray = npt.NDArray[Any]
 
@@ -55,16 +53,12 @@ def canonical(values: NumpyArray) -> NumpyArray:
 
 
 def from_blocks(
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    sharding: NamedSharding,
-    read: Callable[[Index], NumpyArray],
+    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding, read: Callable[[Index], NumpyArray]
 ) -> jax.Array:
     """An array made from blocks, each read once."""
-    holders: dict[tuple[tuple[int, int], ...], list[Device]] = {}
+    holders: dict[Ends, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        ends = with_ends(index or (), shape)
-        holders.setdefault(tuple((part.start, part.stop) for part in ends), []).append(device)
+        holders.setdefault(ends_of(with_ends(index or (), shape)), []).append(device)
     pieces: list[jax.Array] = []
     for ends, devices in holders.items():
         # A copy: on CPU devices JAX would share the memory of a numpy array, and a later change of it would show.
@@ -75,12 +69,11 @@ def from_blocks(
 
 def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
     """The shards that this process holds, each index once, with both ends."""
-    seen: set[tuple[tuple[int, int], ...]] = set()
+    seen: set[Ends] = set()
     for shard in array.addressable_shards:
         index = with_ends(shard.index, array.shape)
-        key = tuple((part.start, part.stop) for part in index)
-        if key not in seen:
-            seen.add(key)
+        if ends_of(index) not in seen:
+            seen.add(ends_of(index))
             yield index, np.asarray(shard.data)
 
 

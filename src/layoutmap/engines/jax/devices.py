@@ -14,15 +14,6 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 
-__all__ = [
-    "Device",
-    "bound_devices",
-    "bound_mesh",
-    "device_names",
-    "mesh_on",
-    "named_sharding",
-]
-
 Device = Any
 _MAX_NATIVES = 4096
 
@@ -32,7 +23,7 @@ def name_of(device: Device) -> str:
     return f"{device.platform.upper()}:{device.id}"
 
 
-def device_names(device_type: str | None) -> tuple[str, ...]:
+def device_names(device_type: str | None = None) -> tuple[str, ...]:
     """The names of all devices of a type, or of JAX's default platform, in JAX's order."""
     return tuple(map(name_of, _devices(device_type)))
 

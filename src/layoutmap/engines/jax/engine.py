@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,8 +44,6 @@ from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, why_global
 
-__all__ = ["JaxEngine", "engine"]
-
 NumpyArray = npt.NDArray[Any]
 
 
@@ -64,6 +62,10 @@ class JaxEngine:
 
     name = "jax"
     array_types: tuple[type, ...] = (jax.Array,)
+    devices = staticmethod(device_names)
+    bind = staticmethod(bound_mesh)
+    to_shards = staticmethod(shards_of)
+    canonical = staticmethod(canonical)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,25 +73,6 @@ class JaxEngine:
         self._programs: OrderedDict[Hashable, ShardedProgram | str] = OrderedDict()
 
     # -- devices and layouts
-
-    def devices(self, device_type: str | None = None) -> tuple[str, ...]:
-        """Return the names of all devices of one type, of all processes, in JAX's order.
-
-        Args:
-            device_type: `"CPU"`, `"GPU"` or `"TPU"` in any case; `None`: of JAX's default platform.
-
-        Raises:
-            EngineError: There are none of that type.
-        """
-        return device_names(device_type)
-
-    def bind(self, mesh: Mesh) -> Mesh:
-        """Return the mesh on this machine; an abstract one gets the first devices, others are checked to exist.
-
-        Raises:
-            MeshError: The machine has too few devices, or not the ones that are named.
-        """
-        return bound_mesh(mesh)
 
     def check_layout(self, layout: Layout) -> None:
         """Nothing: JAX can hold every layout."""
@@ -116,7 +99,7 @@ class JaxEngine:
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, Any]:
-        """Compute initial values, each straight in its layout, with the bits of `initializer.whole()`.
+        """Compute initial values, each straight in its layout, with the bits of `initializer.global_value()`.
 
         An initializer with a program is computed in shards: equal programs are compiled once, and called with their
         seeds. Every process uses the seeds of process 0. The global value of one without a program, or with one that
@@ -174,10 +157,6 @@ class JaxEngine:
             checked = checked_reader(variable, read)
             made = from_blocks(variable.shape, np.dtype(jnp.dtype(variable.dtype)), sharding, checked)
             return self._layouts.noted(made, assignment.layout)
-
-    def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-        """Yield the shards that this process holds, each index once, with both ends."""
-        return shards_of(array)
 
     def relayout(self, array: Any, layout: Layout) -> Any:
         """Return the same values in another layout; also takes numpy arrays and what numpy makes arrays of.
@@ -238,14 +217,6 @@ class JaxEngine:
             MeshError: The machine does not have the mesh's devices.
         """
         return jax.set_mesh(self.native(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
-
-    def canonical(self, values: NumpyArray) -> NumpyArray:
-        """Return numpy values as JAX holds them: in 32 bits for 64 unless `jax_enable_x64` is set.
-
-        Raises:
-            EngineError: It holds no such elements.
-        """
-        return canonical(values)
 
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -328,7 +299,7 @@ def _global_init(assignment: Assignment, initializer: Initializer, seed: Any, *,
     value = (
         initializer.program.function(seed)
         if across and initializer.program is not None
-        else initializer.whole()
+        else initializer.global_value()
     )
     values = np.asarray(value)
     check_initial_value(assignment.variable, values.shape, values.dtype.name)

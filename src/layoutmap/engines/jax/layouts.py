@@ -12,8 +12,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.jax.devices import mesh_on, named_sharding
 
-__all__ = ["ArrayLayouts"]
-
 
 class ArrayLayouts:
     """Knows the layout of each array.
@@ -38,9 +36,7 @@ class ArrayLayouts:
         Raises:
             LayoutError: It does not fit.
         """
-        layout.check_rank(shape, name)
-        for axis in layout.uneven_axes(shape):
-            raise layout.uneven_error(shape, axis, name)
+        layout.check_fits(shape, name)
         return self.sharding(layout)
 
     def mesh_of(self, native_mesh: jax.sharding.Mesh) -> Mesh:

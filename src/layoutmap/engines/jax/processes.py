@@ -21,8 +21,6 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.jax.devices import Device
 
-__all__ = ["check_equal_everywhere", "common_seeds", "gathered"]
-
 NumpyArray = npt.NDArray[Any]
 
 

@@ -21,8 +21,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["ShardedProgram", "trace", "why_global"]
-
 _MAX_CONSTANT_SIZE = 1024
 
 _MOVES = """
@@ -65,15 +63,7 @@ def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = list(_inner_jaxprs(eqn.params.values()))
-        if name in (
-            "jit",
-            "pjit",
-            "closed_call",
-            "core_call",
-            "custom_jvp_call",
-            "custom_vjp_call",
-            "remat2",
-        ):
+        if name in _CALLS:
             for nested in inner:
                 yield from _mixing(nested)
         elif name not in _SAME_WHEN_SHARDED and any(map(_rounds, (*eqn.invars, *eqn.outvars))):

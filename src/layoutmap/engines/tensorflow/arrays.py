@@ -17,32 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index, assemble, whole_index
+from layoutmap.core.blocks import Ends, Index, assemble, ends_of, whole_index
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.tensorflow.devices import native_layout, to_mesh
 
-__all__ = [
-    "canonical",
-    "check_dtype",
-    "check_placed",
-    "default_mesh_lock",
-    "from_blocks",
-    "layout_of",
-    "move",
-    "native_of",
-    "note",
-    "relayout_in_trace",
-    "run_on",
-    "shards_of",
-    "tensor_of",
-    "to_numpy",
-]
-
 NumpyArray = npt.NDArray[Any]
-Ends = tuple[tuple[int, int], ...]
 dtensor: Any = tf.experimental.dtensor
 
 _MAX_MESHES = 1024
@@ -95,9 +77,7 @@ def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -
         LayoutError: It does not fit.
         EngineError: DTensor cannot hold it.
     """
-    layout.check_rank(shape, name)
-    for axis in layout.uneven_axes(shape):
-        raise layout.uneven_error(shape, axis, name)
+    layout.check_fits(shape, name)
     return native_of(layout)
 
 
@@ -156,8 +136,8 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
     seen: set[Ends] = set()
     for place, component in zip(places, dtensor.unpack(tensor), strict=True):
         index = layout.shard_slices(shape, place)
-        if _ends(index) not in seen:
-            seen.add(_ends(index))
+        if ends_of(index) not in seen:
+            seen.add(ends_of(index))
             yield index, component.numpy()
 
 
@@ -178,10 +158,10 @@ def from_blocks(
     components: list[Any] = []
     for place, device in zip(native.mesh.local_device_ids(), devices, strict=True):
         index = layout.shard_slices(shape, place)
-        if _ends(index) not in held:
-            held[_ends(index)] = np.array(read(index), copy=copy or None, order="C")
+        if ends_of(index) not in held:
+            held[ends_of(index)] = np.array(read(index), copy=copy or None, order="C")
         with tf.device(device):
-            components.append(tf.constant(held[_ends(index)]))
+            components.append(tf.constant(held[ends_of(index)]))
     return note(dtensor.pack(components, native), layout.mesh)
 
 
@@ -299,7 +279,3 @@ def _from_integers(integers: NumpyArray, dtype: type) -> NumpyArray:
     if np.dtype(dtype).itemsize < 4:
         integers = integers.astype(np.uint8)
     return np.ascontiguousarray(integers).view(dtype)[..., 0]
-
-
-def _ends(index: Index) -> Ends:
-    return tuple((part.start, part.stop) for part in index)

@@ -18,15 +18,13 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 
-__all__ = ["bound_mesh", "device_names", "native_layout", "native_mesh", "native_specs", "to_mesh"]
-
 dtensor: Any = tf.experimental.dtensor
 
 _MAX_NATIVES = 4096
 _FULL_NAME = re.compile(r"/job:([^/]+)/replica:0/task:(\d+)/device:([A-Za-z]+):(\d+)$")
 
 
-def device_names(device_type: str | None) -> tuple[str, ...]:
+def device_names(device_type: str | None = None) -> tuple[str, ...]:
     """The names of all devices of a type, or of the default one: accelerators if there are any."""
     if device_type is None:
         device_type = next((kind for kind in ("TPU", "GPU") if tf.config.list_logical_devices(kind)), "CPU")

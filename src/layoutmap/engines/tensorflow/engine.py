@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index
+from layoutmap.core.blocks import Index, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -52,8 +52,6 @@ from layoutmap.engines.tensorflow.programs import PieceProgram, trace
 from layoutmap.engines.tensorflow.selfcheck import check_training
 from layoutmap.engines.tensorflow.variable import DVariable
 
-__all__ = ["TensorFlowEngine", "engine"]
-
 NumpyArray = npt.NDArray[Any]
 dtensor: Any = tf.experimental.dtensor
 
@@ -73,31 +71,18 @@ class TensorFlowEngine:
 
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
+    devices = staticmethod(device_names)
+    bind = staticmethod(bound_mesh)
+    layout_of = staticmethod(layout_of)
+    to_shards = staticmethod(shards_of)
+    to_numpy = staticmethod(to_numpy)
+    canonical = staticmethod(canonical)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._programs: OrderedDict[Hashable, PieceProgram] = OrderedDict()
 
     # -- devices and layouts
-
-    def devices(self, device_type: str | None = None) -> tuple[str, ...]:
-        """Return the names of all devices of one type, of all processes.
-
-        Args:
-            device_type: `"CPU"`, `"GPU"` or `"TPU"` in any case; `None`: accelerators if there are any, else CPUs.
-
-        Raises:
-            EngineError: There are none of that type.
-        """
-        return device_names(device_type)
-
-    def bind(self, mesh: Mesh) -> Mesh:
-        """Return the mesh on this machine; an abstract one gets the first devices, others are checked to exist.
-
-        Raises:
-            MeshError: The machine has too few devices, or not the ones that are named.
-        """
-        return bound_mesh(mesh)
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that no tensor of DTensor can have, on any machine. Nothing is started.
@@ -117,10 +102,6 @@ class TensorFlowEngine:
         """
         layout.check_rank((None,) * rank)
         return native_of(layout)
-
-    def layout_of(self, array: Any) -> Layout | None:
-        """Return the layout of a tensor or variable, or `None` if it is on no mesh."""
-        return layout_of(array)
 
     # -- arrays
 
@@ -178,10 +159,6 @@ class TensorFlowEngine:
         with tf.init_scope():
             return from_blocks(variable.shape, assignment.layout, checked_reader(variable, read))
 
-    def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-        """Yield the shards that this process holds, each index once, with both ends."""
-        return shards_of(array)
-
     @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> Any:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
@@ -211,10 +188,6 @@ class TensorFlowEngine:
         with tf.init_scope():
             return DVariable(array, name=name or "Variable", trainable=trainable)
 
-    def to_numpy(self, array: Any) -> NumpyArray:
-        """Return all values of a tensor or variable, gathered from all processes that hold some; they must all ask."""
-        return to_numpy(array)
-
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Return the values of each process, one row each; they must all ask."""
         return gathered(values)
@@ -228,14 +201,6 @@ class TensorFlowEngine:
             MeshError: The machine does not have the mesh's devices.
         """
         return run_on(native_of(Layout.replicated(mesh, 0)).mesh)
-
-    def canonical(self, values: NumpyArray) -> NumpyArray:
-        """Return numpy values as TensorFlow holds them, which is as they are.
-
-        Raises:
-            EngineError: They are no numbers.
-        """
-        return canonical(values)
 
     @tf.autograph.experimental.do_not_convert
     def call(
@@ -272,7 +237,7 @@ class TensorFlowEngine:
         return check_placed(assignment.layout, variable.shape, variable.path)
 
     def _created(self, assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[Any, int]:
-        """Return an initial value, and with several processes the checksum of what each drew for itself."""
+        """Return an initial value, and with several processes the checksum of what each computed for itself."""
         variable = assignment.variable
         if initializer.program is not None:
             program = self._program(initializer)
@@ -285,7 +250,7 @@ class TensorFlowEngine:
         value = (
             initializer.program.function(seed)
             if across and initializer.program is not None
-            else initializer.whole()
+            else initializer.global_value()
         )
         values = to_numpy(value) if isinstance(value, self.array_types) else np.asarray(value)
         check_initial_value(variable, values.shape, values.dtype.name)
@@ -314,9 +279,7 @@ def _in_pieces(program: PieceProgram, seed: Any, shape: tuple[int, ...], layout:
     native = native_of(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]
     blocks = program.blocks(seed, indices)
-    return from_blocks(
-        shape, layout, lambda index: blocks.pop(tuple((p.start, p.stop) for p in index)), copy=False
-    )
+    return from_blocks(shape, layout, lambda index: blocks.pop(ends_of(index)), copy=False)
 
 
 def _signature(seed: Any) -> Hashable:

@@ -15,8 +15,6 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.tensorflow.devices import device_names, native_mesh
 
-__all__ = ["check_equal_everywhere", "common_seeds", "gathered"]
-
 dtensor: Any = tf.experimental.dtensor
 
 NumpyArray = npt.NDArray[Any]

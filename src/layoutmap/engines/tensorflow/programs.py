@@ -1,14 +1,14 @@
-"""Draw a random array piece by piece, with the bits of the whole draw.
+"""Compute a random array piece by piece, with the bits of the global array.
 
 TensorFlow's stateless random numbers come from a counter: number `i` of an array depends on the key and on the counter
-plus a multiple of `i`, and on nothing else. So any run of them can be drawn alone, by moving the counter on. A draw's
-program is traced once; if it is such a source with operations on single elements after it, as the usual initializers
-are, then it is evaluated for a run of elements, one operation after the other, as the plain program evaluates them.
-Only operations whose result IEEE 754 fixes are taken: TensorFlow computes `Exp` and its like in other ways for the last
-few elements of a run than for the rest, so a run would differ from the whole in its last bits.
+plus a multiple of `i`, and on nothing else. So any run of them can be drawn alone, by moving the counter on. An
+initializer's program is traced once; if it is such a source with operations on single elements after it, as the usual
+initializers are, then it is evaluated for a run of elements, one operation after the other, as the plain program
+evaluates them. Only operations whose result IEEE 754 fixes are taken: TensorFlow computes `Exp` and its like in other
+ways for the last few elements of a run than for the rest, so a run would differ in its last bits.
 
-How far the counter moves is not documented; it was found out by comparing runs with the whole, for TensorFlow 2.21 on
-CPU, and the tests compare them again.
+How far the counter moves is not documented; it was found out by comparing runs with global arrays, for TensorFlow 2.21
+on CPU, and the tests compare them again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index, block_shape
-
-__all__ = ["PieceProgram", "trace"]
+from layoutmap.core.blocks import Ends, Index, block_shape, ends_of
 
 NumpyArray = npt.NDArray[Any]
 
@@ -37,37 +35,21 @@ _COUNTS = {
     "StatelessRandomNormalV2": (1 / 4, 1 / 2),
     "StatelessTruncatedNormalV2": (64, 64),
 }
-_ON_ELEMENTS = frozenset(
-    (
-        *(
-            "Abs",
-            "AddV2",
-            "Cast",
-            "Div",
-            "DivNoNan",
-            "Identity",
-            "Maximum",
-            "Minimum",
-            "Mul",
-            "Neg",
-            "RealDiv",
-        ),
-        *("Sqrt", "Square", "Sub"),
-    )
-)
-_SMALL = 1024  # elements of what is made whole on the way to a run: seeds, counters, single numbers
+_SINGLE = "Abs AddV2 Cast Div DivNoNan Identity Maximum Minimum Mul Neg RealDiv Sqrt Square Sub"
+_ON_ELEMENTS = frozenset(_SINGLE.split())
+_SMALL = 1024  # elements of what is computed globally on the way to a run: seeds, counters, single numbers
 
 
 class PieceProgram:
-    """A traced draw.
+    """A traced initializer.
 
     Args:
-        function: Makes the whole value from the seed.
+        function: Computes the global value from the seed.
         seed: A seed, or tensors nested like it.
 
     Attributes:
-        outputs: The tensors that the function gives, symbolic.
-        why_global: Why it cannot be drawn in pieces; empty if it can.
+        outputs: The tensors that the function returns, symbolic.
+        why_global: Why it cannot be computed in pieces; empty if it can.
     """
 
     def __init__(self, function: Callable[[Any], Any], seed: Any):
@@ -82,18 +64,18 @@ class PieceProgram:
         self.outputs: list[Any] = tf.nest.flatten(traced.structured_outputs)
         self.why_global = self._why_global()
 
-    def blocks(self, seed: Any, indices: Iterable[Index]) -> dict[tuple[tuple[int, int], ...], NumpyArray]:
+    def blocks(self, seed: Any, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
         """The values at some indices, by the ends of their slices. Beside them there is one piece in memory."""
         (output,) = self.outputs
         shape = tuple(output.shape)
         run = _Run(self, seed)
         row = math.prod(shape[1:])
         rows_at_once = max(1, _PIECE_BYTES // max(1, row * output.dtype.size))
-        by_rows: dict[tuple[int, int], dict[tuple[tuple[int, int], ...], Index]] = {}
+        by_rows: dict[tuple[int, int], dict[Ends, Index]] = {}
         for index in indices:
             rows = (index[0].start, index[0].stop) if index else (0, 1)
-            by_rows.setdefault(rows, {})[tuple((part.start, part.stop) for part in index)] = index
-        made: dict[tuple[tuple[int, int], ...], NumpyArray] = {}
+            by_rows.setdefault(rows, {})[ends_of(index)] = index
+        made: dict[Ends, NumpyArray] = {}
         for (first, last), wanted in by_rows.items():
             for ends, index in wanted.items():
                 made[ends] = np.empty(block_shape(index), output.dtype.as_numpy_dtype)
@@ -120,7 +102,7 @@ class PieceProgram:
 
     def _why_global(self) -> str:
         if len(self.outputs) != 1:
-            return f"its program gives {len(self.outputs)} values"
+            return f"its program returns {len(self.outputs)} values"
         (output,) = self.outputs
         waiting, seen = [(output, self.in_runs(output))], set()
         while waiting:
@@ -128,7 +110,7 @@ class PieceProgram:
             if (tensor.ref(), in_runs) in seen:
                 continue
             seen.add((tensor.ref(), in_runs))
-            why, more = self._needs_in_runs(tensor) if in_runs else self._needs_whole(tensor)
+            why, more = self._needs_in_runs(tensor) if in_runs else self._needs_globally(tensor)
             if why:
                 return why
             waiting += more
@@ -144,9 +126,9 @@ class PieceProgram:
         if op.type == "Const":
             values = tf.make_ndarray(op.get_attr("value"))
             same = not values.size or (values == values.flat[0]).all()
-            return "" if same else "its constant is an array, which is whole already", []
+            return "" if same else "its constant is an array, which is there already", []
         if op.type == "Placeholder":
-            return "its values are an array that is whole already", []
+            return "its values are an array that is there already", []
         if op.type not in _ON_ELEMENTS:
             return f"TensorFlow's {op.type} needs all of it", []
         for operand in op.inputs:
@@ -154,8 +136,8 @@ class PieceProgram:
                 return f"it repeats an array of shape {operand.shape}", []
         return "", [(operand, self.in_runs(operand)) for operand in op.inputs]
 
-    def _needs_whole(self, tensor: Any) -> tuple[str, list[tuple[Any, bool]]]:
-        """The same for a tensor that is made whole on the way."""
+    def _needs_globally(self, tensor: Any) -> tuple[str, list[tuple[Any, bool]]]:
+        """The same for a tensor that is computed globally on the way."""
         op, size = tensor.op, tensor.shape.num_elements()
         if self.seed_number(tensor) is not None:
             return "", []
@@ -174,27 +156,27 @@ class _Run:
     def __init__(self, program: PieceProgram, seed: Any):
         self._program = program
         self._seed = _leaves(seed)
-        self._whole: dict[Any, Any] = {}
+        self._globals: dict[Any, Any] = {}
 
     def elements(self, start: int, count: int) -> NumpyArray:
         """A run of elements, in row-major order."""
         (output,) = self._program.outputs
         if not self._program.in_runs(output):
-            return self._of_whole(output).numpy().reshape(-1)
+            return self._of_global(output).numpy().reshape(-1)
         aligned = start - start % _GROUP
         return self._of_run(output, {}, aligned, start - aligned + count).numpy()[start - aligned :]
 
-    def _of_whole(self, tensor: Any) -> Any:
-        if tensor.ref() not in self._whole:
+    def _of_global(self, tensor: Any) -> Any:
+        if tensor.ref() not in self._globals:
             op, number = tensor.op, self._program.seed_number(tensor)
             if number is not None:
                 value = self._seed[number]
             elif op.type == "Const":
                 value = tf.constant(tf.make_ndarray(op.get_attr("value")))
             else:
-                value = tf.nest.flatten(_result(op, map(self._of_whole, op.inputs)))[tensor.value_index]
-            self._whole[tensor.ref()] = value
-        return self._whole[tensor.ref()]
+                value = tf.nest.flatten(_result(op, map(self._of_global, op.inputs)))[tensor.value_index]
+            self._globals[tensor.ref()] = value
+        return self._globals[tensor.ref()]
 
     def _of_run(self, tensor: Any, known: dict[Any, Any], start: int, count: int) -> Any:
         if tensor.ref() not in known:
@@ -207,9 +189,9 @@ class _Run:
             value = tf.make_ndarray(op.get_attr("value"))
             return tf.fill([count], tf.constant(value.flat[0])) if value.size else tf.zeros([0], tensor.dtype)
         if op.type == "Fill":
-            return tf.fill([count], self._of_whole(op.inputs[1]))
+            return tf.fill([count], self._of_global(op.inputs[1]))
         if op.type in _COUNTS:
-            key, counter, algorithm = map(self._of_whole, op.inputs[1:])
+            key, counter, algorithm = map(self._of_global, op.inputs[1:])
             per_element = _COUNTS[op.type][tensor.dtype.size > 4]
             moved = _moved(counter, int(start * per_element))
             source = getattr(tf.raw_ops, op.type)
@@ -217,7 +199,7 @@ class _Run:
         operands = [
             self._of_run(operand, known, start, count)
             if self._program.in_runs(operand)
-            else tf.reshape(self._of_whole(operand), [])
+            else tf.reshape(self._of_global(operand), [])
             for operand in op.inputs
         ]
         return _result(op, operands)
@@ -231,7 +213,7 @@ def _moved(counter: Any, counts: int) -> Any:
 
 
 def _result(op: Any, operands: Iterable[Any]) -> Any:
-    """What one operation of a graph gives for values."""
+    """Return what one operation of a graph computes of values."""
     given = list(operands)
     names = _names_of(op)
     assert names is not None
@@ -268,10 +250,10 @@ def _names_of(op: Any) -> dict[str, str] | None:
 
 
 def trace(function: Callable[[Any], Any], seed: Any) -> PieceProgram:
-    """Trace a draw; computes nothing.
+    """Trace an initializer; computes nothing.
 
     Args:
-        function: Makes the whole value from the seed.
+        function: Computes the global value from the seed.
         seed: A seed, or tensors nested like it.
     """
     return PieceProgram(function, seed)

@@ -3,7 +3,7 @@
 DTensor's pass that combines all-reduces is switched on by default, and moves reads of variables before the writes that
 they come after: every optimizer with state then trains wrongly, without a word. The setting that switches it off is
 read once, at the process's first DTensor operation. It is made when this module is loaded; should something else have
-used DTensor before, that is too late, and only an experiment can tell.
+used DTensor before, that is too late, and only an experiment shows it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
-
-__all__ = ["SETTING", "check_training"]
 
 dtensor: Any = tf.experimental.dtensor
 

@@ -26,15 +26,13 @@ from layoutmap.engines.tensorflow.arrays import (
 from layoutmap.engines.tensorflow.devices import native_layout
 from layoutmap.engines.tensorflow.selfcheck import check_training
 
-__all__ = ["DVariable"]
-
 dtensor: Any = tf.experimental.dtensor
 
 
 class DVariable(dtensor.DVariable):  # type: ignore[misc]
     """A `tf.Variable` whose value is in a layout.
 
-    Copies and what comes out of a pickle lie in the same layout.
+    Copies, and what comes out of a pickle, are in the same layout.
 
     Args:
         initial_value: The first value: a tensor in a layout, or with `layout` a plain one, a number or a numpy array;

@@ -1,7 +1,7 @@
 """DTensors made from pieces, taken apart into pieces, and moved between layouts.
 
-Pieces are cut and placed here, by the layout's own arithmetic: torch's `distribute_tensor` draws on process groups, and
-is silently wrong for some layouts of simulated ranks.
+Tensors are sharded and placed here, by the layout's own arithmetic: torch's `distribute_tensor` needs process groups,
+and is silently wrong for some layouts of simulated ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from layoutmap.core.blocks import Index, intersect, whole_index
+from layoutmap.core.blocks import Ends, Index, ends_of, intersect, whole_index, within
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.checks import no_element_type, no_numbers
@@ -29,28 +29,9 @@ from layoutmap.engines.torch.devices import (
     layout_of_placements,
     placements_of,
 )
-from layoutmap.engines.torch.private import (
-    local_of,
-)
-
-__all__ = [
-    "canonical",
-    "check_placed",
-    "cut",
-    "from_blocks",
-    "layout_of",
-    "move",
-    "mark",
-    "native_of",
-    "shards_of",
-    "to_numpy",
-    "to_torch",
-    "torch_dtype",
-    "whole",
-]
+from layoutmap.engines.torch.private import local_of
 
 NumpyArray = npt.NDArray[Any]
-Ends = tuple[tuple[int, int], ...]
 
 _LAYOUT = "_layoutmap_layout"
 
@@ -134,14 +115,12 @@ def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -
     Raises:
         LayoutError: It does not fit.
     """
-    layout.check_rank(shape, name)
-    for axis in layout.uneven_axes(shape):
-        raise layout.uneven_error(shape, axis, name)
+    layout.check_fits(shape, name)
     return native_of(layout)
 
 
 def layout_of(array: Any) -> Layout | None:
-    """The layout of a DTensor, or `None` if it lies on no mesh of named dims, or waits to be summed up."""
+    """The layout of a DTensor, or `None` if it is on no mesh of named dims, or is a sum that is still to be reduced."""
     if not isinstance(array, DTensor):
         return None
     said = getattr(array, _LAYOUT, None)
@@ -151,7 +130,7 @@ def layout_of(array: Any) -> Layout | None:
 
 
 def mark(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Note on a DTensor the layout it was made in: placements do not tell dims of size 1 from each other."""
+    """Note on a DTensor the layout it was made in: placements do not distinguish dims of size 1."""
     setattr(tensor, _LAYOUT, layout)
     return tensor
 
@@ -165,7 +144,7 @@ def from_blocks(
     """A DTensor from blocks; each different one that this process holds is read once.
 
     Args:
-        shape: The whole shape.
+        shape: The global shape.
         dtype: The element type.
         layout: The layout, which fits.
         read: Gives the block at an index, with memory of its own.
@@ -177,7 +156,7 @@ def from_blocks(
     known: dict[Ends, torch.Tensor] = {}
     for rank in simulation.ranks_here(ranks):
         index = layout.shard_slices(shape, ranks.index(rank))
-        ends = _ends(index)
+        ends = ends_of(index)
         if ends in known:  # an update in place is to happen once to each
             pieces[rank] = known[ends].clone()
         else:
@@ -226,34 +205,34 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
     held = simulation.pieces_of(local_of(detached))
     for rank in simulation.ranks_here(ranks):
         index = layout.shard_slices(tuple(array.shape), ranks.index(rank))
-        if _ends(index) not in seen:
-            seen.add(_ends(index))
+        if ends_of(index) not in seen:
+            seen.add(ends_of(index))
             yield index, held[rank]
 
 
-def cut(tensor: torch.Tensor, layout: Layout) -> Any:
-    """A plain tensor in a layout, which fits; gradients pass."""
+def shard(tensor: torch.Tensor, layout: Layout) -> Any:
+    """Return a plain tensor in a layout, which fits; gradients pass."""
     check_placed(layout, tuple(tensor.shape))
     if tensor.requires_grad and torch.is_grad_enabled():
-        return mark(_Cut.apply(tensor, layout), layout)
+        return mark(_ShardTensor.apply(tensor, layout), layout)
     return from_blocks(
         tuple(tensor.shape), tensor.dtype, layout, lambda index: tensor.detach()[index].clone()
     )
 
 
-class _Cut(torch.autograd.Function):
-    """Cutting a plain tensor: its gradient is put together again."""
+class _ShardTensor(torch.autograd.Function):
+    """Sharding a plain tensor: its gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, layout: Layout) -> Any:
-        return cut(tensor.detach(), layout)
+        return shard(tensor.detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return whole(upstream[0]), None
+        return gather(upstream[0]), None
 
 
-def whole(array: Any) -> torch.Tensor:
+def gather(array: Any) -> torch.Tensor:
     """All values of a tensor as a plain one, without a step of autograd; all processes that hold some must ask."""
     if not isinstance(array, DTensor):
         return array.detach()
@@ -289,7 +268,7 @@ def move(array: Any, layout: Layout) -> Any:
             # It may be the very tensor, on which another layout is noted.
             return mark(moved.view_as(moved) if moved is array else moved, layout)
     if layout_of(array) is None:
-        return cut(whole(array), layout)
+        return shard(gather(array), layout)
     return _moved_by_pieces(array, layout)
 
 
@@ -330,15 +309,15 @@ def _moved_by_pieces(array: Any, layout: Layout) -> Any:
         for ends, target in wanted.items():
             both = intersect(index, target) if shape else ()
             if both is not None:
-                made[ends][_inside(both, target)] = piece[_inside(both, index)].to(device)
-    return from_blocks(shape, dtype, layout, lambda index: made[_ends(index)])
+                made[ends][within(both, target)] = piece[within(both, index)].to(device)
+    return from_blocks(shape, dtype, layout, lambda index: made[ends_of(index)])
 
 
 def layout_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
     """The different indices that this process holds in a layout."""
     here = bound_mesh(layout.mesh).local_device_ids
     indices = (layout.shard_slices(shape, i) for i in here)
-    return {_ends(index): index for index in indices}
+    return {ends_of(index): index for index in indices}
 
 
 def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
@@ -352,7 +331,7 @@ def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
     first: dict[Ends, tuple[Index, int]] = {}
     for place, rank in enumerate(ranks):
         index = layout.shard_slices(shape, place)
-        first.setdefault(_ends(index), (index, rank))
+        first.setdefault(ends_of(index), (index, rank))
     for index, owner in first.values():
         if owner == simulation.rank():
             piece = local_of(array.detach()).contiguous()
@@ -364,11 +343,3 @@ def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
             # As bytes: collectives do not know every element type.
             dist.broadcast(piece.view(-1).view(torch.uint8), src=owner)
         yield index, piece
-
-
-def _inside(part: Index, index: Index) -> Index:
-    return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))
-
-
-def _ends(index: Index) -> Ends:
-    return tuple((part.start, part.stop) for part in index)

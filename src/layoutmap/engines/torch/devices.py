@@ -1,8 +1,8 @@
 """From meshes and layouts of names to torch's device meshes and placements, and back.
 
 Devices are named `CPU:0`, `GPU:3`: the type, and the rank of the process that the device belongs to, or a simulated
-rank. A layout is `(DeviceMesh, placements)`, one placement for each mesh dim. An axis over several dims is cut from the
-first placement to the last, so an order other than the mesh's becomes a `_StridedShard`.
+rank. A layout is `(DeviceMesh, placements)`, one placement for each mesh dim. An axis over several dims is split from
+the first placement to the last, so an order other than the mesh's becomes a `_StridedShard`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from layoutmap.core.errors import EngineError
+from layoutmap.core.errors import EngineError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import (
-    ShardOrderEntry,
-    order_of_placements,
-    placements_of_order,
-)
-
-__all__ = [
-    "bound_mesh",
-    "check_order",
-    "device_mesh",
-    "device_names",
-    "device_of",
-    "layout_of_placements",
-    "placements_of",
-]
+from layoutmap.engines.torch.private import ShardOrderEntry, order_of_placements, placements_of_order
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
@@ -51,7 +37,7 @@ _known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # what was asked for before, in
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
-def device_names(device_type: str | None) -> tuple[str, ...]:
+def device_names(device_type: str | None = None) -> tuple[str, ...]:
     """The names of all devices of a type, or of the default one: GPUs where the process group serves them."""
     there = _types_there()
     kind = next(iter(there)) if device_type is None else device_type.upper()
@@ -83,10 +69,6 @@ def _fix_too_few(size: int) -> str:
     if simulation.is_simulated():
         return f"start the program with torchrun --nproc-per-node {size}, or set LAYOUTMAP_SIMULATED_DEVICES={size}"
     return f"start {size} processes: torchrun --nproc-per-node {size}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _rank(name: str) -> int:
@@ -142,7 +124,7 @@ def check_order(mesh: Mesh) -> None:
         return
     raise EngineError(
         "torch cannot hold a mesh whose devices come in this order",
-        facts={"mesh": str(mesh), "devices": _listed(mesh.devices or ())},
+        facts={"mesh": str(mesh), "devices": listed(mesh.devices or ())},
         why="torch sorts the ranks of each process group, so pieces would silently change places",
         fix="name the devices so that their numbers grow along every mesh dim",
     )
@@ -185,7 +167,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Any, ...]:
 def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: int) -> Layout | None:
     """The layout of placements; `None` if they say a sum that is still to be made, or are on a mesh without names.
 
-    The order of the dims on one axis is that of the mesh where torch does not tell it: among dims of size 1.
+    The order of the dims on one axis is that of the mesh where torch does not say it: among dims of size 1.
     """
     mesh = mesh_of(native)
     if mesh is None or any(placement.is_partial() for placement in placements):

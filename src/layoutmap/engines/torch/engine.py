@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,35 +22,30 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.core.blocks import Index
+from layoutmap.core.blocks import Index, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.checks import (
-    check_initial_value,
-    check_initializers,
-    check_one_result,
-    check_shard,
-)
+from layoutmap.engines.checks import check_initial_value, check_initializers, check_one_result, check_shard
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
     canonical,
     check_placed,
-    cut,
     from_blocks,
+    gather,
     layout_indices,
     layout_of,
     mark,
     move,
     native_of,
+    shard,
     shards_of,
     to_numpy,
     to_torch,
     torch_dtype,
-    whole,
 )
 from layoutmap.engines.torch.deferred_init.tape import trace
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
@@ -64,8 +59,6 @@ from layoutmap.engines.torch.processes import (
     gathered,
     random_state,
 )
-
-__all__ = ["TorchEngine", "engine"]
 
 NumpyArray = npt.NDArray[Any]
 
@@ -87,27 +80,13 @@ class TorchEngine:
 
     name = "torch"
     array_types: tuple[type, ...] = (torch.Tensor,)
+    devices = staticmethod(device_names)
+    bind = staticmethod(bound_mesh)
+    layout_of = staticmethod(layout_of)
+    to_shards = staticmethod(shards_of)
+    canonical = staticmethod(canonical)
 
     # -- devices and layouts
-
-    def devices(self, device_type: str | None = None) -> tuple[str, ...]:
-        """Return the names of all devices of one type: one for each process, or the simulated ones.
-
-        Args:
-            device_type: `"CPU"` or `"GPU"` in any case; `None`: GPUs if the process group serves them, else CPUs.
-
-        Raises:
-            EngineError: There are none of that type.
-        """
-        return device_names(device_type)
-
-    def bind(self, mesh: Mesh) -> Mesh:
-        """Return the mesh on this machine; an abstract one gets the first devices, others are checked to exist.
-
-        Raises:
-            MeshError: The machine has too few devices, or not the ones that are named.
-        """
-        return bound_mesh(mesh)
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that no DTensor can have, on any machine. Nothing is started.
@@ -129,10 +108,6 @@ class TorchEngine:
         layout.check_rank((None,) * rank)
         return native_of(layout)
 
-    def layout_of(self, array: Any) -> Layout | None:
-        """Return the layout of a DTensor; `None` for a plain tensor, and for a sum that is still to be reduced."""
-        return layout_of(array)
-
     # -- arrays
 
     @plainly
@@ -142,7 +117,7 @@ class TorchEngine:
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, Any]:
-        """Compute initial values, each straight in its layout, with the bits of `initializer.whole()`.
+        """Compute initial values, each straight in its layout, with the bits of `initializer.global_value()`.
 
         An initializer that can return blocks, or whose program can be computed in pieces, is: each process computes
         only what it holds. The global value of any other is computed, sharded, and freed before the next.
@@ -162,13 +137,13 @@ class TorchEngine:
         try:
             used = {key: initializers[key] for key in assignments}
             seeds = common_seeds(used)
-            if across() and any(draw.blocks is not None for draw in used.values()):
-                # Blocks differ between processes, so what they were drawn from is compared.
+            if across() and any(initializer.blocks is not None for initializer in used.values()):
+                # Blocks differ between processes, so the random state that they come from is compared.
                 check_equal_everywhere([("the random state", random_state())])
             with torch.no_grad():
                 for key, assignment in assignments.items():
-                    made[key], drawn = _created(assignment, used[key], seeds.get(key))
-                    checksums.append((assignment.variable.path, drawn))
+                    made[key], computed = _created(assignment, used[key], seeds.get(key))
+                    checksums.append((assignment.variable.path, computed))
                     if assignment.variable.global_bytes >= _LARGE:
                         give_back()
                     if progress is not None:
@@ -197,10 +172,6 @@ class TorchEngine:
 
         return from_blocks(variable.shape, dtype, assignment.layout, checked)
 
-    def to_shards(self, array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-        """Yield the shards that this process holds, each index once, with both ends."""
-        return shards_of(array)
-
     @plainly
     def relayout(self, array: Any, layout: Layout) -> Any:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
@@ -214,7 +185,7 @@ class TorchEngine:
         """
         if isinstance(array, DTensor):
             return move(array, layout)
-        return cut(array if isinstance(array, torch.Tensor) else to_torch(np.asarray(array)), layout)
+        return shard(array if isinstance(array, torch.Tensor) else to_torch(np.asarray(array)), layout)
 
     @plainly
     def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
@@ -229,7 +200,7 @@ class TorchEngine:
     @plainly
     def to_numpy(self, array: Any) -> NumpyArray:
         """Return all values of a tensor, gathered from all processes that hold some; they must all ask."""
-        return to_numpy(whole(array))
+        return to_numpy(gather(array))
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Return the values of each process, one row each; they must all ask."""
@@ -248,14 +219,6 @@ class TorchEngine:
         with simulation.on_mesh(native), _OnMesh(mesh), computing(native):
             yield
 
-    def canonical(self, values: NumpyArray) -> NumpyArray:
-        """Return numpy values as torch holds them, which is as they are.
-
-        Raises:
-            EngineError: They are no numbers.
-        """
-        return canonical(values)
-
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -272,9 +235,7 @@ class TorchEngine:
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
             recipe: Any = None
-            with contextlib.suppress(
-                EngineError
-            ):  # it gives something else than a tensor: that is told below
+            with contextlib.suppress(EngineError):  # it returns something else than a tensor: refused below
                 recipe = trace(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
                 check_placed(layout, recipe.shape)
@@ -307,7 +268,7 @@ _NOT_PLAIN = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, boo
 
 
 class _OnMesh(TorchFunctionMode):
-    """New tensors that come of plain ones lie on a mesh, whole on each device; the innermost mesh counts."""
+    """Places new tensors that come of plain ones on a mesh, replicated; the innermost mesh counts."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
@@ -332,26 +293,26 @@ class _OnMesh(TorchFunctionMode):
     def _placed(self, value: Any, given: set[int]) -> Any:
         if type(value) is not torch.Tensor or id(value) in given or is_view_of_another(value):
             return value
-        return plainly(cut)(value, Layout.replicated(self._mesh, value.ndim))
+        return plainly(shard)(value, Layout.replicated(self._mesh, value.ndim))
 
 
-def _created(assignment: Assignment, draw: Initializer, seed: Any) -> tuple[Any, int]:
+def _created(assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[Any, int]:
     """Return an initial value, and the checksum of a global value, which all processes must compute alike."""
     variable, layout = assignment.variable, assignment.layout
     dtype = torch_dtype(variable.dtype, variable.path)
-    if draw.blocks is not None:
-        return _in_blocks(draw.blocks, variable.shape, dtype, layout, assignment), 0
-    if draw.program is not None:
-        recipe = trace(draw.program.function, seed)
+    if initializer.blocks is not None:
+        return _in_blocks(initializer.blocks, variable.shape, dtype, layout, assignment), 0
+    if initializer.program is not None:
+        recipe = trace(initializer.program.function, seed)
         check_initial_value(variable, recipe.shape, _name(recipe.dtype))
         if not recipe.why_global:
             return _in_blocks(recipe.blocks, recipe.shape, dtype, layout), 0
-        value: Any = recipe.whole()
+        value: Any = recipe.global_value()
     else:
-        value = draw.whole()
-    tensor = whole(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
+        value = initializer.global_value()
+    tensor = gather(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
     check_initial_value(variable, tensor.shape, _name(tensor.dtype))
-    return cut(tensor, layout), checksum(to_numpy(tensor)) if across() else 0
+    return shard(tensor, layout), checksum(to_numpy(tensor)) if across() else 0
 
 
 def _in_blocks(
@@ -367,7 +328,7 @@ def _in_blocks(
         if assignment is not None and block.dtype != dtype:
             check_initial_value(assignment.variable, shape, _name(block.dtype))
         assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
-    return from_blocks(shape, dtype, layout, lambda index: made.pop(tuple((p.start, p.stop) for p in index)))
+    return from_blocks(shape, dtype, layout, lambda index: made.pop(ends_of(index)))
 
 
 def _name(dtype: torch.dtype) -> str:

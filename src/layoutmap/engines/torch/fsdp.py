@@ -1,8 +1,7 @@
-"""Several weights that are cut over one mesh dim, put together by one collective, and their gradients cut by one.
+"""Several weights that are sharded over one mesh dim, gathered by one collective, and their gradients scattered by one.
 
-A weight of a layer that is cut over the dim of the batch is needed whole when the layer computes. One weight at a time
-costs a collective each; the weights of a block, laid out one behind the other, cost one for all of them, forward and
-backward.
+A weight that is sharded over the dim of the batch is gathered when its layer computes. One weight at a time costs a
+collective each; the weights of a block, one behind the other in memory, cost one for all of them, forward and backward.
 """
 
 from __future__ import annotations
@@ -16,37 +15,30 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from layoutmap.engines.torch.private import (
-    DTensorSpec,
-    dtensor,
-    local_of,
-    spec_of,
-)
-
-__all__ = ["can_gather", "gather_over"]
+from layoutmap.engines.torch.private import DTensorSpec, dtensor, local_of, spec_of
 
 
 def can_gather(tensor: Any, mesh_dim: int) -> bool:
-    """Whether what the devices along a mesh dim hold, put one behind the other, is the tensor without that cut.
+    """Whether what the devices along a mesh dim hold, put one behind the other, is the tensor, not sharded over it.
 
-    It is so where this dim is the last of those that cut its axis: the last of the mesh, or by a strided cut.
+    It is so where this dim is the last of those that shard its axis: the last of the mesh, or by a strided shard.
     """
     placement, mesh = tensor.placements[mesh_dim], tensor.device_mesh
     if placement.is_replicate() or placement.is_partial():
         return False
-    cut_before = 1  # by dims that come later in the mesh
+    shards_before = 1  # by dims that come later in the mesh
     for number, each in enumerate(tensor.placements):
         if number == mesh_dim or each.is_replicate():
             continue
         if type(each) is not Shard:
             return False
         if number > mesh_dim and each.dim == placement.dim:
-            cut_before *= mesh.size(number)
-    return cut_before == getattr(placement, "split_factor", 1)
+            shards_before *= mesh.size(number)
+    return shards_before == getattr(placement, "split_factor", 1)
 
 
 def gather_over(tensors: Sequence[Any], mesh_dim: int) -> list[Any]:
-    """Tensors without the cut over a mesh dim; gradients pass, summed up over that dim and cut again.
+    """Gather tensors over a mesh dim; gradients pass, summed up over that dim and sharded again.
 
     Args:
         tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
@@ -65,7 +57,7 @@ class _GatherOver(torch.autograd.Function):
         gathered = flat.new_empty(number * flat.numel())
         dist.all_gather_single(gathered, flat, group=mesh.get_group(mesh_dim))
         columns = gathered.view(number, -1).split([place.local_size for place in ctx.tensors], dim=1)
-        return tuple(place.put_together(part) for place, part in zip(ctx.tensors, columns, strict=True))
+        return tuple(place.gathered_of(part) for place, part in zip(ctx.tensors, columns, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -83,12 +75,12 @@ class _GatherOver(torch.autograd.Function):
             mine = flat.new_empty(flat.numel() // mesh.size(ctx.mesh_dim))
             dist.reduce_scatter_single(mine, flat, group=mesh.get_group(ctx.mesh_dim))
             parts = mine.split([place.local_size for place, _ in some])
-            results |= {id(place): place.cut(part) for (place, _), part in zip(some, parts, strict=True)}
+            results |= {id(place): place.sharded(part) for (place, _), part in zip(some, parts, strict=True)}
         return None, *(results.get(id(place)) for place in ctx.tensors)
 
 
 class _Place:
-    """Where one tensor lies, cut over the mesh dim and without that cut."""
+    """How one tensor is placed, sharded over the mesh dim and gathered over it."""
 
     def __init__(self, tensor: Any, mesh_dim: int) -> None:
         self.spec, self.mesh_dim = spec_of(tensor), mesh_dim
@@ -97,7 +89,7 @@ class _Place:
         self.local_shape = tuple(local_of(tensor).shape)
         self.local_size = local_of(tensor).numel()
 
-    def put_together(self, pieces: torch.Tensor) -> Any:
+    def gathered_of(self, pieces: torch.Tensor) -> Any:
         """The tensor, from one row of numbers for each device along the mesh dim."""
         apart = pieces.reshape(self.number, *self.local_shape)
         joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
@@ -118,7 +110,7 @@ class _Place:
         apart = local_of(gradient).reshape([*before, self.number, *after])
         return apart.movedim(self.axis, 0).reshape(self.number, -1)
 
-    def cut(self, numbers: torch.Tensor) -> Any:
+    def sharded(self, numbers: torch.Tensor) -> Any:
         """The gradient in the tensor's own layout, from the numbers of this device."""
         mine = self.spec.placements[self.mesh_dim]
         spec = _changed(self.spec, self.mesh_dim, mine, numbers.dtype)
@@ -127,6 +119,6 @@ class _Place:
 
 @functools.lru_cache(maxsize=4096)
 def _changed(spec: Any, mesh_dim: int, placement: Any, dtype: torch.dtype) -> Any:
-    """Where a tensor lies, with another placement for one mesh dim."""
+    """How a tensor is placed, with another placement for one mesh dim."""
     placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta._replace(dtype=dtype))

@@ -1,4 +1,4 @@
-"""Weights that were put together for a forward pass are let go after it, and put together again for the backward pass.
+"""Weights that were gathered for a forward pass are freed after it, and gathered again for the backward pass.
 
 Autograd keeps what an operation needs backwards, so weights that were gathered would stay for as long as its graph.
 Here it keeps a note instead: which weight, and which view of it. Nothing is emptied under anybody's hands: who else
@@ -16,16 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import (
-    dtensor,
-    has_saving_hooks,
-    local_of,
-    plainly,
-    spec_of,
-    storage_key,
-)
-
-__all__ = ["regathered"]
+from layoutmap.engines.torch.private import dtensor, has_saving_hooks, local_of, plainly, spec_of, storage_key
 
 
 @contextmanager
@@ -60,7 +51,7 @@ def _watched(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> _Wei
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A view of one of the weights, as a whole and in what each rank holds."""
+    """A view of one of the weights, globally and in what each rank holds."""
 
     number: int
     spec: Any

@@ -1,8 +1,8 @@
 """Gradients that wait to be summed up over the mesh are summed up all at once, at the end of each backward pass.
 
-Where a mesh dim cuts the batch, each device has the gradients of its own examples. DTensor leaves it to whoever reads
-them to make the sum: to each operation of the optimizer, for each parameter. Here they are laid end to end and summed
-up together, so that optimizers, clipping and reads find each gradient in the layout of its parameter.
+Where the batch is sharded over a mesh dim, each device has the gradients of its own examples. DTensor leaves it to
+whoever reads them to make the sum: to each operation of the optimizer, for each parameter. Here they are laid end to
+end and summed up together, so that optimizers, clipping and reads find each gradient in the layout of its parameter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch.utils.hooks import unserializable_hook
 
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.private import at_end_of_backward, backward_pass, plainly
-
-__all__ = ["Gradients", "finalize_gradients"]
 
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
@@ -115,7 +113,7 @@ def _differs(parameter: Any) -> bool:
 
 
 def _bring_closer(parameter: Any) -> None:
-    """Move a gradient where it differs from its parameter by more than a sum that is to be whole on each device."""
+    """Move a gradient where it differs from its parameter by more than a sum that is to be replicated."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return
@@ -156,7 +154,7 @@ def _batches(parameters: list[Any]) -> Iterable[list[Any]]:
 def _sum_up_at_once(parameters: list[Any], dim: int, partial: Any) -> None:
     mesh = parameters[0].device_mesh
     pieces = [parameter.grad.to_local() for parameter in parameters]
-    # What lies along the other dims is not moved: any cut says that it may differ there.
+    # Placements on the other dims stay: a shard says that it may differ there.
     others: list[Any] = [Shard(0)] * mesh.ndim
     joined = DTensor.from_local(
         torch.cat([each.reshape(-1) for each in pieces]), mesh, _with(others, dim, partial), run_check=False

@@ -11,8 +11,6 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-__all__ = ["give_back"]
-
 
 def give_back() -> None:
     """Return what was freed; nothing is done where the C library does not know how."""

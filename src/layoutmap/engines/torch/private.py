@@ -1,22 +1,24 @@
 """Every private name of torch that this package touches; no other file imports one. Tested on torch 2.13.
 
+It is longer than other files because it is the one place of them all.
+
 torch.autograd.Variable                 _execution_engine: queue_callback
-torch._C                                _current_graph_task_id: the backward pass that runs now
-_get_dtensor_allow_implicit_replication and its setter: implicit_replication forgets that it was set before
+torch._C                                _current_graph_task_id: the backward pass that runs now;
+                                        _get_dtensor_allow_implicit_replication and its setter
 torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode, enabled_local_tensor_mode: devices
-simulated in one process
-_PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the list of modes that are active, of the process or of each thread
-torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was cut from
+                                        simulated in one process; _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the modes
+                                        that are active, of the process or of each thread
+torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was taken from
 torch.distributed.tensor                what it raises where it has no rule, as text: NO_RULE
-torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse
-ShardOrderEntry: one axis that is cut over several mesh dims, in any order
+torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse;
+                                        ShardOrderEntry: one axis that is sharded over several mesh dims, in any order
 torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
 torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
 torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
 torch.nn.Module                         _apply, _parameters, _buffers
 torch.Tensor                            _backward_hooks, _post_accumulate_grad_hooks, _version, the _cdata of storages,
-_base and _is_view: what a view is of
+                                        _base and _is_view: what a view is of
 torch.utils._python_dispatch            _get_current_dispatch_mode_stack
 torch.utils._pytree                     tree_leaves, tree_map
 """
@@ -127,18 +129,8 @@ except ImportError as error:
 _WANTED: list[tuple[Any, tuple[str, ...]]] = [
     (DTensorSpec, ("_convert_shard_order_to_StridedShard", "_maybe_convert_StridedShard_to_shard_order")),
     (DTensor, ("_local_tensor", "_spec", "from_local", "redistribute", "full_tensor")),
-    (
-        LocalTensorMode,
-        (
-            "_patch_device_mesh",
-            "_unpatch_device_mesh",
-            "_patch_random_functions",
-            "_unpatch_random_functions",
-            "__torch_dispatch__",
-        ),
-    ),
-]
-_WANTED += [
+    (LocalTensorMode, ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_random_functions")),
+    (LocalTensorMode, ("_unpatch_random_functions", "__torch_dispatch__")),
     (local_tensors, ("_PROCESS_MODE", "_THREAD_LOCAL_TENSOR_MODE", "_for_each_rank_run_func")),
 ]
 _missing = [
@@ -218,8 +210,8 @@ class SimulationMode(LocalTensorMode):
         for name in (
             "_patch_device_mesh",
             "_unpatch_device_mesh",
-        ):  # also of modes that torch makes in passing
-            setattr(LocalTensorMode, name, _nothing)
+        ):  # of modes that torch makes in passing, too
+            setattr(LocalTensorMode, name, lambda _: None)
         self.meshes_patched(self._old_device_mesh_methods or {})
 
     def _unpatch_device_mesh(self) -> None:
@@ -230,10 +222,6 @@ class SimulationMode(LocalTensorMode):
 
     def _unpatch_random_functions(self) -> None:
         """See above."""
-
-
-def _nothing(mode: LocalTensorMode) -> None:
-    """What is done once needs not be done again."""
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> Any:
@@ -333,7 +321,7 @@ def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def is_view(op: Any) -> bool:
-    """Whether what an operation returns may lie in the memory of its arguments."""
+    """Whether what an operation returns may be in the memory of its arguments."""
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
@@ -366,12 +354,8 @@ def registration_hooks() -> Sequence[dict[Any, Any]]:
 
 try:
     from torch._C import _current_graph_task_id as backward_pass
-    from torch._C import (
-        _get_dtensor_allow_implicit_replication as replicates_plain_tensors,
-    )
-    from torch._C import (
-        _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors,
-    )
+    from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
+    from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
     _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -449,7 +433,7 @@ def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for two tensors that are alive if they lie in the same memory."""
+    """Equal for two tensors that are alive if they are in the same memory."""
     return tensor.untyped_storage()._cdata
 
 

@@ -16,9 +16,6 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.torch import simulation
 
-__all__ = ["check_equal_everywhere", "common_seeds", "gathered", "random_state"]
-
-
 NumpyArray = npt.NDArray[Any]
 
 
@@ -27,22 +24,22 @@ def across() -> bool:
     return not simulation.is_simulated() and simulation.world_size() > 1
 
 
-def common_seeds(draws: Mapping[str, Initializer]) -> dict[str, Any]:
-    """The seed of each draw that has a program; with several processes, those of process 0.
+def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:
+    """The seed of each initializer that has a program; with several processes, those of process 0.
 
     Args:
-        draws: The draws by key, in the same order in all processes.
+        initializers: The initializers by key, in the same order in all processes.
 
     Raises:
-        EngineError: The processes have different draws.
+        EngineError: The processes have different initializers.
     """
-    seeds = {key: draw.program.seed for key, draw in draws.items() if draw.program is not None}
+    seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if not across():
         return seeds
-    _check_alike([sorted(draws)], "the processes create different variables")
-    told = [seeds]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    _check_alike([sorted(initializers)], "the processes create different variables")
+    common = [seeds]
+    dist.broadcast_object_list(common, src=0)
+    return common[0]
 
 
 def gathered(values: NumpyArray) -> NumpyArray:
@@ -56,10 +53,10 @@ def random_state() -> int:
 
 
 def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
-    """Compare what the processes drew; the same in all of them, or an error in all of them.
+    """Compare what the processes computed; the same in all of them, or an error in all of them.
 
     Args:
-        checksums: For each variable its path, and a checksum of what this process drew.
+        checksums: For each variable its path, and a checksum of what this process computed.
 
     Raises:
         EngineError: They differ; names the first path.

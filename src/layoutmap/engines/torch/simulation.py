@@ -41,21 +41,6 @@ from layoutmap.engines.torch.private import (
     tree_leaves,
 )
 
-__all__ = [
-    "every_rank",
-    "is_simulated",
-    "join",
-    "on_mesh",
-    "on_ranks",
-    "pieces_of",
-    "plain",
-    "rank",
-    "ranks_here",
-    "ranks_of",
-    "start",
-    "world_size",
-]
-
 NUM_DEVICES = 8
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "device_mesh")
 

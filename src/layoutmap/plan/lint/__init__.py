@@ -1,14 +1,14 @@
 """Lint of a plan: layouts that can be made and are probably not meant, each with its evidence and a fix.
 
-    "sum over the batch dim"       an axis that is summed over is sharded over the dim of the batch
+    "sum over the batch dim" an axis that is summed over is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
     "query, key, value"      the three of an attention layer are not sharded alike
     "heads"                  sharding splits a head of attention
-    "replicated table"            a table of embeddings is replicated while the rest is sharded
+    "replicated table"       a table of embeddings is replicated while the rest is sharded
     "contradicts its kernel" a bias, or the scale of a quantized weight, is sharded differently from its kernel
     "unused dim"             nothing is sharded over a dim of the mesh
 
-Most of them need to know what a layer does with the axes of its weights (`Use`), which adapters tell for the layers of
+Most of them need to know what a layer does with the axes of its weights (`Use`), which adapters know for the layers of
 their libraries. What is not known is not judged.
 """
 
@@ -26,8 +26,6 @@ from layoutmap.plan.lint.weights import Linted
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["Findings", "lint_plan"]
-
 _NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 
 
@@ -37,8 +35,8 @@ class Findings:
 
     Args:
         problems: Each finding, with its evidence in `facts` and a fix.
-        batch_dim: The mesh dim that was taken for the one that cuts the batch; `None`: it is not known, so nothing was
-            judged by it.
+        batch_dim: The mesh dim that was taken for the one that the batch is sharded over; `None`: it is not known, so
+            nothing was judged by it.
     """
 
     problems: tuple[Problem, ...]
@@ -91,12 +89,12 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
 
 
 def _batch_dim(plan: PlanTable) -> str | None:
-    """The dim that cuts the batch, as far as the plan tells: by its rules for activations, or by its name."""
-    cuts = Counter(
+    """The dim that the batch is sharded over, as far as it can be known: by rules for activations, or by its name."""
+    votes = Counter(
         dim
         for match in plan.activations
         if match.layout is not None and match.layout.rank
         for dim in match.layout.mesh_dims_of(0)
     )
     named = [dim for dim in plan.mesh.dim_names if dim in _NAMES_OF_BATCH]
-    return cuts.most_common(1)[0][0] if cuts else named[0] if named else None
+    return votes.most_common(1)[0][0] if votes else named[0] if named else None

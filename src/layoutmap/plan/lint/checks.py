@@ -1,4 +1,4 @@
-"""The checks of lint; each looks at a whole plan and tells what it finds."""
+"""The checks of lint; each looks at all of a plan and yields what it finds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.weights import Linted, Weight, rule_of, takes_heads
 from layoutmap.plan.problems import Problem
 
-__all__ = ["CHECKS"]
-
 _LEAST_SHARE = 0.05  # of what a device holds in weights: a smaller table is no matter
 
 
 def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
     batch = linted.batch_dim
-    # Where rules keep activations cut as the batch is, it is clear what moves: the weight. So it is where no compiler
-    # chooses. A weight that another dim cuts, too, is told of as "no activations" in the plan.
+    # Where rules keep activations sharded as the batch is, it is clear what moves: the weight. So it is where no
+    # compiler chooses. A weight sharded over another dim, too, is reported as "no activations" in the plan.
     if batch is None or linted.plan.activations or not linted.plan.free_activations:
         return
     for w in linted.kernels:
@@ -33,7 +31,7 @@ def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
             "warning",
             w.path,
             f"{w.path}: axis {axis}, which is summed over, is sharded over {batch}, and so is the batch",
-            (("shape", str(w.shape)), ("layout", w.told)),
+            (("shape", str(w.shape)), ("layout", w.layout_text)),
             "a device has some terms of every sum, and all terms of some rows: in each step the weight or the batch "
             "is moved, and no rule says which",
             'say how activations are laid out, as in layout_map.activations[r"..."] = '
@@ -57,10 +55,10 @@ def _swapped(linted: Linted) -> Iterator[Problem]:
                     yield _not_passed_on(first, out, then, into)
                     break
             else:
-                yield from _cut_the_other_way(linted, first, then)
+                yield from _sharded_the_other_way(linted, first, then)
 
 
-def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
+def _sharded_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
     """Of two kernels in a row that are sharded over one dim: those sharded along the axis on their far side."""
     dims = {d for w in (first, then) for axis in (*w.axes("in"), *w.axes("out")) for d in [w.dims(axis)] if d}
     if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == (linted.batch_dim,):
@@ -69,17 +67,21 @@ def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[
         (first, "out", "in", "sums over an axis"),
         (then, "in", "out", "outputs an axis"),
     ):
-        cut = [axis for axis in w.axes(far) if w.dims(axis)]
-        if not cut or any(w.dims(axis) for axis in w.axes(near)):
+        sharded = [axis for axis in w.axes(far) if w.dims(axis)]
+        if not sharded or any(w.dims(axis) for axis in w.axes(near)):
             continue
         other = then if w is first else first
-        moved = _moved(w, cut[0], w.axes(near)[0])
+        moved = _moved(w, sharded[0], w.axes(near)[0])
         yield Problem(
             "swapped",
             "warning",
             w.path,
             f"{w.path}: {does} that is sharded over {_names(over)}, on the side away from {other.name}",
-            (("shape", str(w.shape)), ("layout", w.told), (other.name, f"{other.shape}  {other.told}")),
+            (
+                ("shape", str(w.shape)),
+                ("layout", w.layout_text),
+                (other.name, f"{other.shape}  {other.layout_text}"),
+            ),
             f"what passes between the two is gathered from all devices of {_names(over)}, where it could stay sharded",
             "shard the axis that passes between them"
             + ("" if moved.uneven_axes(w.shape) else f"; its axes seem to be swapped: {moved}"),
@@ -89,8 +91,8 @@ def _cut_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[
 def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Each kernel of a block that puts out what a later one takes in, with that one.
 
-    The sizes tell, where one kernel alone takes them in and puts others out. Where all sizes of an attention are equal,
-    the names of its layers tell.
+    The sizes show it, where one kernel alone takes them in and puts others out. Where all sizes of an attention are
+    equal, the names of its layers do.
     """
     order = {id(w): number for number, w in enumerate(block)}
     outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
@@ -128,7 +130,11 @@ def _not_passed_on(first: Weight, out: int, then: Weight, into: int) -> Problem:
         "warning",
         first.path,
         f"{first.path}: outputs axis {out} over {_names(ours)}, and {then.name} takes it in over {_names(theirs)}",
-        (("shape", str(first.shape)), ("layout", first.told), (then.name, f"{then.shape}  {then.told}")),
+        (
+            ("shape", str(first.shape)),
+            ("layout", first.layout_text),
+            (then.name, f"{then.shape}  {then.layout_text}"),
+        ),
         f"{reason}: all of it is moved between the two in each step",
         fix,
     )
@@ -142,7 +148,7 @@ def _parts_unlike(linted: Linted) -> Iterator[Problem]:
         query, *rest = parts.values()
         axis = query.axes("out")[0]
         others = [w for w in rest if w.dims(w.axes("out")[0]) != query.dims(axis)]
-        # One that the queries' cut does not divide had to be cut otherwise.
+        # One whose heads the queries' sharding does not divide had to be sharded otherwise.
         others = [w for w in others if _num_heads(w, w.axes("out")[0]) % query.layout.num_shards(axis) == 0]
         if not others:
             continue
@@ -151,7 +157,7 @@ def _parts_unlike(linted: Linted) -> Iterator[Problem]:
             "warning",
             query.path,
             f"{query.path}: its heads are sharded differently from those of {' and '.join(w.name for w in others)}",
-            tuple((w.name, f"{w.shape}  {w.told}") for w in parts.values()),
+            tuple((w.name, f"{w.shape}  {w.layout_text}") for w in parts.values()),
             "a device needs the keys and the values of the heads for which it has queries",
             f"shard axis {axis} of all three over {_names(query.dims(axis)) or _names(others[0].dims(axis))}",
         )
@@ -171,9 +177,9 @@ def _through_heads(linted: Linted) -> Iterator[Problem]:
             heads, *inner = w.axes(role)
             size = w.use.head_size
             if inner:
-                cut = [axis for axis in inner if w.dims(axis)]
-                if cut:
-                    yield _through_a_head(w, cut[0], w.shape[heads], w.shape[cut[0]])
+                sharded = [axis for axis in inner if w.dims(axis)]
+                if sharded:
+                    yield _through_a_head(w, sharded[0], w.shape[heads], w.shape[sharded[0]])
             elif size and w.shape[heads] % size == 0 and w.layout.num_shards(heads) > 1:
                 shard = w.shape[heads] // w.layout.num_shards(heads)
                 if shard % size:
@@ -189,7 +195,7 @@ def _through_a_head(w: Weight, axis: int, heads: int, size: int) -> Problem:
         f"{w.path}: its sharding over {_names(dims)} splits its heads",
         (
             ("shape", str(w.shape)),
-            ("layout", w.told),
+            ("layout", w.layout_text),
             ("heads", f"{heads} of size {size}, in {shards} shards"),
         ),
         "attention is computed head by head, and no device has all of one: its parts are moved in each step",
@@ -204,31 +210,31 @@ def _whole_tables(linted: Linted) -> Iterator[Problem]:
     tables = [w for w in linted.weights if w.axes("rows") or (w.axes("in") and rows & {*w.sizes("out")})]
     ids = {id(w.assignment) for w in tables}
     rest = [a for a in weights if id(a) not in ids and len(a.variable.shape) > 1]
-    cut = [a for a in rest if not a.layout.is_fully_replicated()]
-    if 2 * sum(a.variable.global_bytes for a in cut) <= sum(a.variable.global_bytes for a in rest):
-        return  # no more than half of the model is cut: so the table is no exception
+    sharded = [a for a in rest if not a.layout.is_fully_replicated()]
+    if 2 * sum(a.variable.global_bytes for a in sharded) <= sum(a.variable.global_bytes for a in rest):
+        return  # no more than half of the model is sharded: so the table is no exception
     for w in tables:
         a = w.assignment
-        cut_it = _cut_of(w, linted.batch_dim) if a.layout.is_fully_replicated() else None
-        if cut_it is None or a.shard_bytes < _LEAST_SHARE * held:
+        proposed = _sharded(w, linted.batch_dim) if a.layout.is_fully_replicated() else None
+        if proposed is None or a.shard_bytes < _LEAST_SHARE * held:
             continue
-        saved = a.shard_bytes - a.shard_bytes // cut_it.num_distinct_shards
+        saved = a.shard_bytes - a.shard_bytes // proposed.num_distinct_shards
         yield Problem(
             "replicated table",
             "warning",
             w.path,
             f"{w.path}: a table of {' x '.join(map(str, w.shape))} is replicated",
             (
-                ("layout", w.told),
+                ("layout", w.layout_text),
                 ("bytes", f"{a.shard_bytes:,} of the {held:,} that a device holds in weights"),
-                ("beside it", f"{len(cut)} of the {len(rest)} other weights are sharded"),
+                ("beside it", f"{len(sharded)} of the {len(rest)} other weights are sharded"),
             ),
             f"{saved:,} of these bytes need not be there, and as many of its gradient and of each slot",
-            f"shard it: {cut_it}",
+            f"shard it: {proposed}",
         )
 
 
-def _cut_of(w: Weight, batch_dim: str | None) -> Layout | None:
+def _sharded(w: Weight, batch_dim: str | None) -> Layout | None:
     """The weight sharded over one dim that divides it: the largest, and that of the batch last; `None`: none does."""
     dims = [dim for dim in w.layout.mesh.mesh_dims if dim.size > 1]
     for dim in sorted(dims, key=lambda dim: (dim.name == batch_dim, -dim.size)):
@@ -248,7 +254,7 @@ def _contradictions(linted: Linted) -> Iterator[Problem]:
             continue
         of = {kernel.use.roles[axis]: axis for axis in kernel.axes("out")}
         for axis in w.axes("out"):
-            # One that is left whole costs little, and no bytes are moved for it.
+            # One that is replicated costs little, and no bytes are moved for it.
             if w.dims(axis) and w.dims(axis) != kernel.dims(of[w.use.roles[axis]]):
                 yield _otherwise(w.assignment, w.path, kernel.assignment, kernel.name)
                 break
@@ -270,10 +276,7 @@ def _otherwise(a: Assignment, path: str, kernel: Assignment, name: str) -> Probl
         "warning",
         path,
         f"{path}: is sharded differently from {name}, with which it is used",
-        (
-            ("layout", f"{a.layout}{rule_of(a)}"),
-            (name, f"{kernel.layout}{rule_of(kernel)}"),
-        ),
+        (("layout", f"{a.layout}{rule_of(a)}"), (name, f"{kernel.layout}{rule_of(kernel)}")),
         "a device has other parts of it than of what it is added to or multiplied with: it is moved in each step",
         "shard it as those axes of the kernel are, or replicate it",
     )

@@ -12,8 +12,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, Use
 from layoutmap.plan.table import PlanTable
 
-__all__ = ["Linted", "Weight", "rule_of", "takes_heads"]
-
 # What layers are called that make queries, keys and values, and those that take the heads in again.
 _PARTS = {
     part: re.compile(rf"(.*_)?({part[0]}|{part})(_(dense|proj|projector|projection))?")
@@ -77,7 +75,7 @@ class Weight:
         return _dims_of(self.layout)[axis]
 
     @property
-    def told(self) -> str:
+    def layout_text(self) -> str:
         """Its layout and the rule that gave it."""
         return f"{self.layout}{rule_of(self.assignment)}"
 

@@ -1,7 +1,7 @@
 """What the page of a plan knows, as plain lists: everything that many variables share is there once.
 
 A model has some thousand variables and a few dozen forms (a shape, a type and a layout), so a variable is its path and
-a few numbers. All bytes are counted here; the page's scripts compute only where each slice lies.
+a few numbers. All bytes are counted here; the page's scripts compute only where each slice is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from layoutmap.plan.problems import Problem, in_order, merge_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import activation_cells
-
-__all__ = ["page_data"]
 
 NO_RULE, NOT_ASKED = -1, -2
 
@@ -89,8 +87,8 @@ class _PageData:
             **(self._match(match, a) if match else {}),
         }
         written: list[Any] = [v.path, form, v.kind, row, rule]
-        told = {name: value for name, value in more.items() if value not in (None, "", ())}
-        return [*written, told] if told else written
+        said = {name: value for name, value in more.items() if value not in (None, "", ())}
+        return [*written, said] if said else written
 
     def _match(self, match: Match, a: Assignment) -> dict[str, Any]:
         others = tuple(self._rule(rule) for rule in match.others)
@@ -113,12 +111,12 @@ class _PageData:
         return self.rules.number((rule.number, rule.pattern, self._layout(rule.layout), rule.uneven))
 
     def _layout(self, layout: Layout) -> int:
-        """The mesh dims that cut each axis, by number, and the text of it all."""
+        """The mesh dims that shard each axis, by number, and the text of it all."""
         if id(layout) in self._seen:
             return self._seen[id(layout)]
         dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}
-        cut = tuple(tuple(dims[name] for name in layout.mesh_dims_of(i)) for i in range(layout.rank))
-        self._seen[id(layout)] = self.layouts.number((cut, str(layout)))
+        dims_of_axes = tuple(tuple(dims[name] for name in layout.mesh_dims_of(i)) for i in range(layout.rank))
+        self._seen[id(layout)] = self.layouts.number((dims_of_axes, str(layout)))
         return self._seen[id(layout)]
 
     def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, Any]:
@@ -142,10 +140,10 @@ def _bytes_by_use(plan: PlanTable, memory: Memory) -> dict[str, Mapping[str, int
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     weights = sum(a.variable.global_bytes for a in plan.assignments if a.variable.is_trained)
     slots = sum(a.variable.global_bytes for a in plan.assignments if a.variable.kind is Kind.SLOT)
-    whole = {
+    all_devices = {
         "weights": weights,
         "gradients": weights,
         "slots": slots,
         "state": plan.global_bytes - weights - slots,
     }
-    return {"device": device, "whole": whole}
+    return {"device": device, "whole": all_devices}

@@ -1,6 +1,6 @@
 """A plan as one page of HTML that loads nothing: for a browser, offline, to be kept and sent on.
 
-The parts lie in `assets`: a frame, a style sheet, and scripts, each one idea. They are put into one file with
+The parts are in `assets`: a frame, a style sheet, and scripts, each one idea. They are put into one file with
 the plan's data as JSON. The data are never markup or script: a `<` in them is written as an escape.
 """
 
@@ -16,8 +16,6 @@ from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.page.data import page_data
 from layoutmap.report.text import plan_line
-
-__all__ = ["plan_page"]
 
 # In the order in which they build on each other; they share one scope, which nothing outside can reach.
 _SCRIPTS = (

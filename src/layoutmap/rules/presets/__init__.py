@@ -22,8 +22,6 @@ from layoutmap.core.errors import RuleError
 from layoutmap.core.mesh import Mesh
 from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
-__all__ = ["about", "names", "read"]
-
 _FOLDER = Path(__file__).parent
 
 

@@ -26,7 +26,6 @@ __all__ = [
     "all_specs",
     "assert_same_bits",
     "assignment_of",
-    "ends_of",
     "few",
     "numpy_dtype",
     "random_values",
@@ -66,7 +65,7 @@ class EngineCases:
     def random_initializer(self, shape: tuple[int, ...], dtype: str, seed: int) -> Initializer:
         """An initializer of random numbers, as the framework's model libraries hand them to the engine."""
         values = random_values(shape, dtype, seed)
-        return Initializer(whole=lambda: values)
+        return Initializer(global_value=lambda: values)
 
     def gathered(self, shards: Iterable[tuple[Index, NumpyArray]]) -> list[tuple[Index, NumpyArray]]:
         """The shards of all processes, each index once."""
@@ -215,16 +214,11 @@ def assignment_of(shape: tuple[int, ...], dtype: str, layout: Layout, path: str 
 def recorded(values: NumpyArray, used: list[str], key: str) -> Initializer:
     """An initializer that notes when it is used."""
 
-    def whole() -> NumpyArray:
+    def value() -> NumpyArray:
         used.append(key)
         return values
 
-    return Initializer(whole=whole)
-
-
-def ends_of(index: Index) -> tuple[tuple[int, int], ...]:
-    """An index as a value that has a hash."""
-    return tuple((part.start, part.stop) for part in index)
+    return Initializer(global_value=value)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -13,13 +13,7 @@ from hypothesis import given
 
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout
-from layoutmap.testing.engine.cases import (
-    EngineCases,
-    assert_same_bits,
-    few,
-    random_values,
-    some_specs,
-)
+from layoutmap.testing.engine.cases import EngineCases, assert_same_bits, few, random_values, some_specs
 
 __all__ = ["ComputingLaws"]
 

@@ -39,7 +39,7 @@ class CreationLaws(EngineCases):
         shape = (16, 8)
         for dtype in ("float32", "bfloat16"):
             initializer = self.random_initializer(shape, dtype, seed=7)
-            expected = self._plain(initializer.whole(), shape, dtype)
+            expected = self._plain(initializer.global_value(), shape, dtype)
             for mesh in self._all_meshes() if dtype == "float32" else [self.mesh("x=2,y=4")]:
                 layouts = [Layout(specs, mesh) for specs in some_specs(mesh) if self.held(specs)]
                 assignments = {str(i): assignment_of(shape, dtype, each) for i, each in enumerate(layouts)}
@@ -58,7 +58,7 @@ class CreationLaws(EngineCases):
         _, (layout,), shape, dtype = data.draw(self._cases(num_layouts=1))
         values = random_values(shape, dtype, seed=8)
         made = self.engine.create(
-            {"w": assignment_of(shape, dtype, layout)}, {"w": Initializer(whole=lambda: values)}
+            {"w": assignment_of(shape, dtype, layout)}, {"w": Initializer(global_value=lambda: values)}
         )
 
         assert ["w"] == list(made)
@@ -73,7 +73,7 @@ class CreationLaws(EngineCases):
         assignments = {key: assignment_of((16, 8), "float32", layout) for key in initializers}
         made = self.engine.create(assignments, initializers)
         for key, initializer in initializers.items():
-            expected = self._plain(initializer.whole(), (16, 8), "float32")
+            expected = self._plain(initializer.global_value(), (16, 8), "float32")
 
             assert_same_bits(expected, self.assembled(made[key], (16, 8), "float32"))
 
@@ -127,7 +127,9 @@ class CreationLaws(EngineCases):
         gc.collect()
         before = self.num_live_arrays()
         with pytest.raises(error, match="broken initializer"):
-            self.engine.create(assignments, {**initializers, "c": Initializer(whole=fail)}, called.append)
+            self.engine.create(
+                assignments, {**initializers, "c": Initializer(global_value=fail)}, called.append
+            )
         gc.collect()
 
         assert ["a", "b"] == called
@@ -139,7 +141,7 @@ class CreationLaws(EngineCases):
         assignments = {"w": assignment_of((4,), "float32", layout, "block.w")}
         for wrong in (np.zeros(8, np.float32), np.zeros((4, 1), np.float32), np.zeros(4, np.int8)):
             with pytest.raises(EngineError, match=r"block\.w"):
-                self.engine.create(assignments, {"w": Initializer(whole=lambda: wrong)})  # noqa: B023
+                self.engine.create(assignments, {"w": Initializer(global_value=lambda: wrong)})  # noqa: B023
         for shape, dtype in (((8,), "float32"), ((4,), "bfloat16")):
             with pytest.raises(EngineError, match=r"block\.w"):
                 self.engine.create(assignments, {"w": self.random_initializer(shape, dtype, seed=11)})

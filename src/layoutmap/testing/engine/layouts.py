@@ -13,13 +13,7 @@ from layoutmap.core.errors import EngineError, LayoutError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import engine_of_array
-from layoutmap.testing.engine.cases import (
-    EngineCases,
-    all_specs,
-    assignment_of,
-    random_values,
-    recorded,
-)
+from layoutmap.testing.engine.cases import EngineCases, all_specs, assignment_of, random_values, recorded
 
 __all__ = ["LayoutLaws"]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 
-from layoutmap.core.blocks import Index, assemble, block_shape, whole_index
+from layoutmap.core.blocks import Index, assemble, block_shape, ends_of, whole_index
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -21,7 +21,6 @@ from layoutmap.testing.engine.cases import (
     all_specs,
     assert_same_bits,
     assignment_of,
-    ends_of,
     few,
     random_values,
 )
@@ -111,7 +110,7 @@ class ShardLaws(EngineCases):
         arrays = [
             self.engine.relayout(source, layout),
             self.engine.from_shards(assignment, lambda index: source[index]),
-            self.engine.create({"w": assignment}, {"w": Initializer(whole=lambda: source)})["w"],
+            self.engine.create({"w": assignment}, {"w": Initializer(global_value=lambda: source)})["w"],
         ]
         source[:] = 1
         for array in arrays:

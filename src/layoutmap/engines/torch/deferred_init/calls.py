@@ -10,8 +10,6 @@ import torch
 
 from layoutmap.engines.torch.private import tree_leaves, written_arguments
 
-__all__ = ["asked_by", "can_wait", "changed_by", "generator_of", "size_of"]
-
 
 def changed_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What an operation changes in place."""

@@ -42,8 +42,6 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, 
 from layoutmap.engines.torch.deferred_init.streams import PIECE, Stream, random_fill_of
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 
-__all__ = ["History", "NeedsWhole"]
-
 aten = torch.ops.aten
 _LONGEST_ROW = 64
 _MOST_APART = 16
@@ -51,7 +49,7 @@ _MOST_PLACES = 1 << 16
 _MOST_PATCHES = 64
 
 
-class NeedsWhole(Exception):
+class NeedsAll(Exception):
     """Why a tensor cannot be made in one pass."""
 
 
@@ -101,15 +99,15 @@ class History:
         """The reader of a tensor's elements, in the order of memory, as they are before a step.
 
         Raises:
-            NeedsWhole: It cannot be made in one pass.
+            NeedsAll: It cannot be made in one pass.
         """
         reader = self._region(view, until, Frame())
         if reader is None:
-            raise NeedsWhole("its elements lie far apart in the memory that it is a part of")
+            raise NeedsAll("its elements are far apart in the memory that it is a part of")
         return reader
 
     def _region(self, view: View, until: int, frame: Frame) -> Reader | None:
-        """The reader of a tensor's elements in the order of memory; `None` if they have none, or lie far apart."""
+        """The reader of a tensor's elements in the order of memory; `None` if they have none, or are far apart."""
         if view.is_dense:
             reader = self._memory(view.memory, until, frame.around(view))
             return Shifted(reader, view.offset) if view.offset else reader
@@ -133,12 +131,12 @@ class History:
             made = step.makes(memory)
             written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
             if len(written) != 1 or len(patches) > _MOST_PATCHES:
-                raise self._whole(step)
+                raise self._needs_all(step)
             [view] = written
             if view.is_all and step.op.overloadpacket is not aten.index_put_:
                 break
             if made is not None:
-                raise self._whole(step)
+                raise self._needs_all(step)
             patches.append((step, view))
             place -= 1
         if not patches:
@@ -152,7 +150,7 @@ class History:
         if step.op.overloadpacket is aten.index_put_:
             return self._indexed(step, view)
         if not view.is_ordered:
-            raise self._whole(step)
+            raise self._needs_all(step)
         reader = _used(self._values(step, view, frame.within(view)))
         if view.is_dense:
             return RunPatch(view.offset, view.numel, reader)
@@ -163,11 +161,11 @@ class History:
         indices, values = step.args[1:3]
         accumulates = _argument(step, 3, False)
         if accumulates or any(isinstance(each, View) for each in (*indices, values)):
-            raise self._whole(step)
+            raise self._needs_all(step)
         index = tuple(slice(None) if each is None else each.value for each in indices)
         shape = torch.empty(1, device="cpu").expand(view.shape)[index].shape
         if shape.numel() > _MOST_PLACES:
-            raise self._whole(step)
+            raise self._needs_all(step)
         places = torch.full(shape, view.offset, device="cpu")
         for axis, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
             along = torch.arange(n, device="cpu").view(
@@ -175,7 +173,7 @@ class History:
             )
             places += stride * along.expand(view.shape)[index]
         if places.unique().numel() < places.numel():
-            raise self._whole(step)
+            raise self._needs_all(step)
         return PlacesPatch(places.reshape(-1), values.value.expand(shape).reshape(-1))
 
     # -- steps that write each element of a tensor
@@ -184,18 +182,18 @@ class History:
         """What a step writes to a tensor, counted from the tensor's first element."""
         packet = step.op.overloadpacket
         if step.state is not None:
-            draw = random_fill_of(step, view)
-            if draw is None:
-                raise self._whole(step)
+            fill = random_fill_of(step, view)
+            if fill is None:
+                raise self._needs_all(step)
             if step.seed is not None:
-                return Drawn(Tiled(draw, view.geometry.shape, step.seed))
-            return Drawn(Stream(draw, view.numel, step.state, self._piece))
+                return Drawn(Tiled(fill, view.geometry.shape, step.seed))
+            return Drawn(Stream(fill, view.numel, step.state, self._piece))
         if packet in FILLED:
             return Filled(FILLED[packet], view.dtype)
         if packet in FILLED_WITH:
             value = step.args[FILLED_WITH[packet]]
             if isinstance(value, View):
-                raise self._whole(step)
+                raise self._needs_all(step)
             return Filled(value.value.item() if isinstance(value, Constant) else value, view.dtype)
         if packet in COPIES:
             source = self._operand(step, step.args[packet is aten.copy_], view, frame)
@@ -206,11 +204,11 @@ class History:
             return self._joined(step, view, frame)
         if packet in ROWS or packet is aten.gather:
             return self._rows(step, view, frame)
-        raise self._whole(step)
+        raise self._needs_all(step)
 
     def _pointwise(self, step: Step, view: View, frame: Frame) -> Reader:
         if any(isinstance(each, View | Constant) for each in step.kwargs.values()):
-            raise self._whole(step)
+            raise self._needs_all(step)
         inputs: list[Reader] = []
         args: list[Callable[[Sequence[torch.Tensor]], Any]] = []
         for arg in step.args:
@@ -235,14 +233,14 @@ class History:
             return _used(Fixed(arg.value.expand(view.shape).permute(view.order)))
         reader = self._region(arg, step.number, frame) if arg.runs_like(view) else None
         if reader is None:
-            raise self._whole(step)
+            raise self._needs_all(step)
         return reader
 
     def _joined(self, step: Step, view: View, frame: Frame) -> Reader:
         """Tensors joined along the slowest axis."""
         axis = _argument(step, 1, 0)
         if axis not in (0, -len(view.shape)) or not view.is_contiguous:
-            raise self._whole(step)
+            raise self._needs_all(step)
         parts: list[tuple[Reader, int]] = []
         begin = 0
         for part in step.args[0]:
@@ -254,7 +252,7 @@ class History:
                 if part.is_contiguous:
                     reader = self._region(part, step.number, frame._replace(shift=frame.shift - begin))
             if reader is None or dtype != view.dtype:
-                raise self._whole(step)
+                raise self._needs_all(step)
             parts.append((reader, numel))
             begin += numel
         return Joined(parts)
@@ -267,15 +265,15 @@ class History:
             (i for i, made in enumerate(step.made) if made is not None and made.memory is view.memory), -1
         )
         if not isinstance(axis, int) or not view.is_contiguous or which < 0:
-            raise self._whole(step)
+            raise self._needs_all(step)
         inputs: list[tuple[Reader, int]] = []
         for source in (step.args[0], step.args[2]) if gathers else (step.args[0],):
             n = source.shape[-1] if isinstance(source, View) and source.shape else 0
             if not 0 < n <= _LONGEST_ROW or axis not in (-1, len(source.shape) - 1):
-                raise self._whole(step)
+                raise self._needs_all(step)
             reader = self._region(source, step.number, frame.times(n)) if source.is_contiguous else None
             if reader is None or source.numel != n * view.numel:
-                raise self._whole(step)
+                raise self._needs_all(step)
             inputs.append((reader, n))
 
         def function(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -284,14 +282,14 @@ class History:
 
         return Rows(function, inputs)
 
-    def _whole(self, step: Step) -> NeedsWhole:
-        """Why a step needs whole tensors: because of itself, or of one that it depends on."""
+    def _needs_all(self, step: Step) -> NeedsAll:
+        """Why a step needs global tensors: because of itself, or of one that it depends on."""
         before = (
             self._steps[n] for n in needed(self._steps, {view.memory for view in step.reads()}, step.number)
         )
         cause = next((each for each in before if not is_local(each)), step) if is_local(step) else step
         asked = cause.seen_in or step.seen_in
-        return NeedsWhole(
+        return NeedsAll(
             f"{asked} needs all of it: {cause.name}" if asked else f"{cause.name} needs all of it"
         )
 

@@ -27,8 +27,6 @@ from layoutmap.engines.torch.private import (
     storage_key,
 )
 
-__all__ = ["Recorder", "intercepted"]
-
 
 class Recorder(Protocol):
     """What the entrances need of a tape."""

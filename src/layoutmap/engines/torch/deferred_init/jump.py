@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["jump", "position", "works"]
-
 _N, _M, _A = 624, 397, 0x9908B0DF  # words of a block, the recurrence's other word, its mask
 _DEGREE = 19937
 _ROWS = 256

@@ -1,6 +1,6 @@
 """What torch's operations do to elements: which of them look at no other place than the one that they write.
 
-An operation is listed if the bits of an element do not depend on where in memory it lies: torch has one program for
+An operation is listed if the bits of an element do not depend on where in memory it is: torch has one program for
 vectors and one for what is left over at the end, and where these end depends on the number of threads. For `sigmoid`,
 `silu`, `gelu`, `sinh`, `atan2`, `pow` with most exponents and some others the two do not agree to the last bit.
 """
@@ -13,8 +13,6 @@ import torch
 
 from layoutmap.engines.torch.deferred_init.steps import Step
 from layoutmap.engines.torch.private import overload_name
-
-__all__ = ["COPIES", "FILLED", "FILLED_WITH", "OVERWRITING", "ROWS", "is_local", "is_pointwise"]
 
 aten = torch.ops.aten
 
@@ -99,7 +97,7 @@ def is_pointwise(step: Step) -> bool:
 
 
 def is_local(step: Step) -> bool:
-    """Whether a step is one of those that need no more than some elements, if its tensors lie alike."""
+    """Whether a step is one of those that need no more than some elements, if its tensors are alike in memory."""
     packet = step.op.overloadpacket
     known = packet in FILLED or packet in FILLED_WITH or packet in COPIES or packet in ROWS
     return known or step.state is not None or is_pointwise(step) or packet in (aten.gather, aten.cat)

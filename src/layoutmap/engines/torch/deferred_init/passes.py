@@ -9,13 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from layoutmap.core.blocks import Index, block_shape, intersect
+from layoutmap.core.blocks import Index, block_shape, intersect, within
 from layoutmap.engines.torch.deferred_init.readers import boxes
 from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.streams import pieces
 from layoutmap.engines.torch.deferred_init.tiles import columns_of, tile_of
-
-__all__ = ["Part", "by_tiles", "in_order"]
 
 
 class Part(NamedTuple):
@@ -51,7 +49,7 @@ def in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iter
                 both = intersect(box, index)
                 if both is not None:
                     parts.append(
-                        Part(number, _within(both, index), offset, block_shape(box), _within(both, box))
+                        Part(number, within(both, index), offset, block_shape(box), within(both, box))
                     )
             offset += math.prod(block_shape(box))
         if parts:
@@ -59,7 +57,7 @@ def in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iter
 
 
 def by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Part]]]:
-    """Each block for itself, by whole tiles where it has them; no more is read than what it has of each row."""
+    """Each block for itself, by full tiles where it has them; no more is read than what it has of each row."""
     columns = columns_of(shape)
     along = next(
         i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns
@@ -108,13 +106,8 @@ def _row_parts(
 
 
 def _bands(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """A range cut where multiples of a size are."""
+    """A range, split at multiples of a size."""
     while start < stop:
         end = min(stop, start - start % size + size)
         yield start, end
         start = end
-
-
-def _within(part: Index, index: Index) -> Index:
-    """The part of a block, counted from where the block begins."""
-    return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))

@@ -1,6 +1,6 @@
 """Values in one pass: readers that give some elements at a time, from the first to the last.
 
-A reader stands for a one-dimensional tensor that never exists whole, in the order of its memory. `read` asks for
+A reader stands for a one-dimensional tensor that never exists as one, in the order of its memory. `read` asks for
 elements further on each time, or again for some of those that it gave last. What it gives must not be changed, but by
 who is its only consumer; `own` copies if there are others.
 """
@@ -17,24 +17,6 @@ from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Geometry
 from layoutmap.engines.torch.deferred_init.streams import Stream
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
-
-__all__ = [
-    "Computed",
-    "Drawn",
-    "Filled",
-    "Fixed",
-    "GridPatch",
-    "Joined",
-    "Patch",
-    "Patched",
-    "Picked",
-    "PlacesPatch",
-    "Reader",
-    "Rows",
-    "RunPatch",
-    "Shifted",
-    "boxes",
-]
 
 
 class Reader:
@@ -83,16 +65,16 @@ class Filled(Reader):
 class Drawn(Reader):
     """Random numbers."""
 
-    def __init__(self, draw: Stream | Tiled) -> None:
+    def __init__(self, fill: Stream | Tiled) -> None:
         super().__init__()
-        self._draw = draw
+        self._fill = fill
 
     def _compute(self, run: Run) -> torch.Tensor:
-        return self._draw.read(run)
+        return self._fill.read(run)
 
 
 class Fixed(Reader):
-    """The values of a real tensor, which may be broadcast or lie otherwise in memory.
+    """The values of a real tensor, which may be broadcast, or in another order in memory.
 
     Args:
         values: The tensor, with its axes in the order of the memory that is read.
@@ -113,8 +95,8 @@ class Fixed(Reader):
                 else flat.as_strided((run.rows, run.length), (run.stride, 1)).reshape(-1)
             )
         begins = range(run.start, run.stop, run.stride or run.length)
-        cut = [box for begin in begins for box in boxes(self._all.shape, begin, begin + run.length)]
-        return torch.cat([self._all[box].reshape(-1) for box in cut])
+        found = [box for begin in begins for box in boxes(self._all.shape, begin, begin + run.length)]
+        return torch.cat([self._all[box].reshape(-1) for box in found])
 
 
 class Shifted(Reader):
@@ -135,7 +117,7 @@ class Shifted(Reader):
 
 
 class Picked(Reader):
-    """Some elements of another reader, that lie apart, in order."""
+    """Some elements of another reader that are apart, in order."""
 
     def __init__(self, reader: Reader, geometry: Geometry) -> None:
         super().__init__()
@@ -239,7 +221,7 @@ class RunPatch(Patch):
 
 
 class GridPatch(Patch):
-    """New values for elements that lie apart, in order."""
+    """New values for elements that are apart, in order."""
 
     def __init__(self, geometry: Geometry, reader: Reader) -> None:
         self._geometry = geometry

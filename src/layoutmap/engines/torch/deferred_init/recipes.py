@@ -1,4 +1,4 @@
-"""How to make the values of one deferred tensor: whole, or only those at some indices."""
+"""How to compute the values of one deferred tensor: all, or only those at some indices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from layoutmap.core.blocks import Index, block_shape, whole_index
 from layoutmap.core.checksums import checksum
-from layoutmap.engines.torch.deferred_init.elementwise import History, NeedsWhole
+from layoutmap.engines.torch.deferred_init.elementwise import History, NeedsAll
 from layoutmap.engines.torch.deferred_init.passes import by_tiles, in_order
 from layoutmap.engines.torch.deferred_init.replay import needed, replay
 from layoutmap.engines.torch.deferred_init.runs import ApartError
@@ -17,11 +17,9 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, 
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.private import tree_map
 
-__all__ = ["Recipe"]
-
 
 class Recipe:
-    """How to make the values of one tensor, bit for bit those of a plain program.
+    """How to compute the values of one tensor, bit for bit those of a plain program.
 
     Args:
         steps: The tape that it was recorded on.
@@ -30,9 +28,9 @@ class Recipe:
         piece: The elements to make at a time, a multiple of 16.
 
     Attributes:
-        shape: The shape of the whole tensor.
+        shape: The global shape.
         dtype: Its element type.
-        why_global: Why blocks cannot be made without the whole tensor; empty if they can.
+        why_global: Why blocks cannot be computed without the global value; empty if they can.
     """
 
     def __init__(self, steps: Sequence[Step], view: View, until: int, piece: int = PIECE) -> None:
@@ -47,11 +45,11 @@ class Recipe:
         self._reads = by_tiles if is_tiled else in_order
         try:
             History(steps).of(view, until)
-        except NeedsWhole as reason:
+        except NeedsAll as reason:
             self.why_global = str(reason)
 
-    def whole(self) -> torch.Tensor:
-        """The whole tensor, with the strides that a plain program gives it."""
+    def global_value(self) -> torch.Tensor:
+        """Return all values, with the strides that a plain program gives it."""
         if not self.why_global:
             tensor = torch.empty_strided(self.shape, self._view.strides, dtype=self.dtype, device="cpu")
             if self._fill([(whole_index(self.shape), tensor)]):
@@ -65,7 +63,7 @@ class Recipe:
         """What determines the values, a line for each operation: equal texts mean equal values, in any process."""
         names: dict[Memory, str] = {}
 
-        def told(leaf: Any) -> Any:
+        def text_of(leaf: Any) -> Any:
             if isinstance(leaf, View):
                 where = "" if leaf.is_all else f" at {leaf.offset} by {leaf.strides}"
                 where += " conj" * leaf.conj + " neg" * leaf.neg
@@ -75,16 +73,16 @@ class Recipe:
                 return f"{leaf.value.dtype}{list(leaf.value.shape)} {_bits(leaf.value)}"
             return leaf.type if isinstance(leaf, torch.device) else leaf
 
-        lines = [told(self._view)]
+        lines = [text_of(self._view)]
         for number in needed(self._steps, {self._view.memory}, self._until):
             step = self._steps[number]
-            given = [str(tree_map(told, each)) for each in step.args]
-            given += [f"{name}={tree_map(told, step.kwargs[name])}" for name in sorted(step.kwargs)]
+            given = [str(tree_map(text_of, each)) for each in step.args]
+            given += [f"{name}={tree_map(text_of, step.kwargs[name])}" for name in sorted(step.kwargs)]
             if step.state is not None:
                 given.append(f"random state {_bits(step.state)}")
             if step.seed is not None:
                 given.append(f"seed {step.seed}")
-            made = [told(view) for view in step.made if view is not None]
+            made = [text_of(view) for view in step.made if view is not None]
             lines.append(f"{step.op}({', '.join(given)}) gives {', '.join(made)}")
         return "\n".join(lines)
 
@@ -97,8 +95,8 @@ class Recipe:
             blocks = [torch.empty(block_shape(index), dtype=self.dtype, device="cpu") for index in indices]
             if self._fill(list(zip(indices, blocks, strict=True))):
                 return blocks
-        whole = self.whole()
-        return [whole[index].clone(memory_format=torch.contiguous_format) for index in indices]
+        values = self.global_value()
+        return [values[index].clone(memory_format=torch.contiguous_format) for index in indices]
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Recipe:
@@ -123,7 +121,7 @@ class Recipe:
             reads = self._reads(shape, [whole_index(shape)], self._piece)
             values = (reader.read(run) for run, _ in reads)
             found = any(bool(piece.any() if decisive else not piece.all()) for piece in values)
-        except (NeedsWhole, ApartError):
+        except (NeedsAll, ApartError):
             return None
         return torch.tensor(found == decisive, dtype=self.dtype, device="cpu")
 

@@ -1,6 +1,6 @@
 """Make the values that a tape has deferred, by doing again what it wrote down.
 
-`replay` makes whole tensors: it picks the steps that they depend on, and does them in order on real memory, which it
+`replay` makes global tensors: it picks the steps that they depend on, and does them in order on real memory, which it
 frees as soon as no later step needs it.
 """
 
@@ -18,8 +18,6 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, 
 from layoutmap.engines.torch.deferred_init.streams import random_fill_of, with_generator
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 from layoutmap.engines.torch.private import argument_names, tree_leaves, tree_map
-
-__all__ = ["call", "needed", "replay"]
 
 
 def _overwrites(step: Step, memory: Memory) -> bool:
@@ -90,11 +88,11 @@ def _run(step: Step, storages: dict[Memory, torch.UntypedStorage]) -> None:
 
     if step.seed is not None:
         [view] = step.writes or step.made
-        draw = None if view is None else random_fill_of(step, view)
+        fill = None if view is None else random_fill_of(step, view)
         assert view is not None
-        assert draw is not None
+        assert fill is not None
         values = (
-            Tiled(draw, view.geometry.shape, step.seed).read(Run(0, view.numel)).view(view.geometry.shape)
+            Tiled(fill, view.geometry.shape, step.seed).read(Run(0, view.numel)).view(view.geometry.shape)
         )
         view.on(_storage(view.memory, storages)).permute(view.order).copy_(values)
         return

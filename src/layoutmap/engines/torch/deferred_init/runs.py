@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ApartError", "Run"]
-
 
 class ApartError(Exception):
-    """The elements that were asked for cannot be given as they are asked for; the tensor must be made whole."""
+    """The elements that were asked for cannot be computed as they are asked for; the global tensor must be."""
 
 
 class Run(NamedTuple):
@@ -39,7 +37,7 @@ class Run(NamedTuple):
         return self.rows * self.length
 
     def shifted(self, offset: int) -> Run:
-        """The elements that lie so far behind."""
+        """The elements that are so far behind."""
         return self._replace(start=self.start + offset)
 
     def times(self, number: int) -> Run:
@@ -57,7 +55,7 @@ class Run(NamedTuple):
         """Those from one element to another, and where they are among all of these; `None` if there are none.
 
         Raises:
-            ApartError: They are not whole rows.
+            ApartError: They are not full rows.
         """
         if self.stop <= low or self.start >= high or low >= high:
             return None

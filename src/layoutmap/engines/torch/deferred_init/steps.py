@@ -1,6 +1,6 @@
 """What a tape writes down: views of memory that does not exist, and the operations that fill it.
 
-A deferred tensor is a `View` of a `Memory`. Views need no step: torch says which memory an operation's result lies in.
+A deferred tensor is a `View` of a `Memory`. Views need no step: torch says which memory an operation's result is in.
 So a step is an operation that makes memory or changes some, and the history of a tensor is the list of such steps.
 """
 
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 
 from layoutmap.engines.torch.private import tree_leaves
-
-__all__ = ["Constant", "Memory", "Step", "View"]
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +51,7 @@ class Geometry:
     strides: tuple[int, ...]
 
     def place(self, element: int) -> int:
-        """Where in memory an element lies."""
+        """Where in memory an element is."""
         place = self.offset
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             element, along = divmod(element, n)
@@ -61,7 +59,7 @@ class Geometry:
         return place
 
     def places(self, start: int, stop: int) -> torch.Tensor:
-        """Where in memory some elements lie."""
+        """Where in memory some elements are."""
         left = torch.arange(start, stop, device="cpu")
         place = torch.full_like(left, self.offset)
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
@@ -70,13 +68,13 @@ class Geometry:
         return place
 
     def elements_before(self, place: int) -> int:
-        """How many elements lie before a place in memory."""
+        """How many elements are before a place in memory."""
         return bisect.bisect_left(range(math.prod(self.shape)), place, key=self.place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A tensor without values: where its elements lie in a memory."""
+    """A tensor without values: where its elements are in a memory."""
 
     memory: Memory
     shape: tuple[int, ...]
@@ -122,7 +120,7 @@ class View:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether its elements lie apart, and going through its axes in their order goes through memory in order."""
+        """Whether its elements are apart, and going through its axes in their order goes through memory in order."""
         if self.dtype != self.memory.dtype or self.conj or self.neg:
             return False
         reach = 0
@@ -134,7 +132,7 @@ class View:
 
     @property
     def geometry(self) -> Geometry:
-        """Where its elements lie in memory, whatever the order of the axes."""
+        """Where its elements are in memory, whatever the order of the axes."""
         return Geometry(
             self.offset,
             tuple(self.shape[axis] for axis in self.order),
@@ -142,7 +140,7 @@ class View:
         )
 
     def runs_like(self, other: View) -> bool:
-        """Whether it has the shape of another, and its axes lie in memory in the same order."""
+        """Whether it has the shape of another, and its axes are in the same order in memory."""
         return self.shape == other.shape and self.order == other.order
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -169,7 +167,7 @@ class Step:
         op: The operation of torch.
         args: Its arguments; tensors are a `View` or a `Constant`.
         kwargs: Its arguments by name, without the generator.
-        made: For each tensor that it returned, where it lies; `None` if that is not deferred.
+        made: For each tensor that it returned, where it is; `None` if that is not deferred.
         writes: What it changed in place.
         state: The state of the generator before it, if it draws random numbers.
         seed: The number by which tiles of it are drawn, if they are.

@@ -21,8 +21,6 @@ from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Step, View
 from layoutmap.engines.torch.private import argument_names, overload_name
 
-__all__ = ["PIECE", "RandomFill", "Stream", "random_fill_of", "pieces", "with_generator"]
-
 PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""
 
@@ -81,7 +79,7 @@ class RandomFill:
             self.op(values, *self.args, generator=generator)
 
     def goes_in_pieces(self) -> bool:
-        """Whether pieces give the bits of the whole, and leave the generator in the same state."""
+        """Whether pieces have the bits of one fill, and leave the generator in the same state."""
         return _goes_in_pieces(self)
 
 
@@ -90,40 +88,40 @@ _rooms = threading.local()
 
 def _room(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory to throw away, the same again: pieces that come and go leave holes that the heap does not fill."""
-    nbytes = numel * dtype.itemsize
+    num_bytes = numel * dtype.itemsize
     room = getattr(_rooms, "bytes", None)
-    if room is None or room.numel() < nbytes:
-        room = _rooms.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    return room[:nbytes].view(dtype)
+    if room is None or room.numel() < num_bytes:
+        room = _rooms.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    return room[:num_bytes].view(dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _goes_in_pieces(draw: RandomFill) -> bool:
+def _goes_in_pieces(fill: RandomFill) -> bool:
     for numel in (_GROUP * 50 + 5, _GROUP * 50):
-        whole, cut = torch.Generator("cpu"), torch.Generator("cpu")
-        for generator in (whole, cut):
+        at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
+        for generator in (at_once, in_parts):
             generator.manual_seed(20)
             torch.empty(5, device="cpu").normal_(
                 generator=generator
             )  # leaves half a pair of normal numbers behind
-        expected = draw.next(numel, whole)
-        parts = [draw.next(n, cut) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]
+        expected = fill.next(numel, at_once)
+        parts = [fill.next(n, in_parts) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]
         same = torch.equal(expected.view(torch.uint8), torch.cat(parts).view(torch.uint8))
-        if not same or not torch.equal(whole.get_state(), cut.get_state()):
+        if not same or not torch.equal(at_once.get_state(), in_parts.get_state()):
             return False
     return True
 
 
 @functools.lru_cache(maxsize=4096)
-def _words(draw: RandomFill) -> int:
+def _words(fill: RandomFill) -> int:
     """The words of the generator's stream that an element takes; 0 if that differs, or cannot be seen."""
     generator = torch.Generator("cpu")
     generator.manual_seed(20)
-    draw.next(_GROUP, generator)
+    fill.next(_GROUP, generator)
     begin = jump.position(generator)
-    draw.next(_GROUP * 8, generator)
+    fill.next(_GROUP * 8, generator)
     middle = jump.position(generator)
-    draw.next(_GROUP * 4, generator)
+    fill.next(_GROUP * 4, generator)
     each, rest = divmod(middle - begin, _GROUP * 8)
     return each if not rest and jump.position(generator) - middle == _GROUP * 4 * each > 0 else 0
 
@@ -139,7 +137,7 @@ def pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
 
 
 def random_fill_of(step: Step, view: View) -> RandomFill | None:
-    """How to draw what a step writes to a view, piece by piece in the order of memory; `None` if that cannot be."""
+    """How to compute what a step writes to a view, piece by piece in the order of memory; `None` if that cannot be."""
     packet, args = step.op.overloadpacket, step.args
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
@@ -160,22 +158,22 @@ def random_fill_of(step: Step, view: View) -> RandomFill | None:
         found = (aten.random_, (args[1], args[2]) if low else (0, args[1]))
     if found is None or not all(isinstance(arg, int | float | bool | None) for arg in found[1]):
         return None
-    draw = RandomFill(found[0], tuple(found[1]), view.dtype, strided=not view.is_contiguous)
-    return draw if draw.goes_in_pieces() else None
+    fill = RandomFill(found[0], tuple(found[1]), view.dtype, strided=not view.is_contiguous)
+    return fill if fill.goes_in_pieces() else None
 
 
 class Stream:
-    """The values of one draw, read from the first to the last.
+    """The values of one fill, read from the first to the last.
 
     Args:
-        draw: What is drawn.
+        fill: What is drawn.
         numel: The number of elements.
         state: The generator's state before.
         piece: The elements in a piece.
     """
 
-    def __init__(self, draw: RandomFill, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
-        self._draw = draw
+    def __init__(self, fill: RandomFill, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
+        self._fill = fill
         self._numel = numel
         self._size = piece
         self._generator = torch.Generator("cpu")
@@ -187,7 +185,7 @@ class Stream:
         """The values of some elements.
 
         Raises:
-            ApartError: They lie apart, or before those that it gave last.
+            ApartError: They are apart, or before those that it returned last.
         """
         if run.rows > 1:
             raise ApartError
@@ -206,10 +204,10 @@ class Stream:
     def _draw_piece_of(self, element: int) -> None:
         begin = min(element, max(self._numel - _GROUP, 0)) // self._size * self._size
         if begin > self._stop:
-            self._draw.skip(begin - self._stop, self._generator)
+            self._fill.skip(begin - self._stop, self._generator)
         end = begin + self._size
         self._start, self._stop = begin, self._numel if self._numel - end < _GROUP else end
-        self._piece = self._draw.next(self._stop - begin, self._generator)
+        self._piece = self._fill.next(self._stop - begin, self._generator)
 
 
 @functools.cache

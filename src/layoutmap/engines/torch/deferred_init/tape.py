@@ -39,8 +39,6 @@ from layoutmap.engines.torch.private import (
     tree_map,
 )
 
-__all__ = ["Tape", "trace"]
-
 SMALLEST = 4096
 _SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until something changes them
 
@@ -167,7 +165,7 @@ class Tape:
         """Arguments with real tensors in place of deferred ones."""
         held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.holds(leaf)]
         with self._pause():
-            made = iter(self._whole([self._view(tensor) for tensor in held]))
+            made = iter(self._values_of([self._view(tensor) for tensor in held]))
         return tree_map(
             lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.holds(leaf) else leaf, values
         )
@@ -248,16 +246,16 @@ class Tape:
     def _advanced(self, step: Step, generator: torch.Generator) -> Step:
         """A random operation, of which the generator has been left as after it."""
         view = step.writes[0] if step.writes else step.made[0]
-        draw = None if view is None else random_fill_of(step, view)
+        fill = None if view is None else random_fill_of(step, view)
         with self._pause():
-            if draw is not None and view is not None:
+            if fill is not None and view is not None:
                 if self._tiles:
                     seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
                     return dataclasses.replace(step, seed=int(seed))
-                draw.skip(view.numel, generator)
+                fill.skip(view.numel, generator)
                 return step
             views = list(step.reads())
-            made = dict(zip(views, self._whole(views), strict=True))
+            made = dict(zip(views, self._values_of(views), strict=True))
             args, kwargs = tree_map(
                 lambda leaf: (
                     made[leaf]
@@ -271,13 +269,13 @@ class Tape:
             call(step, args, kwargs, generator)
         return step
 
-    def _whole(self, views: list[View]) -> list[torch.Tensor]:
+    def _values_of(self, views: list[View]) -> list[torch.Tensor]:
         if self._dry and len(views) == 1:
             maker = self._steps[views[0].memory.writes[0]]
             if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
                 return [torch.tensor(maker.name == "all", device="cpu")]
         if len(views) == 1:
-            return [Recipe(self._steps, views[0], len(self._steps), self._piece).whole()]
+            return [Recipe(self._steps, views[0], len(self._steps), self._piece).global_value()]
         return replay(self._steps, views, len(self._steps))
 
     def _view(self, tensor: torch.Tensor) -> View:
@@ -342,8 +340,8 @@ def trace(function: Callable[..., Any], *args: Any, tiles: bool = False) -> Reci
         made = function(*args)
     if not isinstance(made, torch.Tensor):
         raise EngineError(
-            f"{getattr(function, '__name__', function)} gives no tensor",
-            facts={"gives": type(made).__name__},
+            f"{getattr(function, '__name__', function)} returns no tensor",
+            facts={"returned": type(made).__name__},
             why="a recipe is for one tensor",
             fix="return the tensor alone",
         )

@@ -16,8 +16,6 @@ import torch
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.streams import RandomFill
 
-__all__ = ["Tiled", "columns_of", "tile_of"]
-
 TILE = 256
 _NARROW = 64
 
@@ -49,16 +47,16 @@ def tile_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class Tiled:
-    """The values of one draw, by tiles.
+    """The values of one fill, by tiles.
 
     Args:
-        draw: What is drawn.
+        fill: What is drawn.
         shape: The tensor's shape, in the order of memory.
         seed: Its number.
     """
 
-    def __init__(self, draw: RandomFill, shape: Sequence[int], seed: int) -> None:
-        self._draw = draw
+    def __init__(self, fill: RandomFill, shape: Sequence[int], seed: int) -> None:
+        self._fill = fill
         self._columns = max(columns_of(shape), 1)
         self._rows = math.prod(shape) // self._columns
         self._height, self._width = tile_of(shape)
@@ -69,7 +67,7 @@ class Tiled:
         """The values of some elements.
 
         Raises:
-            ApartError: They are neither whole rows nor parts of rows.
+            ApartError: They are neither full rows nor parts of rows.
         """
         row, column = divmod(run.start, self._columns)
         if column + run.length <= self._columns and run.stride in (0, self._columns):
@@ -81,7 +79,7 @@ class Tiled:
         return rows[column : column + run.length]
 
     def _part(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
-        made = torch.empty(bottom - top, right - left, dtype=self._draw.dtype, device="cpu")
+        made = torch.empty(bottom - top, right - left, dtype=self._fill.dtype, device="cpu")
         for row in range(top - top % self._height, bottom, self._height):
             for column in range(left - left % self._width, right, self._width):
                 rows = slice(max(top, row), min(bottom, row + self._height))
@@ -98,4 +96,4 @@ class Tiled:
         self._generator.manual_seed(
             int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
         )
-        return self._draw.next(height * width, self._generator).view(height, width)
+        return self._fill.next(height * width, self._generator).view(height, width)
