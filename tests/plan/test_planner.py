@@ -208,6 +208,16 @@ def test_repeated_blocks_are_one_problem():
     assert r'add a rule: layout_map[r"blocks\.\d+\.b$"] = (None,)' == group_problems(no_rule.problems)[0].fix
 
 
+def test_rules_are_never_merged():
+    """Two unused rules that differ in a number stay two: one made of both would be a pattern that nobody wrote."""
+    plan = plan_of([], {r"block_1\.kernel": (None,), r"block_2\.kernel": (None,)})
+
+    assert [
+        r"rule 1  block_1\.kernel: matches no variable",
+        r"rule 2  block_2\.kernel: matches no variable",
+    ] == [problem.what for problem in group_problems(plan.problems)]
+
+
 def test_check_raises_once_with_everything():
     """Ten problems are shown in full and the rest counted; all are in `problems`."""
     plan = plan_of([weight(f"{c}.kernel", (16, 6)) for c in "abcdefghijkl"], {r".*kernel": (None, "model")})
