@@ -210,8 +210,17 @@ def mesh_of(mesh: Any) -> Mesh | None:
     raise MeshError(
         f"{mesh!r} is no mesh",
         why=f"it is {kind_of(mesh)}",
-        fix='pass a Mesh, as create_mesh("batch=2,model=4") makes one, or that text',
+        fix=f'pass a Mesh, as lm.create_mesh("{_dims_of(mesh)}") makes one, or that text',
     )
+
+
+def _dims_of(mesh: Any) -> str:
+    """The dims of another library's mesh as text (JAX, Keras and torch say them alike); else those of an example."""
+    names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None) or ()
+    shape: Any = getattr(mesh, "shape", ())
+    sizes = tuple(shape.values() if isinstance(shape, Mapping) else shape)
+    pairs = list(zip(names, sizes, strict=False))
+    return ",".join(f"{name}={size}" for name, size in pairs) or "batch=2,model=4"
 
 
 def _written(rules: Rules) -> str:
