@@ -210,7 +210,7 @@ def test_repeated_blocks_are_one_problem():
 
 
 def test_a_map_that_says_that_the_rest_is_replicated_is_strict():
-    """No variable is warned of, what a rule gets wrong still is; the plan says why, and so does what it is read from."""
+    """No variable is warned of, an unused rule still is; the plan says why, and so does its file."""
     layout_map = lm.LayoutMap(MESH, {r".*kernel": (None, "model")}, rest="replicated")
     plan = make_plan(
         [weight("d1.kernel"), weight("d1.bias", (6,)), weight("d1.mean", (6,), kind=Kind.STATE)], layout_map

@@ -143,5 +143,5 @@ class PlanTable(Mapping[str, Assignment]):
             raise PlanError(only.what, problems=found, facts=dict(only.facts), why=only.why, fix=fix)
         shown = "\n\n".join(str(problem) for problem in grouped[:_SHOWN_IN_FULL])
         more = f"\n\n... and {len(grouped) - _SHOWN_IN_FULL} more" if len(grouped) > _SHOWN_IN_FULL else ""
-        fix = f"for variables without a rule: {rest}" if rest else ""
-        raise PlanError(f"{len(found)} problems\n{shown}{more}", problems=found, fix=fix)
+        last = f"\n\nno rule matches some: {rest}" if rest else ""
+        raise PlanError(f"{len(found)} problems\n{shown}{more}{last}", problems=found)
