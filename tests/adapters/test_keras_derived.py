@@ -291,12 +291,15 @@ def test_a_rule_that_new_variables_do_not_fit_leaves_the_weights(change):
     wrong = {r"l2\.(kernel_scale|lora_kernel_b)$": ("model", "batch", None)}
     rules = {r"l\d\.kernel$": (None, "model"), r"l\d\.bias$": (None,), **wrong}
     layout_map = lm.LayoutMap(lm.create_mesh(MESH), rules)
-    with (
-        pytest.warns(lm.LayoutMapWarning, match="rule 3 .* matches no variable"),
-        layout_map.scope() as scope,
-    ):
-        model = keras.Sequential([keras.Input((8,)), L.Dense(16, name="l1"), L.Dense(16, name="l2")])
-        model.compile("sgd", "mse")
+
+    def make():
+        with layout_map.scope() as scope:
+            model = keras.Sequential([keras.Input((8,)), L.Dense(16, name="l1"), L.Dense(16, name="l2")])
+            model.compile("sgd", "mse")
+        return model, scope
+
+    with pytest.warns(lm.LayoutMapWarning, match="rule 3 .* matches no variable"):
+        model, scope = make()
     x, y = np.ones((4, 8), "float32"), np.ones((4, 16), "float32")
     model.fit(x, y, verbose=0)
     before = {f.path: (f.variable, f.variable.trainable, read(f.variable)) for f in find_variables(model)}

@@ -67,6 +67,6 @@ class _State:
         own = layer.__dict__
         for name in self._attributes:  # paths are found in this order
             own[name] = own.pop(name)
-        return new
         if layer.built:
             layer._tracker.lock()
+        return new
