@@ -108,6 +108,7 @@ def _set_up_tensorflow() -> None:
 # What `make test` leaves to `make test-all`; docs/decisions/0039-which-tests-run-at-each-change.md has the reasons.
 # Files of which each case takes a moment: all cases are tried.
 CHEAP = {
+    "test_arguments",
     "test_cli",
     "test_devices",
     "test_docs",

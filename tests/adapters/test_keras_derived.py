@@ -278,3 +278,42 @@ def check(name, end):
     outputs = [keras.ops.convert_to_numpy(each(x)) for each in (plain, layer)]
     np.testing.assert_allclose(*outputs, rtol=2e-5, atol=2e-5)
     assert not [p for p in scope.plan.problems if p.severity != "note"]
+
+
+def low_rank(model):
+    model.layers[-1].enable_lora(2)
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method:UserWarning")
+@pytest.mark.parametrize("change", [quantized("int8"), low_rank, int4], ids=["int8", "lora", "int4"])
+def test_a_rule_that_new_variables_do_not_fit_leaves_the_weights(change):
+    """The error names it; the model has its weights and values, and trains, as if nothing had been tried."""
+    wrong = {r"l2\.(kernel_scale|lora_kernel_b)$": ("model", "batch", None)}
+    rules = {r"l\d\.kernel$": (None, "model"), r"l\d\.bias$": (None,), **wrong}
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), rules)
+
+    def make():
+        with layout_map.scope() as scope:
+            model = keras.Sequential([keras.Input((8,)), L.Dense(16, name="l1"), L.Dense(16, name="l2")])
+            model.compile("sgd", "mse")
+        return model, scope
+
+    with pytest.warns(lm.LayoutMapWarning, match="rule 3 .* matches no variable"):
+        model, scope = make()
+    x, y = np.ones((4, 8), "float32"), np.ones((4, 16), "float32")
+    model.fit(x, y, verbose=0)
+    before = {f.path: (f.variable, f.variable.trainable, read(f.variable)) for f in find_variables(model)}
+    planned, outputs = scope.plan, model.predict(x, verbose=0)
+
+    with pytest.raises(lm.PlanError, match=r"l2\.(kernel_scale|lora_kernel_b): .*rank 3|with inputs in int8"):
+        change(model)
+
+    after = {f.path: (f.variable, f.variable.trainable, read(f.variable)) for f in find_variables(model)}
+    assert list(before) == list(after)
+    for path, (variable, trainable, value) in before.items():
+        assert (path, variable, trainable) == (path, *after[path][:2])
+        assert np.array_equal(value, after[path][2])
+    assert planned.fingerprint == scope.plan.fingerprint
+    assert np.array_equal(outputs, model.predict(x, verbose=0))
+    model.fit(x, y, verbose=0)
+    assert not np.array_equal(outputs, model.predict(x, verbose=0))

@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 
+import hub_families
 import hub_models
 import keras_hub
 import pytest
@@ -116,6 +117,7 @@ def test_the_largest_llama_fits():
     assert 1 <= plan.device_bytes * plan.mesh.size / plan.global_bytes < 1.01
 
 
+FITTED = ("Mistral", "OPT", "Roberta", "XLMRoberta", "DistilBert", "Electra")
 VARIANTS = {
     "llama": {"tie_word_embeddings": True},
     "qwen": {"tie_word_embeddings": True},
@@ -130,6 +132,17 @@ def test_a_family_has_one_preset(name):
     config = hub_models.TINY[name] | VARIANTS[name]
 
     assert () == lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name)).problems
+
+
+@pytest.mark.parametrize("family", few(FITTED, "OPT"))
+def test_a_preset_of_another_name_that_is_named_fits(family):
+    """Where a family has no preset of its own, the one that the error names has no problem with it."""
+    with pytest.raises(RuleError) as refused:
+        lm.LayoutMap.preset(family, lm.Mesh(None, "model=2"))
+    (fits,) = re.findall(r"use '(\w+)'", refused.value.fix)
+    layout_map = lm.LayoutMap.preset(fits, lm.Mesh(None, "model=2"))
+
+    assert () == lm.plan(lambda: hub_families.make(family), layout_map).warnings
 
 
 @pytest.mark.parametrize("name", few(["llama", "gemma", "mixtral", "qwen"], "llama"))

@@ -10,7 +10,8 @@ import layoutmap as lm
 from layoutmap.core.uneven import fitted
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.problems import Problem, group_problems
-from layoutmap.scope.plan import make_plan
+from layoutmap.report.rows import plan_rows
+from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.testing import strategies
 
 MESH = lm.Mesh(None, "batch=2,model=4")
@@ -206,6 +207,44 @@ def test_repeated_blocks_are_one_problem():
     assert "blocks.{0..31}.up.kernel: axis 1 cannot be split evenly" == problem.what
     no_rule = plan_of([weight(f"blocks.{i}.b", (6,)) for i in range(3)], {})
     assert r'add a rule: layout_map[r"blocks\.\d+\.b$"] = (None,)' == group_problems(no_rule.problems)[0].fix
+
+
+def test_a_map_that_says_that_the_rest_is_replicated_is_strict():
+    """No variable is warned of, an unused rule still is; the plan says why, and so does its file."""
+    layout_map = lm.LayoutMap(MESH, {r".*kernel": (None, "model")}, rest="replicated")
+    plan = make_plan(
+        [weight("d1.kernel"), weight("d1.bias", (6,)), weight("d1.mean", (6,), kind=Kind.STATE)], layout_map
+    ).check(strict=True)
+
+    for each in (plan, Plan.from_json(plan.to_json())):
+        assert [] == list(each.problems)
+        assert (
+            '  because     no rule matches, so it is replicated, as layout_map.rest = "replicated" says'
+            in (each.explain("d1.bias").splitlines())
+        )
+        assert ["1", "the rest", "the rest"] == [row.rule for row in plan_rows(each)]
+    layout_map["typo"] = (None,)
+    with pytest.raises(lm.PlanError, match=r"rule 2  typo: matches no variable"):
+        make_plan([weight("d1.kernel"), weight("d1.bias", (6,))], layout_map).check(strict=True)
+
+
+def test_strict_says_how_the_rest_is_accepted():
+    """The fix of one missing rule, and that of many, is also the map's `rest`."""
+    rest = 'say layout_map.rest = "replicated" if that is meant'
+    for names in (["a"], ["a", "b"]):
+        with pytest.raises(lm.PlanError) as refused:
+            plan_of([weight(name) for name in names], {}).check(strict=True)
+        assert str(refused.value).endswith(rest)
+
+
+def test_rules_are_never_merged():
+    """Two unused rules that differ in a number stay two: one made of both would be a pattern that nobody wrote."""
+    plan = plan_of([], {r"block_1\.kernel": (None,), r"block_2\.kernel": (None,)})
+
+    assert [
+        r"rule 1  block_1\.kernel: matches no variable",
+        r"rule 2  block_2\.kernel: matches no variable",
+    ] == [problem.what for problem in group_problems(plan.problems)]
 
 
 def test_check_raises_once_with_everything():

@@ -104,7 +104,7 @@ error: odd: axis 1 cannot be split evenly
   why     6 is not a multiple of 4
   fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
 
-warning: no rule matches these 2, so they are replicated; add a rule for each if that is meant
+warning: no rule matches these 2, so they are replicated; add rules, or say layout_map.rest = "replicated"
   norm.scale        add a rule: layout_map[r"norm\.scale$"] = (None,)
   norm.moving_mean  add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 
@@ -209,7 +209,8 @@ activation rule 3  blokcs: matches no layer
   near misses  blocks.0
   why          re.match finds it at the start of none of the 3 paths
   fix          did you mean r"blocks\.0$"? else delete it
-""".strip()
+
+no rule matches some: say layout_map.rest = "replicated" if that is meant""".strip()
 
 EXPLAINED = {
     "blocks.1.up.kernel": r"""

@@ -504,7 +504,7 @@ def test_variables_without_a_rule_are_told_in_one(browser, show):
     told = [node.text for node in browser.find_elements(By.CSS_SELECTOR, "#problems .warning")]
 
     assert [f"warning no rule matches these {len(found)}, so they are replicated;"] == [
-        each.partition(" add a rule")[0] for each in told if "no rule matches" in each
+        each.partition(" add rules")[0] for each in told if "no rule matches" in each
     ]
     assert r'add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)' in told[0]
     find(browser, "#problems .listed .link").click()

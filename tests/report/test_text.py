@@ -62,7 +62,7 @@ error: head.kernel: axis 1 cannot be split evenly
   why     6 is not a multiple of 4
   fix     pad axis 1 to 8, or leave it unsharded: (batch, unsharded), or say uneven="shrink"
 
-warning: no rule matches these 4, so they are replicated; add a rule for each if that is meant
+warning: no rule matches these 4, so they are replicated; add rules, or say layout_map.rest = "replicated"
   blocks.{0..2}.up.bias  add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)
   norm.moving_mean       add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 

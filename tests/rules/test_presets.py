@@ -79,6 +79,18 @@ there is no preset 'lama'
   presets  bert, gemma, gpt2, llama, mixtral, qwen, t5, vit, whisper
   fix      did you mean 'llama'?""" == str(unknown.value)
 
+    fixes = {}
+    for name in ("mistral", "XLM-RoBERTa", "bart", "llama3"):
+        with pytest.raises(RuleError) as unknown:
+            lm.LayoutMap.preset(name, MESH)
+        fixes[name] = unknown.value.fix
+    assert {
+        "mistral": "use 'llama': its rules fit mistral, too",
+        "XLM-RoBERTa": "use 'bert': its rules fit XLM-RoBERTa, too",
+        "bart": "use one of them, or LayoutMap.from_yaml for a file",
+        "llama3": "did you mean 'llama'?",
+    } == fixes
+
     with pytest.raises(RuleError) as missing:
         lm.LayoutMap.preset("llama", MESH)
     assert """\

@@ -22,6 +22,7 @@ _KEYS = [
     "rules",
     "activations",
     "uneven",
+    "rest",
     "dims",
     "name",
     "devices",
@@ -29,7 +30,9 @@ _KEYS = [
     "d1",
     "batch",
 ]
-_SCALARS = st.sampled_from([None, True, False, 0, 1, 2, 3, 4, -1, 1.5, "", "batch", "shrink", "error"])
+_SCALARS = st.sampled_from(
+    [None, True, False, 0, 1, 2, 3, 4, -1, 1.5, "", "batch", "shrink", "error", "replicated"]
+)
 _VALUES = st.recursive(
     _SCALARS,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=2),

@@ -1,5 +1,8 @@
 """Rules files: what is written is read back, and what is wrong is told by its place."""
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 
@@ -59,6 +62,33 @@ activations:
     assert layout_map == lm.LayoutMap.from_yaml(layout_map.to_yaml())
 
 
+def test_what_is_said_of_the_rest_is_in_the_file():
+    """It is the last line, and a map that says it is another than one that does not; a copy says it, too."""
+    mesh = lm.Mesh(None, "model=2")
+    layout_map = lm.LayoutMap(mesh, {"a": ("model",)}, rest="replicated")
+
+    assert (
+        "version: 1\nmesh:\n  dims:\n    model: 2\nrules:\n  a: [model]\nrest: replicated\n"
+        == layout_map.to_yaml()
+    )
+    for twin in (
+        lm.LayoutMap.from_yaml(layout_map.to_yaml()),
+        copy.copy(layout_map),
+        copy.deepcopy(layout_map),
+        pickle.loads(pickle.dumps(layout_map)),
+        eval(repr(layout_map), {"LayoutMap": lm.LayoutMap, "Mesh": lm.Mesh}),
+    ):
+        assert ("replicated", layout_map) == (twin.rest, twin)
+        assert layout_map.match("b") == twin.match("b")
+    assert layout_map != lm.LayoutMap(mesh, {"a": ("model",)})
+    with pytest.raises(lm.RuleError) as refused:
+        lm.LayoutMap.from_yaml("{version: 1, rest: sharded}")
+    assert """\
+rules file: rest='sharded'
+  why   it says that variables without a rule are replicated on purpose
+  fix   use 'replicated' or None; for a sharded layout add a rule as the last one""" == str(refused.value)
+
+
 def test_another_mesh_may_take_the_place_of_the_files():
     """One rules file serves meshes of any size."""
     mesh = lm.Mesh(None, "batch=64,model=8")
@@ -88,7 +118,7 @@ rules file of version 2
             "version: 1\nrule: {}\n",
             """\
 rules file: it has a key 'rule'
-  why   the keys are activations, mesh, rules, uneven, version
+  why   the keys are activations, mesh, rest, rules, uneven, version
   fix   correct the key, or delete it""",
         ),
         (

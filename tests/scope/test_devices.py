@@ -69,7 +69,7 @@ def test_given_devices_are_used_as_they_are():
 @pytest.mark.parametrize(
     ("kind", "words", "asked"),
     [
-        (MeshError, "mesh of 16 devices, and jax has 8", {"mesh_dims": "x=16", "engine": "jax"}),
+        (MeshError, "mesh of 16 devices, and JAX has 8", {"mesh_dims": "x=16", "engine": "jax"}),
         (MeshError, "8 devices are not a multiple of 3", {"mesh_dims": "x=3,y=-1", "engine": "jax"}),
         (MeshError, "all have size -1", {"mesh_dims": "x=-1,y=-1", "engine": "jax"}),
         (EngineError, "no GPU devices", {"mesh_dims": "x=1", "engine": "jax", "device_type": "gpu"}),
@@ -87,6 +87,21 @@ def test_a_mesh_that_cannot_be_is_refused(kind, words, asked):
     """A mesh that the machine does not have, or that contradicts itself, is refused, saying how."""
     with pytest.raises(kind, match=words):
         create_mesh(**asked)
+
+
+@pytest.mark.parametrize("device_type", [None, "cpu"])
+def test_too_few_devices_are_refused_with_what_helps_a_program_that_runs(device_type):
+    """The number of devices is fixed once JAX has started, so the fix begins anew, with the variable to set."""
+    with pytest.raises(MeshError) as refused:
+        create_mesh("x=16", engine="jax", device_type=device_type)
+
+    assert """\
+mesh of 16 devices, and JAX has 8
+  mesh     x=16
+  devices  CPU:0, CPU:1, CPU:2, CPU:3, CPU:4, CPU:5, CPU:6, CPU:7
+  why      each place of the mesh needs a device
+  fix      restart Python with XLA_FLAGS=--xla_force_host_platform_device_count=16 for as many virtual CPU devices, \
+since JAX has started and their number is fixed; or make the mesh smaller""" == str(refused.value)
 
 
 def test_devices_are_listed():

@@ -438,7 +438,7 @@ rule 'there' is in the map already
         """\
 rule '.*\\\\.(query|key\\\\.kernel' is not a regex
   why   missing ), unterminated subpattern, at character 4
-  fix   fix the regex, or escape all its signs: '\\\\.\\\\*\\\\\\\\\\\\.\\\\(query\\\\|key\\\\\\\\\\\\.kernel'""",
+  fix   complete the regex, or escape the sign where it is meant itself: '.*\\\\.\\\\(query|key\\\\.kernel'""",
     ),
     "a glob": (
         lambda m: m.__setitem__("*.kernel", ROW),
@@ -452,7 +452,7 @@ rule '*.kernel' is not a regex
         """\
 rule 'a{99999999999}' is not a regex
   why   the repetition number is too large
-  fix   fix the regex, or escape all its signs: 'a\\\\{99999999999\\\\}'""",
+  fix   fix the regex; re.escape(path) escapes all signs of a path""",
     ),
     "a compiled regex": (
         lambda m: m.__setitem__(re.compile("a"), ROW),

@@ -107,17 +107,21 @@ def others_refused(adapter: Adapter) -> Generator[None]:
         yield
 
 
+def find_adapter(model: Any) -> Adapter | None:
+    """The adapter of the library that made a model; `None`: no adapter knows the object."""
+    packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    adapters = (get_adapter(name) for name in ADAPTERS if name in packages)
+    return next((adapter for adapter in adapters if adapter.owns(model)), None)
+
+
 def adapter_of_model(model: Any) -> Adapter:
     """The adapter of the library that made a model.
 
     Raises:
         ScopeError: No adapter knows the object.
     """
-    for name in ADAPTERS:
-        if name in sys.modules:
-            found = get_adapter(name)
-            if found.owns(model):
-                return found
+    if (found := find_adapter(model)) is not None:
+        return found
     for base in type(model).__mro__:
         root = base.__module__.partition(".")[0]
         if root in REFUSED:

@@ -4,9 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from layoutmap.core.errors import RuleError, brief
 from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import Uneven
+
+Rest = Literal["replicated"]
+"""What a map says of variables that no rule matches."""
+
+AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
+
+
+def as_rest(value: object, where: str) -> Rest | None:
+    """What a map says of the rest, checked; `None`: nothing.
+
+    Raises:
+        RuleError: It is something else.
+    """
+    if value is None or value == "replicated":
+        return "replicated" if value else None
+    raise RuleError(
+        f"{where}: rest={brief(value)}",
+        why="it says that variables without a rule are replicated on purpose",
+        fix="use 'replicated' or None; for a sharded layout add a rule as the last one",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +68,11 @@ class Match:
     others: tuple[Rule, ...] = ()
     near_misses: tuple[str, ...] = ()
     otherwise: str = "it is replicated"
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether no rule matches, and the map says what happens to the rest."""
+        return self.rule is None and self.otherwise == AS_REST
 
     @property
     def layout(self) -> Layout | None:

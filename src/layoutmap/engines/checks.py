@@ -66,15 +66,14 @@ def device_names_of(
         there = device_names(mesh.device_type)
     except EngineError as error:
         raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
-    too_few = len(there) < mesh.size
+    if len(there) < mesh.size:
+        raise MeshError(
+            f"mesh of {mesh.size} devices, and {framework} has {len(there)}",
+            facts={"mesh": str(mesh), "devices": listed(there)},
+            why="each place of the mesh needs a device",
+            fix=fix_too_few,
+        )
     if mesh.devices is None:
-        if too_few:
-            raise MeshError(
-                f"mesh of {mesh.size} devices, and {framework} has {len(there)}",
-                facts={"mesh": str(mesh), "devices": listed(there)},
-                why="each place of the mesh needs a device",
-                fix=fix_too_few,
-            )
         return tuple(there[: mesh.size])
     names = tuple(map(canonical_name, mesh.devices))
     known = set(there)
@@ -84,7 +83,7 @@ def device_names_of(
             f"device {unknown[0]!r} does not exist",
             facts={"mesh": str(mesh), "missing": listed(unknown), "devices": listed(there)},
             why=f"{framework} has {len(there)} devices of that type here, named by their type and number",
-            fix=fix_too_few if too_few else "name devices that exist, or pass devices=None",
+            fix="name devices that exist, or pass devices=None",
         )
     return names
 

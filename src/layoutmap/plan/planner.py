@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from layoutmap.core.errors import LayoutError, PlanError
 from layoutmap.core.layout import Layout
-from layoutmap.core.match import Match, Rule
+from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import path_pattern, path_shape
 from layoutmap.core.uneven import Uneven, derived_layout, fitted
@@ -140,6 +140,8 @@ class _Planning:
         """What the map says of a variable under all its paths; the first rule of the map among them wins."""
         answers = {path: self.layout_map.matching_rules(path) for path in (variable.path, *variable.aliases)}
         winners = {path: rules[0] for path, rules in answers.items() if rules}
+        if not winners and self.layout_map.rest:
+            return Match(variable.path, None, otherwise=AS_REST)
         if not winners:
             block = path_shape(variable.path)
             if block not in self._near:  # they take a while to find, and are the same in all repeated blocks
@@ -218,7 +220,7 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
             yield replace(problem, fix=f'{problem.fix}, or say uneven="shrink"')
         else:
             yield _of_taken(error, assignment, axis)
-    if match is not None and match.rule is None and variable.kind in _NEED_A_RULE:
+    if match is not None and not (match.rule or match.is_rest) and variable.kind in _NEED_A_RULE:
         near = ", ".join(match.near_misses)
         yield Problem(
             "no rule",

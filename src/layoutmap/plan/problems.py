@@ -11,6 +11,7 @@ from layoutmap.core.escaping import escaped
 from layoutmap.core.paths import merge_paths, path_pattern, path_shape
 
 Severity = Literal["error", "warning", "note"]
+_OF_RULES = ("unused rule", "shadowed rule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,15 @@ def group_problems(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
-    """The problems with those of repeated blocks made one, each with those that it was made of."""
+    """The problems with those of repeated blocks made one, each with those that it was made of.
+
+    Those of rules stay apart: a pattern made of two would be one that nobody has written.
+    """
     groups: dict[object, list[Problem]] = {}
     for p in problems:
         # The pattern in a fix names one block; all else must be equal for two problems to be one.
-        key = (p.kind, p.severity, p.model, path_shape(p.subject), p.facts, p.why)
+        subject = p.subject if p.kind in _OF_RULES else path_shape(p.subject)
+        key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
     for first, *rest in groups.values():

@@ -134,9 +134,12 @@ class PlanTable(Mapping[str, Assignment]):
         if not found:
             return self
         grouped = group_problems(found)
+        rest = any(p.kind == "no rule" for p in found) * 'say layout_map.rest = "replicated" if that is meant'
         if len(grouped) == 1:
             (only,) = grouped
-            raise PlanError(only.what, problems=found, facts=dict(only.facts), why=only.why, fix=only.fix)
+            fix = ", or ".join(filter(None, (only.fix, rest)))
+            raise PlanError(only.what, problems=found, facts=dict(only.facts), why=only.why, fix=fix)
         shown = "\n\n".join(str(problem) for problem in grouped[:_SHOWN_IN_FULL])
         more = f"\n\n... and {len(grouped) - _SHOWN_IN_FULL} more" if len(grouped) > _SHOWN_IN_FULL else ""
-        raise PlanError(f"{len(found)} problems\n{shown}{more}", problems=found)
+        last = f"\n\nno rule matches some: {rest}" if rest else ""
+        raise PlanError(f"{len(found)} problems\n{shown}{more}{last}", problems=found)

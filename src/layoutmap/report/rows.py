@@ -50,7 +50,7 @@ class Row:
             return f"as {merge_paths([a.variable.parent or '' for a in self.assignments])}"
         if match is None or (match.rule is None and variable.kind not in ("weight", "state")):
             return f"({variable.kind})"
-        return str(match.rule.number) if match.rule else "no rule"
+        return str(match.rule.number) if match.rule else "the rest" if match.is_rest else "no rule"
 
 
 def plan_rows(plan: PlanTable) -> list[Row]:

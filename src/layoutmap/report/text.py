@@ -59,7 +59,7 @@ def plan_text(plan: PlanTable) -> str:
     if no_rule:
         count = sum(p.kind == "no rule" for p in plan.problems)
         lines += ["", f"warning: no rule matches these {count}, so they are replicated;"]
-        lines[-1] += " add a rule for each if that is meant"
+        lines[-1] += ' add rules, or say layout_map.rest = "replicated"'
         subjects = [escaped(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
         width = max(map(len, subjects))
         lines += [f"  {s:<{width}}  {escaped(p.fix)}" for s, p in zip(subjects, no_rule, strict=True)]

@@ -19,7 +19,9 @@ def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise RuleError(f"{rule} {pattern!r} is not a regex", why=_why(error), fix=_fix(pattern)) from error
+        raise RuleError(
+            f"{rule} {pattern!r} is not a regex", why=_why(error), fix=_fix(pattern, error)
+        ) from error
 
 
 def warn_if_slow(compiled: re.Pattern[str], rule: str) -> None:
@@ -49,12 +51,17 @@ def _why(error: Exception) -> str:
     return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
 
 
-def _fix(pattern: str) -> str:
+def _fix(pattern: str, error: Exception) -> str:
     if re.search(r"(^|[(|])\*", pattern):  # the most common mistake: a glob
         meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
         if _is_regex(meant):
             return f"a regex says .* for anything: {meant!r}"
-    return f"fix the regex, or escape all its signs: {re.escape(pattern)!r}"
+    position = getattr(error, "pos", None)
+    if position is not None and pattern[position : position + 1] in tuple("([{)*+?"):
+        meant = f"{pattern[:position]}\\{pattern[position:]}"
+        if _is_regex(meant):
+            return f"complete the regex, or escape the sign where it is meant itself: {meant!r}"
+    return "fix the regex; re.escape(path) escapes all signs of a path"
 
 
 def _is_regex(pattern: str) -> bool:

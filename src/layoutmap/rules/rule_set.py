@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import MeshError
+from layoutmap.core.match import AS_REST, Rest, as_rest
 from layoutmap.core.mesh import Mesh, as_mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.rules import presets, yaml_file
@@ -42,9 +43,10 @@ class RuleSet(Rules):
         rules: See `LayoutMap`.
         activations: See `LayoutMap`.
         uneven: See `LayoutMap`.
+        rest: See `LayoutMap`.
 
     Raises:
-        RuleError: See `__setitem__`.
+        RuleError: See `__setitem__`; or `rest` is something else.
         MeshError: The mesh is none, or the text says none.
     """
 
@@ -55,14 +57,38 @@ class RuleSet(Rules):
         activations: Mapping[str, Any] | None = None,
         *,
         uneven: Uneven = "error",
+        rest: Rest | None = None,
     ):
         super().__init__(MeshSlot(mesh_of(mesh)), rules, uneven)
         self._activations = Activations(self._slot, activations)
+        self.rest = rest
 
     @property
     def activations(self) -> Activations:
         """The rules for layers' outputs; they share the map's mesh."""
         return self._activations
+
+    @property
+    def rest(self) -> Rest | None:
+        """What the map says of variables that no rule matches.
+
+        `None`: nothing. They are replicated all the same, with a warning for each, which `strict` makes an error.
+        `"replicated"`: that is meant, and no warning is given.
+
+        Raises:
+            RuleError: Something else is assigned.
+
+        Example:
+            >>> layout_map = lm.LayoutMap("model=4", {r".*\\.kernel$": (None, "model")})
+            >>> layout_map.rest = "replicated"
+            >>> print(layout_map.match("d1.bias"))
+            d1.bias: no rule matches, so it is replicated, as layout_map.rest = "replicated" says
+        """
+        return "replicated" if self._otherwise == AS_REST else None
+
+    @rest.setter
+    def rest(self, rest: Rest | None) -> None:
+        self._otherwise = AS_REST if as_rest(rest, "layout_map") else type(self)._otherwise
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
         """Add rules, in order, and those for activations if they come from a layout map: all of them, or none.
@@ -79,13 +105,17 @@ class RuleSet(Rules):
             self._activations._put(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
-        """Whether two maps have the same rules in the same order, on the same mesh, activations included.
+        """Whether two maps have the same rules in the same order, on the same mesh, activations and `rest` included.
 
-        Any other mapping has no order and stands for a map without activations.
+        Any other mapping has no order and stands for a map without activations that says nothing of the rest.
         """
         same = super().__eq__(other)
-        theirs: object = other._activations if isinstance(other, RuleSet) else {}
-        return same if same is NotImplemented else same and self._activations == theirs
+        activations, rest = (other._activations, other.rest) if isinstance(other, RuleSet) else ({}, None)
+        return (
+            same
+            if same is NotImplemented
+            else same and self._activations == activations and self.rest == rest
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -117,6 +147,7 @@ class RuleSet(Rules):
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
                 uneven=self.uneven,
                 uneven_rules=self._uneven_rules(),
+                rest=self.rest,
             )
         )
 
@@ -179,7 +210,7 @@ class RuleSet(Rules):
 
     @classmethod
     def _of(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
-        made = cls(mesh, activations=fields.activations, uneven=fields.uneven)
+        made = cls(mesh, activations=fields.activations, uneven=fields.uneven, rest=fields.rest)
         for pattern, specs in fields.rules.items():
             made.add(pattern, specs, uneven=fields.uneven_rules.get(pattern))
         return made
@@ -192,10 +223,13 @@ class RuleSet(Rules):
             parts.append(f"activations={_written(self._activations)}")
         if self.uneven != "error":
             parts.append(f"uneven={self.uneven!r}")
+        if self.rest:
+            parts.append(f"rest={self.rest!r}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *([str(self._activations)] if self._activations else [])])
+        rest = [f"the rest is {self.rest}"] if self.rest else []
+        return "\n".join([super().__str__(), *rest, *([str(self._activations)] if self._activations else [])])
 
 
 def mesh_of(mesh: Any) -> Mesh | None:
@@ -208,8 +242,17 @@ def mesh_of(mesh: Any) -> Mesh | None:
     raise MeshError(
         f"{mesh!r} is no mesh",
         why=f"it is {kind_of(mesh)}",
-        fix='pass a Mesh, as create_mesh("batch=2,model=4") makes one, or that text',
+        fix=f'pass a Mesh, as lm.create_mesh("{_dims_of(mesh)}") makes one, or that text',
     )
+
+
+def _dims_of(mesh: Any) -> str:
+    """The dims of another library's mesh as text (JAX, Keras and torch say them alike); else those of an example."""
+    names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None) or ()
+    shape: Any = getattr(mesh, "shape", ())
+    sizes = tuple(shape.values() if isinstance(shape, Mapping) else shape)
+    pairs = list(zip(names, sizes, strict=False))
+    return ",".join(f"{name}={size}" for name, size in pairs) or "batch=2,model=4"
 
 
 def _written(rules: Rules) -> str:

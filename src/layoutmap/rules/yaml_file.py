@@ -9,6 +9,7 @@
     activations:
       blocks\\.\\d+: [batch, null, null]
     uneven: shrink
+    rest: replicated
 
 A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
 
@@ -31,6 +32,7 @@ from typing import Any, cast
 
 from layoutmap.core.errors import RuleError, brief
 from layoutmap.core.layout import UNSHARDED
+from layoutmap.core.match import Rest, as_rest
 from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.uneven import Uneven, as_uneven
 from layoutmap.rules.strict_yaml import read_yaml
@@ -38,7 +40,7 @@ from layoutmap.rules.strict_yaml import read_yaml
 VERSION = 1
 """The version of the form."""
 
-_KEYS = {"version", "mesh", "rules", "activations", "uneven"}
+_KEYS = {"version", "mesh", "rules", "activations", "uneven", "rest"}
 _MESH_KEYS = {"dims", "name", "devices"}
 _FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
@@ -58,6 +60,7 @@ class RulesFields:
     activations: Mapping[str, tuple[Any, ...]]
     uneven: Uneven = "error"
     uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
+    rest: Rest | None = None
 
 
 def to_yaml(fields: RulesFields) -> str:
@@ -105,6 +108,8 @@ def to_yaml(fields: RulesFields) -> str:
         data["activations"] = {p: Flow(map(written, specs)) for p, specs in fields.activations.items()}
     if fields.uneven != "error":
         data["uneven"] = fields.uneven
+    if fields.rest:
+        data["rest"] = fields.rest
     return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
 
 
@@ -151,6 +156,7 @@ def from_yaml(text: str) -> RulesFields:
         activations=_rules(_or_none(top, "activations"), "activations", "activation rule"),
         uneven=as_uneven(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
+        rest=as_rest(top.get("rest"), "rules file"),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 
-from layoutmap.core.errors import EngineError, MeshError, listed
+from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.mesh_devices import device_names
 from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
@@ -66,14 +66,9 @@ def create_mesh(
     held_by = get_engine(default_engine_name() if engine is None else engine)
     there = held_by.devices(device_type)
     mesh = Mesh(None, fill_in_size(dims, len(there)), mesh_name)
-    if mesh.size > len(there):
-        raise MeshError(
-            f"mesh of {mesh.size} devices, and {held_by.name} has {len(there)}",
-            facts={"mesh": str(mesh), "devices": listed(there)},
-            why="each place of the mesh needs a device",
-            fix=f"use sizes whose product is at most {len(there)}, or leave device_type and engine out to only plan",
-        )
-    return held_by.bind(mesh.with_devices(there[: mesh.size]))
+    kind = there[0].partition(":")[0]
+    missing = [f"{kind}:{i}" for i in range(len(there), mesh.size)]  # the engine says what to do about them
+    return held_by.bind(mesh.with_devices([*there, *missing][: mesh.size]))
 
 
 def devices(engine: str | None = None, device_type: str | None = None) -> tuple[str, ...]:

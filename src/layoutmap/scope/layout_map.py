@@ -38,9 +38,11 @@ class LayoutMap(RuleSet):
         uneven: What happens to an axis of a variable that does not divide: `"error"`, `"replicate"`
             (it is left unsharded) or `"shrink"` (it is sharded over as many of its mesh dims as divide
             it). A rule of `add` can say it for itself. What is taken is in the plan.
+        rest: `"replicated"`: variables that no rule matches are replicated on purpose, and `strict`
+            accepts them; `None`: they are, too, and the plan warns of each. An attribute, too.
 
     Raises:
-        RuleError: See `__setitem__`.
+        RuleError: See `__setitem__`; or `rest` is something else.
         MeshError: The mesh is none, or the text says none.
 
     Example:
@@ -153,7 +155,8 @@ class LayoutMap(RuleSet):
             html_table(
                 rules.title(),
                 (kind, "pattern", "layout"),
-                [(str(rule.number), rule.pattern, layout_text(rule)) for rule in rules.rules],
+                [(str(rule.number), rule.pattern, layout_text(rule)) for rule in rules.rules]
+                + ([("", "the rest", self.rest)] if self.rest and rules is self else []),
             )
             for rules, kind in shown
             if rules or rules is self

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from layoutmap.adapters import Adapter, get_adapter, imported_adapter
 from layoutmap.core.errors import ParityError
+from layoutmap.scope.arguments import check_maker
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
 
@@ -145,6 +146,7 @@ def check_parity(
         >>> lm.check_parity(make_model, layout_map, batch, batch_dim="batch")
         <ParityReport: agrees>
     """
+    check_maker(make_model, layout_map, "check_parity")
     adapter = get_adapter(library) if library else imported_adapter()
     losses: list[tuple[float, float]] = []
     with adapter.undisturbed():

@@ -16,6 +16,7 @@ from layoutmap.core.errors import EngineError, ScopeError, listed
 from layoutmap.engines import get_engine
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
+from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
 
@@ -81,6 +82,7 @@ def scope(
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
     options["check_batches"] = check_batches
+    check_layout_map(layout_map, "scope")
     opened = _open(layout_map, _adapter(library), **options)
     with opened.session.defer(), others_refused(opened.adapter):
         yield opened
@@ -142,6 +144,7 @@ def build(
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
     options["check_batches"] = check_batches
+    check_maker(make_model, layout_map, "build")
     opened = _open(layout_map, _adapter(library), **options)
     return _make(opened, make_model, inputs)
 
@@ -180,6 +183,7 @@ def plan(
         >>> lm.plan(lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")]), layout_map)
         <Plan: 2 variables on batch=512, model=8, 576 B, 128 B per device; 1 warning>
     """
+    check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
     dry = Scope(layout_map, adapter, None)
     with adapter.undisturbed():
@@ -241,6 +245,7 @@ def apply(
         >>> layout_map.apply(model).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
+    check_model(model, layout_map)
     adapter = adapter_of_model(model)
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress}
     opened = _open(layout_map, adapter, check_batches=check_batches, **options)

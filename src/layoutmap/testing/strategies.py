@@ -18,6 +18,7 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.match import Rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Kind, VariableSpec
@@ -126,7 +127,8 @@ def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8
     mesh = draw(meshes()) if mesh is None else mesh
     uneven: st.SearchStrategy[Uneven] = st.sampled_from(get_args(Uneven))
     activations = draw(st.dictionaries(patterns(), layouts(mesh), max_size=2))
-    layout_map = LayoutMap(mesh, activations=activations, uneven=draw(uneven))
+    rest: Rest | None = draw(st.sampled_from([None, "replicated"]))
+    layout_map = LayoutMap(mesh, activations=activations, uneven=draw(uneven), rest=rest)
     for pattern, layout in draw(st.dictionaries(patterns(), layouts(mesh), max_size=max_rules)).items():
         layout_map.add(pattern, layout, uneven=draw(st.none() | uneven))
     return layout_map

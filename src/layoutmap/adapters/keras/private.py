@@ -12,7 +12,7 @@ are read and set by the other modules of this folder, and nowhere else. Those of
                                                     symbolic_scope.in_symbolic_scope
     keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, draw_seed, the name of states
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
-                                                    _trainable_variables, _non_trainable_variables
+                                                    _trainable_variables, _non_trainable_variables, _tracker
     keras.src.models                                functional.Functional, Sequential._functional
     keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
     keras.src.optimizers                            BaseOptimizer.__init__; Adafactor._r, _c, _trainable_variables
@@ -111,7 +111,7 @@ NAMES: Names = (
 
 ATTRIBUTES: Names = (
     (CommonVariable, ("_value", "_initializer", "_layout", "_dtype", "_direct_assign")),
-    (Layer, ("_layers", "_trainable_variables", "_non_trainable_variables")),
+    (Layer, ("_layers", "_trainable_variables", "_non_trainable_variables", "_tracker")),
     (keras.Sequential, ("_functional",)),
     *((kind, ("_kernel",)) for kind in (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D)),
     (keras.layers.Embedding, ("_embeddings",)),

@@ -100,6 +100,10 @@ class KerasSession(Protocol):
         """Whether a variable was made here, or adopted."""
         ...
 
+    def forget(self, variable: Any) -> None:
+        """Forget a variable that its layer has lost."""
+        ...
+
     def set_parent(self, variable: Any, parent: Any) -> None:
         """Say whose slot a variable is, where it was not seen being made."""
         ...

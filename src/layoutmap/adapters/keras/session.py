@@ -137,6 +137,10 @@ class Session(KerasSession):
         """Whether a variable was made here, or adopted."""
         return self._registry.knows(variable)
 
+    def forget(self, variable: Any) -> None:
+        """Forget a variable that its layer has lost."""
+        self._registry.forget(variable)
+
     def set_parent(self, variable: Any, parent: Any) -> None:
         """Say whose slot a variable is, where it was not seen being made."""
         self._registry.set_parent(variable, parent)

@@ -7,12 +7,15 @@ are wrapped is in `backends`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 
 from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import ScopeError, brief
 
 __all__ = [
     "adopt_for_training",
@@ -32,7 +35,7 @@ def complete(model: Any, inputs: Any) -> None:
         inputs: What it is called with, or like; `None`: it is not called, and may stay without weights.
     """
     if inputs is not None:
-        model(keras.tree.map_structure(lambda a: keras.KerasTensor(a.shape, str(a.dtype)), inputs))
+        model(keras.tree.map_structure(functools.partial(_symbol, inputs), inputs))
     optimizer = getattr(model, "optimizer", None)
     if (
         optimizer is not None
@@ -40,6 +43,20 @@ def complete(model: Any, inputs: Any) -> None:
         and all(layer.built for layer in model._flatten_layers())
     ):
         optimizer.build(model.trainable_variables)
+
+
+def _symbol(inputs: Any, leaf: Any) -> Any:
+    """A symbol of the shape and type of one of the inputs."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        sizes = isinstance(inputs, tuple | list) and all(n is None or isinstance(n, int) for n in inputs)
+        shape = tuple(inputs) if sizes else (8, 16)
+        raise ScopeError(
+            f"inputs={brief(inputs)}: {brief(leaf)} is no array",
+            why=f"it is {kind_of(leaf)}, and has neither a shape nor an element type",
+            fix="pass an example batch, or its shape and type: "
+            f'inputs=keras.Input(batch_shape={shape}, dtype="float32")',
+        )
+    return keras.KerasTensor(leaf.shape, str(leaf.dtype))
 
 
 def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:

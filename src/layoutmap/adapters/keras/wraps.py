@@ -22,6 +22,7 @@ from layoutmap.adapters.keras.activations import laying_out
 from layoutmap.adapters.keras.loading import loading, loading_weights
 from layoutmap.adapters.keras.private import Functional
 from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.undoing import all_or_nothing
 
 __all__ = ["CALLS", "call_of", "session_of", "wrap_layer", "wrap_optimizer"]
 
@@ -37,11 +38,9 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     """Make a layer open its scope again whenever it makes weights; another scope lets go of it."""
     if not _begin(layer, session):
         return
-    wraps = {
-        name: _reopening(session, getattr(layer, name))
-        for name in ("build", "enable_lora")
-        if hasattr(layer, name)
-    }
+    wraps = {"build": _reopening(session, layer.build)}
+    if hasattr(layer, "enable_lora"):
+        wraps["enable_lora"] = _changing(layer, session, _reopening(session, layer.enable_lora))
     if hasattr(layer, "quantize"):
         wraps["quantize"] = _quantizing(layer, session)
     wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
@@ -141,7 +140,18 @@ def _quantizing(layer: Any, session: KerasSession) -> Callable[..., Any]:
         with session.backend.quantizing(layer, session):
             return plain(*args, **kwargs)
 
-    return quantize
+    return _changing(layer, session, quantize)
+
+
+def _changing(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that replaces variables of a layer, and leaves it as it was if the new ones do not fit."""
+
+    @functools.wraps(method)
+    def changing(*args: Any, **kwargs: Any) -> Any:
+        with all_or_nothing(layer, session):
+            return method(*args, **kwargs)
+
+    return changing
 
 
 def _once(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,7 +45,8 @@ def bound_devices(mesh: Mesh) -> list[Device]:
         MeshError: The machine has too few devices, or not the ones that are named.
     """
     fix = (
-        "make the mesh smaller, or on virtual CPU devices first: jax.config.update('jax_num_cpu_devices', N)"
+        f"restart Python with XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} for as many virtual CPU "
+        "devices, since JAX has started and their number is fixed; or make the mesh smaller"
     )
     names = device_names_of(mesh, device_names, "JAX", fix)
     there = {name_of(device): device for device in _devices(mesh.device_type)}

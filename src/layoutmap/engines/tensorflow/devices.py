@@ -47,8 +47,9 @@ def _num_local(device_type: str) -> int:
 def bound_mesh(mesh: Mesh) -> Mesh:
     """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
     fix = (
-        "make the mesh smaller, or simulate devices before TensorFlow does anything else: "
-        f'tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices={mesh.size})'
+        "restart Python and begin with tf.experimental.dtensor.initialize_accelerator_system("
+        f'"CPU", num_logical_cpu_devices={mesh.size}) for as many virtual devices, since TensorFlow has started and '
+        "their number is fixed; or make the mesh smaller"
     )
     names = device_names_of(mesh, device_names, "TensorFlow", fix, short_name)
     here = (i for i, name in enumerate(names) if _full_name(name).task == dtensor.client_id())

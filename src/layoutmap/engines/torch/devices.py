@@ -67,8 +67,11 @@ def bound_mesh(mesh: Mesh) -> Mesh:
 
 def _fix_too_few(size: int) -> str:
     if simulation.is_simulated():
-        return f"start the program with torchrun --nproc-per-node {size}, or set LAYOUTMAP_SIMULATED_DEVICES={size}"
-    return f"start {size} processes: torchrun --nproc-per-node {size}"
+        return (
+            f"restart the program with LAYOUTMAP_SIMULATED_DEVICES={size} in its environment, or with "
+            f"torchrun --nproc-per-node {size}; or make the mesh smaller"
+        )
+    return f"restart the program with torchrun --nproc-per-node {size}, or make the mesh smaller"
 
 
 def _rank(name: str) -> int:

@@ -97,6 +97,7 @@ class _PageData:
             "others": self.lists.number(others) if others else None,
             "near": self.lists.number(match.near_misses) if match.near_misses else None,
             "asked": asked and self._layout(asked),
+            "rest": match.is_rest or None,
         }
 
     def _parent(self, a: Assignment) -> int | str:

@@ -23,6 +23,16 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
 _FOLDER = Path(__file__).parent
+_FITS = {
+    "mistral": "llama",
+    "opt": "gpt2",
+    "roberta": "bert",
+    "xlmroberta": "bert",
+    "distilbert": "bert",
+    "electra": "bert",
+}
+"""Families of keras-hub that a preset of another name fits without a problem, in lower case."""
+_CLOSE = 0.85  # two families' names may be as alike as those of bart and bert: 0.75
 
 
 def names() -> tuple[str, ...]:
@@ -84,11 +94,14 @@ def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> 
 def _text(name: str) -> str:
     there = names()
     if name not in there:
-        near = difflib.get_close_matches(name, there, 1)
+        fits = _FITS.get("".join(filter(str.isalpha, name.lower())))
+        near = difflib.get_close_matches(name.lower(), there, 1, _CLOSE)
         raise RuleError(
             f"there is no preset {name!r}",
             facts={"presets": ", ".join(there)},
-            fix=f"did you mean {near[0]!r}?"
+            fix=f"use {fits!r}: its rules fit {name}, too"
+            if fits
+            else f"did you mean {near[0]!r}?"
             if near
             else "use one of them, or LayoutMap.from_yaml for a file",
         )

@@ -15,7 +15,7 @@ function detailsView(name, holder) {
     if (v.fits) found.push(row("shard", shapeText(v.shape.map((n, axis) => n / v.layout.counts[axis]))));
     if (v.rule) found.push(row("because", ...ruleNode(v.rule), v.rule.uneven === "error" ? "" : ` (uneven: ${v.rule.uneven})`));
     else if (v.notAsked) found.push(row("because", v.parent ? "it follows its parent" : `a ${v.kind} is not asked of the rules`));
-    else found.push(row("because", "no rule matches, so it is replicated"));
+    else found.push(row("because", `no rule matches, so it is replicated${v.rest ? ', as layout_map.rest = "replicated" says' : ""}`));
     for (const rule of v.others) found.push(row("also matches", ...ruleNode(rule), `: would give ${rule.layout.text}`));
     for (const pattern of v.near) found.push(row("near miss", make("code", {}, pattern)));
     if (v.parent) found.push(row("parent", typeof v.parent === "string" ? pathNode(v.parent) : link(v.parent)));

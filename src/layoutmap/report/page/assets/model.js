@@ -22,12 +22,14 @@ const severalModels = new Set(data.variables.map(([, , , , , more]) => more?.mod
 
 const variables = data.variables.map(([path, form, kind, row, rule, more = {}], number) => {
   const [shape, dtype, layout, bytes, deviceBytes] = data.forms[form];
+  const unmatched = rule === NO_RULE && (kind === "weight" || kind === "state");
   return {
     number, path, kind, row, shape, dtype, bytes, deviceBytes, ...more,
     layout: layouts[layout],
     fits: deviceBytes !== null,
     rule: rule >= 0 ? rules[rule] : null,
-    noRule: rule === NO_RULE && (kind === "weight" || kind === "state"),
+    noRule: unmatched && !more.rest,
+    rest: unmatched && more.rest,
     asked: more.asked === undefined ? null : layouts[more.asked],
     others: (data.lists[more.others] ?? []).map((other) => rules[other]),
     near: data.lists[more.near] ?? [],
@@ -49,7 +51,7 @@ for (const v of variables) {
   v.uneven = !v.fits || v.asked !== null || v.problems.some((p) => p.kind === "uneven" || p.kind === "rank");
   v.name = severalModels && v.model ? `${v.model}: ${v.path}` : v.path;
   const parent = v.parent && (v.parent.path ?? v.parent);
-  v.ruleText = v.rule ? `${v.rule.number}` : v.noRule ? "no rule" : v.notAsked && parent ? `as ${parent}` : `(${v.kind})`;
+  v.ruleText = v.rule ? `${v.rule.number}` : v.rest ? "the rest" : v.noRule ? "no rule" : v.notAsked && parent ? `as ${parent}` : `(${v.kind})`;
   v.how = !v.fits ? "does not fit" : v.layout.replicated ? "replicated" : `sharded over ${v.layout.dims.map((dim) => mesh.names[dim]).join(", ")}`;
   v.haystack = [v.name, ...v.aliases, v.rule?.pattern ?? ""].join("\n");
   v.searched = v.haystack.toLowerCase();

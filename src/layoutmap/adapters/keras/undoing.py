@@ -1,0 +1,72 @@
+"""Layers put back as they were, where the variables that they were to get instead do not fit the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.core.errors import PlanError
+
+__all__ = ["all_or_nothing"]
+
+_GONE = object()
+
+
+@contextmanager
+def all_or_nothing(layer: Any, session: KerasSession) -> Generator[None]:
+    """While open, a layer changes its variables, as `quantize` and `enable_lora` do.
+
+    The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their
+    old variables back, with their values: a kernel that was quantized is held until then.
+
+    Args:
+        layer: The layer, or a model.
+        session: The scope.
+
+    Raises:
+        PlanError: The new variables do not fit.
+    """
+    before = [_State(each) for each in layer._flatten_layers()]
+    try:
+        yield
+    except PlanError:
+        for state in before:
+            for variable in state.put_back():
+                session.forget(variable)
+        session.materialize()  # nothing is pending; the scope's plan is again that of the old variables
+        raise
+
+
+class _State:
+    """The attributes of one layer, and its own variables."""
+
+    def __init__(self, layer: Any):
+        self._layer = layer
+        self._attributes = dict(layer.__dict__)
+        self._stores = [(s, list(s)) for s in (layer._trainable_variables, layer._non_trainable_variables)]
+        self._trained = [(v, v.trainable) for _, variables in self._stores for v in variables]
+
+    def put_back(self) -> list[Any]:
+        """Undo what has been done to the layer since; returns the variables that it had got."""
+        layer, now = self._layer, dict(self._layer.__dict__)
+        old = {id(variable) for variable, _ in self._trained}
+        new = [variable for store, _ in self._stores for variable in store if id(variable) not in old]
+        layer._tracker.unlock()
+        for variable, trainable in self._trained:
+            if variable.trainable != trainable:
+                variable.trainable = trainable
+        for name in now.keys() - self._attributes.keys():
+            delattr(layer, name)
+        for name, value in self._attributes.items():
+            if now.get(name, _GONE) is not value:
+                setattr(layer, name, value)
+        for store, variables in self._stores:
+            store[:] = variables
+        own = layer.__dict__
+        for name in self._attributes:  # paths are found in this order
+            own[name] = own.pop(name)
+        if layer.built:
+            layer._tracker.lock()
+        return new

@@ -1,0 +1,82 @@
+"""Arguments of `plan`, `build`, `apply`, `scope` and `check_parity`, checked; an error says what to pass instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from layoutmap.adapters import find_adapter
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import ScopeError
+from layoutmap.rules.rule_set import RuleSet
+
+__all__ = ["check_layout_map", "check_maker", "check_model"]
+
+
+def check_maker(make_model: Any, layout_map: Any, function: str) -> None:
+    """Check the arguments of a function that makes a model.
+
+    Args:
+        make_model: What should be a function that makes a model.
+        layout_map: What should be a layout map.
+        function: The function's name, as in `"plan"`.
+
+    Raises:
+        ScopeError: They are something else, or swapped.
+    """
+    _check_order(make_model, layout_map, function, "make_model")
+    check_layout_map(layout_map, function)
+    if find_adapter(make_model) is not None:
+        raise ScopeError(
+            f"{function}: {type(make_model).__name__} is a model, not a function that makes one",
+            why=f"{function} makes the model itself, so that every variable is made in its layout",
+            fix=f"pass the function: lm.{function}(make_model, layout_map); "
+            "a model that exists is laid out by lm.apply(model, layout_map)",
+        )
+    if not callable(make_model):
+        raise ScopeError(
+            f"{function}: there is no function that makes a model",
+            why=f"the first argument is {kind_of(make_model)}",
+            fix=f"pass a function: lm.{function}(lambda: keras.Sequential([...]), layout_map)",
+        )
+
+
+def check_model(model: Any, layout_map: Any) -> None:
+    """Check the arguments of `apply`.
+
+    Raises:
+        ScopeError: They are a function and no model, or swapped; or there is no layout map.
+    """
+    _check_order(model, layout_map, "apply", "model")
+    check_layout_map(layout_map, "apply")
+    if find_adapter(model) is None and callable(model):
+        raise ScopeError(
+            f"apply: {getattr(model, '__name__', type(model).__name__)} is a function, not a model",
+            why="apply lays out a model that exists",
+            fix="pass what the function returns, or lm.build(make_model, layout_map)",
+        )
+
+
+def check_layout_map(layout_map: Any, function: str) -> None:
+    """Check that something is a layout map.
+
+    Raises:
+        ScopeError: It is none.
+    """
+    if isinstance(layout_map, RuleSet):
+        return
+    rules = "rules" if isinstance(layout_map, Mapping) else "{...}"
+    raise ScopeError(
+        f"{function}: there is no layout map",
+        why=f"what was passed for it is {kind_of(layout_map)}",
+        fix=f'pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {rules})',
+    )
+
+
+def _check_order(first: Any, second: Any, function: str, name: str) -> None:
+    if isinstance(first, RuleSet) and not isinstance(second, RuleSet):
+        raise ScopeError(
+            f"{function}: the arguments are swapped",
+            why="the layout map is the second one",
+            fix=f"write lm.{function}({name}, layout_map)",
+        )
