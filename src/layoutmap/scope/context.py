@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layoutmap.adapters import REFUSED, Adapter
 from layoutmap.adapters.protocol import Session
-from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, level_of_user
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -209,15 +208,3 @@ def _mesh_of(layout_map: RuleSet) -> Mesh:
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
     return layout_map.mesh
-
-
-def level_of_user(inner: Set[str]) -> int:
-    """The `stacklevel` at which a warning names the user's line, past this library and those that it works inside."""
-    frame, level = inspect.currentframe(), 0
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in {
-        "layoutmap",
-        "contextlib",
-        *inner,
-    }:
-        frame, level = frame.f_back, level + 1
-    return level
