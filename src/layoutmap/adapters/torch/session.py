@@ -72,10 +72,9 @@ class TorchSession:
         self.home = home
         self._tape = self._new_tape()
         self._recording: Any = None
-        self._modules: dict[
-            int, weakref.ref[torch.nn.Module]
-        ] = {}  # by id, in the order in which they were made
-        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # likewise
+        # By id, in the order in which they were made.
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
 
     def _new_tape(self) -> Tape:

@@ -92,9 +92,8 @@ def _goes_in_pieces(fill: RandomFill) -> bool:
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
             generator.manual_seed(20)
-            torch.empty(5, device="cpu").normal_(
-                generator=generator
-            )  # leaves half a pair of normal numbers behind
+            # This leaves half a pair of normal numbers behind.
+            torch.empty(5, device="cpu").normal_(generator=generator)
         expected = fill.next(numel, at_once)
         parts = [fill.next(n, in_parts) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]
         same = torch.equal(expected.view(torch.uint8), torch.cat(parts).view(torch.uint8))
