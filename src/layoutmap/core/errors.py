@@ -13,9 +13,8 @@ Facts come first, the fix last, and the fix is something one can type.
 
 from __future__ import annotations
 
-import inspect
 import reprlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layoutmap.core.escaping import escaped
@@ -73,15 +72,6 @@ def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -
             *(f"  {name:<{width}}  {value.replace(chr(10), indent)}" for name, value in rows),
         ]
     )
-
-
-def level_of_user(inner: Set[str] = frozenset()) -> int:
-    """The `stacklevel` at which a warning names the user's line, past this library and the packages in `inner`."""
-    frame, level = inspect.currentframe(), 0
-    ours = {"layoutmap", "contextlib", *inner}
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 class _Message(Exception):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 
-from layoutmap.core.errors import LayoutMapWarning, RuleError, level_of_user
+from layoutmap.core.errors import LayoutMapWarning, RuleError
+from layoutmap.core.users_line import level_of_user
 from layoutmap.rules.backtracking import doubling_text
+
+__all__ = ["compile_pattern", "warn_if_slow"]
 
 
 def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:

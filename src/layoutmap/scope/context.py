@@ -10,12 +10,13 @@ from typing import Any
 
 from layoutmap.adapters import REFUSED, Adapter
 from layoutmap.adapters.protocol import Session
-from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, level_of_user
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
 from layoutmap.engines import Engine, get_engine
 from layoutmap.plan.problems import Problem
