@@ -280,9 +280,8 @@ def _split_dim(text: str) -> tuple[str, int]:
 
 
 def _whole_number(text: str) -> int:
-    if not _WHOLE_NUMBER.fullmatch(
-        text
-    ):  # int() would take blanks, underscores and digits of other scripts, too
+    # int() would take blanks, underscores and digits of other scripts, too.
+    if not _WHOLE_NUMBER.fullmatch(text):
         limit = " of at most 18 digits" if len(text) > 18 else ""
         raise ValueError(f"{brief(text)} is not a whole number{limit}")
     return int(text)

@@ -82,6 +82,7 @@ class Engine(Protocol):
         Raises:
             EngineError: The engine cannot hold such a layout.
             LayoutError: The layout is not of that rank.
+            MeshError: The machine does not have the mesh's devices.
         """
         ...
 
@@ -106,7 +107,11 @@ class Engine(Protocol):
             The arrays, by key. Values equal those of `initializer.global_value()` bit for bit, on every layout.
 
         Raises:
-            EngineError: A layout cannot be held; nothing is made then.
+            EngineError: An initializer is missing, an element type or a layout is not held, or the framework would
+                train wrongly in this process; nothing is made then. Or an initializer does not return the shape or
+                element type of its variable, or differs between processes.
+            LayoutError: A layout does not fit its variable; nothing is made then.
+            MeshError: The machine does not have the devices of a mesh; nothing is made then.
         """
         ...
 
@@ -116,6 +121,9 @@ class Engine(Protocol):
         Args:
             assignment: The variable and its layout.
             read: Returns the values at an index. Called once for each different shard that this process holds.
+
+        Raises:
+            EngineError: What was read has not the shape or element type of the shard.
         """
         ...
 
@@ -127,8 +135,9 @@ class Engine(Protocol):
         """Return the same values in another layout; also takes plain arrays of the framework and of numpy.
 
         Raises:
-            EngineError: The engine cannot hold the layout.
+            EngineError: The engine cannot hold the layout, or such elements.
             LayoutError: The layout does not fit the array's shape.
+            MeshError: The machine does not have the mesh's devices.
         """
         ...
 
@@ -144,6 +153,9 @@ class Engine(Protocol):
         """Return the values of each process that has a device of the mesh, one row each, in order of the processes.
 
         They must all ask, with values of one shape and element type.
+
+        Raises:
+            EngineError: Another process cannot be reached.
         """
         ...
 
@@ -167,5 +179,6 @@ class Engine(Protocol):
         Raises:
             EngineError: The function does not return one array, or the engine cannot hold the layout.
             LayoutError: The layout does not fit the shape of the result.
+            MeshError: The machine does not have the mesh's devices.
         """
         ...

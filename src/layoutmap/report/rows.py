@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layoutmap.core.paths import merge_paths, path_shape
-from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
+from layoutmap.core.variables import Assignment, Kind, has_several_models
 from layoutmap.plan.table import PlanTable
 
 
@@ -63,7 +63,7 @@ def plan_rows(plan: PlanTable) -> list[Row]:
         parent = layouts.get((v.model, v.parent or ""))
         follows = v.kind is Kind.SLOT and parent == (v.shape, a.layout)
         if follows:
-            key = (v.model, follows, _slot_kind(v), v.dtype)
+            key = (v.model, follows, v.path.rpartition(f"{v.parent}.")[2], v.dtype)
         else:
             key = (
                 v.model,
@@ -83,7 +83,3 @@ def plan_rows(plan: PlanTable) -> list[Row]:
         path = f"optimizer.*.{kind}" if follows else merge_paths([a.variable.path for a in group])
         rows.append(Row(f"{model}: {path}" if several and model else path, tuple(group), bool(follows)))
     return rows
-
-
-def _slot_kind(variable: VariableSpec) -> str:
-    return variable.path.rpartition(f"{variable.parent}.")[2]

@@ -136,10 +136,8 @@ def required_literals(pattern: str) -> list[str]:
             escaped = pattern[at + 1 : end]
             if _ESCAPED_LITERAL.match(escaped):
                 literal = escaped
-            elif (
-                escaped.isdigit() or escaped in "xuUN"
-            ):  # a back reference or a code point: how long is not plain
-                return []
+            elif escaped.isdigit() or escaped in "xuUN":
+                return []  # a back reference or a code point: how long is not plain
         elif char not in ".^$*+?{}":
             literal = char
         quantifier = _QUANTIFIED.match(pattern, end)

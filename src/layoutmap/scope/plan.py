@@ -35,10 +35,8 @@ class Plan(PlanTable):
         free_activations: Whether a compiler lays out the activations that no rule is for.
 
     Example:
-        >>> from layoutmap import LayoutMap, Mesh
-        >>> from layoutmap.scope.plan import make_plan
         >>> from layoutmap.core.variables import VariableSpec
-        >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {r".*\\.kernel": (None, "model")})
+        >>> layout_map = lm.LayoutMap(lm.Mesh(None, "batch=2,model=4"), {r".*\\.kernel": (None, "model")})
         >>> plan = make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map)
         >>> plan["d1.kernel"].shard_shape, plan.device_bytes
         ((512, 256), 524288)
@@ -56,11 +54,10 @@ class Plan(PlanTable):
         """What each device holds: weights, gradients, slots and state; and which replicated variables could be sharded.
 
         Example:
-            >>> from layoutmap import LayoutMap, Mesh
-            >>> from layoutmap.scope.plan import make_plan
             >>> from layoutmap.core.variables import VariableSpec
             >>> variables = [VariableSpec(path, (512, 1024), "float32") for path in ("up.kernel", "head.kernel")]
-            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {"up": (None, "model"), "head": (None, None)})
+            >>> rules = {"up": (None, "model"), "head": (None, None)}
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "batch=2,model=4"), rules)
             >>> print(make_plan(variables, layout_map).memory)
             per device: weights 2.5 MiB, gradients 2.5 MiB; 5.0 MiB in total
             <BLANKLINE>
@@ -80,11 +77,9 @@ class Plan(PlanTable):
             KeyError: The plan has no such variable; names those that come close.
 
         Example:
-            >>> from layoutmap import LayoutMap, Mesh
-            >>> from layoutmap.scope.plan import make_plan
             >>> from layoutmap.core.variables import VariableSpec
             >>> rules = {r".*\\.kernel": (None, "model"), "d1": ("model",)}
-            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), rules)
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "batch=2,model=4"), rules)
             >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).explain("d1.kernel"))
             d1.kernel
               what          weight, float32[512, 1024], 2.0 MiB
@@ -100,11 +95,9 @@ class Plan(PlanTable):
         """Compare with another plan; the result is false if nothing differs.
 
         Example:
-            >>> from layoutmap import LayoutMap, Mesh
-            >>> from layoutmap.scope.plan import make_plan
             >>> from layoutmap.core.variables import VariableSpec
-            >>> mesh, variables = Mesh(None, "model=4"), [VariableSpec("d1.kernel", (512, 1024), "float32")]
-            >>> rows, columns = LayoutMap(mesh, {"d1": ("model", None)}), LayoutMap(mesh, {"d1": (None, "model")})
+            >>> mesh, variables = lm.Mesh(None, "model=4"), [VariableSpec("d1.kernel", (512, 1024), "float32")]
+            >>> rows, columns = lm.LayoutMap(mesh, {"d1": ("model", None)}), lm.LayoutMap(mesh, {"d1": (None, "model")})
             >>> print(make_plan(variables, rows).diff(make_plan(variables, columns)))
             d1.kernel  layout  (model, unsharded) -> (unsharded, model)
             <BLANKLINE>
@@ -123,10 +116,8 @@ class Plan(PlanTable):
             PlanError: The mesh has no such dim.
 
         Example:
-            >>> from layoutmap import LayoutMap, Mesh
-            >>> from layoutmap.scope.plan import make_plan
             >>> from layoutmap.core.variables import VariableSpec
-            >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"), {".*": ("batch", None)})
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "batch=2,model=4"), {".*": ("batch", None)})
             >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).lint())
             unused dim: model: nothing is sharded over this dim of the mesh
               mesh  batch=2, model=4
@@ -172,10 +163,8 @@ class Plan(PlanTable):
             batch_dim: See `lint`.
 
         Example:
-            >>> from layoutmap import LayoutMap, Mesh
-            >>> from layoutmap.scope.plan import make_plan
             >>> from layoutmap.core.variables import VariableSpec
-            >>> layout_map = LayoutMap(Mesh(None, "model=4"), {"d1": (None, "model")})
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"), {"d1": (None, "model")})
             >>> page = make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).to_html()
             >>> page.startswith("<!doctype html>"), "d1.kernel" in page
             (True, True)

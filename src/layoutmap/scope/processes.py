@@ -3,6 +3,9 @@
 A computation on a mesh of several processes is right only if each of them does its part of the
 same thing. Where they differ, a collective waits for ever or returns wrong numbers. So what decides
 what they do is compared before they do it.
+
+All processes must call the same check, each with its own values and a `gather` that gathers from all. Where they
+differ, it raises in all of them.
 """
 
 from __future__ import annotations
@@ -55,15 +58,7 @@ def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[
 
 
 def check_options(options: Mapping[str, object], gather: Gather) -> None:
-    """Raise if the processes open a scope with different options.
-
-    Args:
-        options: The options by name.
-        gather: Gathers from all processes.
-
-    Raises:
-        ScopeError: They do; in all of them.
-    """
+    """Raise a `ScopeError` if the processes open a scope with different options."""
     texts, _ = check_alike(", ".join(f"{name}={value!r}" for name, value in options.items()), gather)
     if texts:
         raise ScopeError(
@@ -75,15 +70,12 @@ def check_options(options: Mapping[str, object], gather: Gather) -> None:
 
 
 def check_plans(plan: PlanTable, gather: Gather, *, strict: bool = False) -> None:
-    """Raise if the processes have other plans, or some would refuse theirs and others would not.
+    """Raise a `PlanError` if the processes have other plans, or some would refuse theirs and others would not.
 
     Args:
         plan: The plan of this process; it may have problems.
         gather: Gathers from all processes.
         strict: Whether what is only worth a warning is an error.
-
-    Raises:
-        PlanError: They have; in all of them.
     """
     refusal = ""
     try:
@@ -114,14 +106,11 @@ def check_plans(plan: PlanTable, gather: Gather, *, strict: bool = False) -> Non
 
 
 def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
-    """Raise if the processes would initialize variables in different ways, each its own shards of them.
+    """Raise a `ScopeError` if the processes would initialize variables in different ways, each its own shards of them.
 
     Args:
         recipes: A variable's path, and the text that determines its first value, for each variable in order.
         gather: Gathers from all processes.
-
-    Raises:
-        ScopeError: They would; in all of them.
     """
     found = _first_difference(recipes, gather)
     if found is not None:
@@ -136,14 +125,11 @@ def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
 
 
 def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
-    """Raise if values that each process has for itself are not the same in all of them.
+    """Raise a `ScopeError` if values that each process has for itself are not the same in all of them.
 
     Args:
         checksums: A path, and the checksum of the value there, for each value in order.
         gather: Gathers from all processes.
-
-    Raises:
-        ScopeError: They differ; in all of them.
     """
     found = _first_difference([(path, f"checksum {each:08x}") for path, each in checksums], gather)
     if found is not None:
@@ -157,15 +143,7 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
 
 
 def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:
-    """Raise if the processes bring different batches, where each of them brings all of it.
-
-    Args:
-        arrays: The arrays of the batch.
-        gather: Gathers from all processes.
-
-    Raises:
-        ScopeError: They do; in all of them.
-    """
+    """Raise a `ScopeError` if the processes bring different batches, where each of them brings all of it."""
     described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     texts, _ = check_alike(f"{described}, checksum {checksum(*arrays):08x}", gather)
     if texts:

@@ -111,7 +111,7 @@ class Forward:
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         module = self._the_module()
-        forward = self._before or functools.partial(type(module).forward, module)
+        forward = self._before or _plain_forward(module)
         if self.gather is not None:
             with gathered(self.gather, self.home):
                 result = forward(*args, **kwargs)
@@ -144,7 +144,7 @@ class Forward:
     @property
     def __signature__(self) -> inspect.Signature:
         module = self._the_module()
-        return inspect.signature(self._before or functools.partial(type(module).forward, module))
+        return inspect.signature(self._before or _plain_forward(module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = self._the_module()
@@ -165,7 +165,7 @@ class Forward:
 
 
 def _plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
-    """The forward of a module's class, for a module that was laid out when it was pickled."""
+    """The forward of a module's class."""
     return functools.partial(type(module).forward, module)
 
 

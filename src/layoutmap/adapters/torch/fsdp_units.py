@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from layoutmap.engines.torch.fsdp_saved import regathered
 from layoutmap.engines.torch.private import members_of_module, plainly, version_of
 
 
+@dataclass(slots=True, eq=False)
 class Weight:
     """A parameter that is gathered when it computes.
 
@@ -32,13 +34,11 @@ class Weight:
         layout: The layout in which it computes.
     """
 
-    __slots__ = ("layout", "place")
-
-    def __init__(self, place: Place, layout: Layout) -> None:
-        self.place = place
-        self.layout = layout
+    place: Place
+    layout: Layout
 
 
+@dataclass(slots=True, eq=False)
 class Gathering:
     """Weights that are gathered together when a module is called.
 
@@ -47,11 +47,8 @@ class Gathering:
         is_kept: Whether they are not freed between the forward pass and the backward pass.
     """
 
-    __slots__ = ("is_kept", "weights")
-
-    def __init__(self, weights: list[Weight], is_kept: bool) -> None:
-        self.weights = weights
-        self.is_kept = is_kept
+    weights: list[Weight]
+    is_kept: bool
 
 
 def weights_to_gather(

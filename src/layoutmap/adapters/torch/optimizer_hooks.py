@@ -19,9 +19,8 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
 
 _READ = (torch.optim.Adafactor,)
-_replaced: dict[
-    int, tuple[weakref.ref[torch.Tensor], str]
-] = {}  # by id: what is no model's any more, and its path
+# By id: what is no model's any more, and its path.
+_replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
 def note_replaced(tensor: torch.Tensor, path: str) -> None:

@@ -72,10 +72,9 @@ class TorchSession:
         self.home = home
         self._tape = self._new_tape()
         self._recording: Any = None
-        self._modules: dict[
-            int, weakref.ref[torch.nn.Module]
-        ] = {}  # by id, in the order in which they were made
-        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # likewise
+        # By id, in the order in which they were made.
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
 
     def _new_tape(self) -> Tape:
@@ -164,12 +163,12 @@ class TorchSession:
         if self._unbuilt and not self.home.plan_only:
             self._refuse_lazy(roots)
         entries = list(self._describe(roots, is_new=is_new))
-        why_global = {e.spec.key: self._why_global(e.found.tensor) for e in entries}
+        recipes = {e.spec.key: self._tape.recipe(t) for e in entries if self._tape.holds(t := e.found.tensor)}
         layers = [path for root in roots for path in layer_paths(root).values()]
         try:
             assignments = self.home.assign(
                 [e.spec for e in entries],
-                {key: why for key, why in why_global.items() if why},
+                {key: recipe.why_global for key, recipe in recipes.items() if recipe.why_global},
                 unsupported_of([(e.found, e.spec.model) for e in entries]),
                 not self._unbuilt,
                 layers,
@@ -222,9 +221,6 @@ class TorchSession:
                     ),
                 )
 
-    def _why_global(self, tensor: Any) -> str:
-        return self._tape.recipe(tensor).why_global if self._tape.holds(tensor) else ""
-
     def _make(
         self, roots: Sequence[torch.nn.Module], entries: Sequence[_Entry], assignments: Sequence[Assignment]
     ) -> None:
@@ -237,7 +233,7 @@ class TorchSession:
             self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         made = self.home.create(
             {key: assignment for key, (_, assignment) in deferred.items()},
-            {key: self._draw(entry.found.tensor) for key, (entry, _) in deferred.items()},
+            {key: self._initializer(entry.found.tensor) for key, (entry, _) in deferred.items()},
         )
         replaced: dict[int, Any] = {}
         kept: dict[int, Any] = {}  # while ids stand for the tensors
@@ -274,7 +270,7 @@ class TorchSession:
         plain = [(path, tensor) for path, tensor in found if not isinstance(tensor, DTensor)]
         self.home.check_values((path, checksum(self.home.engine.to_numpy(tensor))) for path, tensor in plain)
 
-    def _draw(self, tensor: Any) -> Initializer:
+    def _initializer(self, tensor: Any) -> Initializer:
         recipe = self._tape.recipe(tensor)
         return Initializer(
             recipe.global_value, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
@@ -319,7 +315,9 @@ class TorchSession:
         if not self._tape.holds(tensor):
             return self.home.engine.relayout(tensor, layout)
         spec = VariableSpec("slot", tuple(tensor.shape), _dtype_of(tensor), Kind.SLOT)
-        return self.home.create({"slot": Assignment(spec, layout)}, {"slot": self._draw(tensor)})["slot"]
+        return self.home.create({"slot": Assignment(spec, layout)}, {"slot": self._initializer(tensor)})[
+            "slot"
+        ]
 
     def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
         for root in roots:

@@ -48,7 +48,7 @@ NumpyArray = npt.NDArray[Any]
 
 
 class JaxEngine:
-    """Holds `jax.Array`s. There is one of them: `engine()`.
+    """Holds `jax.Array`s. There is one of them: `engine()`. What its methods raise is in `Engine`.
 
     Example:
         >>> jax_engine = engine()
@@ -78,12 +78,7 @@ class JaxEngine:
         """Nothing: JAX can hold every layout."""
 
     def native(self, layout: Layout, rank: int) -> NamedSharding:
-        """Return the `NamedSharding` of a layout, with one entry for each axis.
-
-        Raises:
-            LayoutError: The layout is not of that rank.
-            MeshError: The machine does not have the mesh's devices.
-        """
+        """Return the `NamedSharding` of a layout, with one entry for each axis."""
         layout.check_rank((None,) * rank)
         return self._layouts.sharding(layout)
 
@@ -104,12 +99,6 @@ class JaxEngine:
         An initializer with a program is computed in shards: equal programs are compiled once, and called with their
         seeds. Every process uses the seeds of process 0. The global value of one without a program, or with one that
         cannot be computed in shards, is computed on one device, sharded, and freed before the next.
-
-        Raises:
-            EngineError: An initializer is missing, or an element type is not held; nothing is made then. Or an
-                initializer does not return the shape or element type of its variable, or differs between processes.
-            LayoutError: A layout does not fit its variable; nothing is made then.
-            MeshError: The machine does not have the devices of a mesh; nothing is made then.
         """
         shardings = {key: self._checked(assignment) for key, assignment in assignments.items()}
         check_initializers(assignments, initializers)
@@ -147,11 +136,7 @@ class JaxEngine:
         return [program for program in self._programs.values() if isinstance(program, ShardedProgram)]
 
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
-        """Make an array whose shards are read one by one; see `Engine.from_shards`.
-
-        Raises:
-            EngineError: What was read has not the shape or element type of the shard.
-        """
+        """Make an array whose shards are read one by one; see `Engine.from_shards`."""
         sharding, variable = self._checked(assignment), assignment.variable
         with jax.core.eval_context():
             checked = checked_reader(variable, read)
@@ -163,10 +148,6 @@ class JaxEngine:
 
         A numpy array of 64-bit numbers becomes one of 32-bit numbers, as JAX does everywhere unless `jax_enable_x64`
         is set. While JAX traces, the result is constrained to the layout.
-
-        Raises:
-            LayoutError: The layout does not fit the array's shape.
-            MeshError: The machine does not have the mesh's devices.
         """
         if not isinstance(array, jax.Array):
             array = canonical(np.asarray(array))
@@ -202,20 +183,11 @@ class JaxEngine:
         return gathered_values
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Return the values of each process that has a device of the mesh, one row each; they must all ask.
-
-        Raises:
-            EngineError: Another process cannot be reached.
-            MeshError: The machine does not have the mesh's devices.
-        """
+        """Return the values of each process that has a device of the mesh, one row each; they must all ask."""
         return gathered(values, bound_devices(mesh))
 
     def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
-        """While open, arrays made from plain values are on the mesh, replicated.
-
-        Raises:
-            MeshError: The machine does not have the mesh's devices.
-        """
+        """While open, arrays made from plain values are on the mesh, replicated."""
         return jax.set_mesh(self.native(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
 
     def call(
@@ -225,11 +197,6 @@ class JaxEngine:
 
         Arrays among the arguments, nested too, are passed to the compiled function; anything else is part of it. The
         bits are those of the plain call, unless the function adds elements up: then it is compiled as one program.
-
-        Raises:
-            EngineError: The function does not return one array.
-            LayoutError: The layout does not fit the shape of the result.
-            MeshError: The machine does not have the mesh's devices.
         """
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]

@@ -188,7 +188,7 @@ def to_numpy(array: Any) -> NumpyArray:
         return tensor.numpy()
     if dtensor.num_clients() > 1 and not layout.is_fully_replicated():
         tensor = _replicated(tensor, layout)
-    return _assembled(tensor)
+    return assemble(shards_of(tensor), tuple(tensor.shape), tensor.dtype.as_numpy_dtype)
 
 
 def move(array: Any, layout: Layout) -> Any:
@@ -248,10 +248,6 @@ def _moved(tensor: Any, layout: Layout) -> Any:
     shards = list(shards_of(tensor))
     shape, dtype = tuple(tensor.shape), tensor.dtype.as_numpy_dtype
     return from_blocks(shape, layout, lambda index: assemble(shards, shape, dtype, index))
-
-
-def _assembled(tensor: Any) -> NumpyArray:
-    return assemble(shards_of(tensor), tuple(tensor.shape), tensor.dtype.as_numpy_dtype)
 
 
 def _replicated(tensor: Any, layout: Layout) -> Any:

@@ -57,7 +57,7 @@ dtensor: Any = tf.experimental.dtensor
 
 
 class TensorFlowEngine:
-    """Holds DTensors. There is one of them: `engine()`.
+    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`.
 
     Example:
         >>> tensorflow_engine = engine()
@@ -93,13 +93,7 @@ class TensorFlowEngine:
         native_specs(layout)
 
     def native(self, layout: Layout, rank: int) -> Any:
-        """Return the `tf.experimental.dtensor.Layout` of a layout.
-
-        Raises:
-            EngineError: An axis is sharded over several mesh dims.
-            LayoutError: The layout is not of that rank.
-            MeshError: The machine does not have the mesh's devices.
-        """
+        """Return the `tf.experimental.dtensor.Layout` of a layout."""
         layout.check_rank((None,) * rank)
         return native_of(layout)
 
@@ -118,13 +112,6 @@ class TensorFlowEngine:
         can be computed from any place on. The global value of one without a program, or with one that cannot be
         computed in pieces, is computed, sharded, and freed before the next. Each process computes only what its devices
         hold, from the seeds of process 0.
-
-        Raises:
-            EngineError: An initializer is missing, or an element type or a layout is not held, or DTensor would train
-                wrongly in this process; nothing is made then. Or an initializer does not return the shape or element
-                type of its variable, or differs between processes.
-            LayoutError: A layout does not fit its variable; nothing is made then.
-            MeshError: The machine does not have the devices of a mesh; nothing is made then.
         """
         natives = [self._checked(assignment) for assignment in assignments.values()]
         check_initializers(assignments, initializers)
@@ -149,11 +136,7 @@ class TensorFlowEngine:
         return made
 
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
-        """Make a tensor whose shards are read one by one; see `Engine.from_shards`.
-
-        Raises:
-            EngineError: What was read has not the shape or element type of the shard.
-        """
+        """Make a tensor whose shards are read one by one; see `Engine.from_shards`."""
         self._checked(assignment)
         variable = assignment.variable
         with tf.init_scope():
@@ -164,11 +147,6 @@ class TensorFlowEngine:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
 
         Gradients pass through it. Inside a `tf.function` DTensor does it, where the sign of a zero may be lost.
-
-        Raises:
-            LayoutError: The layout does not fit the array's shape.
-            EngineError: An axis is sharded over several mesh dims.
-            MeshError: The machine does not have the mesh's devices.
         """
         if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # inside a tf.function it may be unknown
@@ -196,9 +174,6 @@ class TensorFlowEngine:
         """While open, operations on plain tensors run on the mesh, replicated.
 
         It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
-
-        Raises:
-            MeshError: The machine does not have the mesh's devices.
         """
         return run_on(native_of(Layout.replicated(mesh, 0)).mesh)
 
@@ -210,11 +185,6 @@ class TensorFlowEngine:
 
         A function that fills an array or draws random numbers, and takes no tensor, is computed in pieces. Any other is
         called as it is, and its result sharded: DTensor would compute other random numbers.
-
-        Raises:
-            EngineError: The function does not return one tensor, or an axis is sharded over several mesh dims.
-            LayoutError: The layout does not fit the shape of the result.
-            MeshError: The machine does not have the mesh's devices.
         """
         leaves = tf.nest.flatten((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray)) for leaf in leaves):

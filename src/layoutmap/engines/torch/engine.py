@@ -66,7 +66,7 @@ _LARGE = 1 << 20  # bytes: the least variable after which memory is given back t
 
 
 class TorchEngine:
-    """Holds DTensors. There is one of them: `engine()`.
+    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`.
 
     Example:
         >>> torch_engine = engine()
@@ -98,13 +98,7 @@ class TorchEngine:
 
     @plainly
     def native(self, layout: Layout, rank: int) -> tuple[Any, tuple[Any, ...]]:
-        """Return the `(DeviceMesh, placements)` of a layout.
-
-        Raises:
-            EngineError: The mesh's devices come in an order that torch does not keep.
-            LayoutError: The layout is not of that rank.
-            MeshError: The machine does not have the mesh's devices.
-        """
+        """Return the `(DeviceMesh, placements)` of a layout."""
         layout.check_rank((None,) * rank)
         return native_of(layout)
 
@@ -121,13 +115,6 @@ class TorchEngine:
 
         An initializer that can return blocks, or whose program can be computed in pieces, is: each process computes
         only what it holds. The global value of any other is computed, sharded, and freed before the next.
-
-        Raises:
-            EngineError: An initializer is missing, or an element type or a mesh is not held; nothing is made then.
-                Or an initializer does not return the shape or element type of its variable, or differs between
-                processes.
-            LayoutError: A layout does not fit its variable; nothing is made then.
-            MeshError: The machine does not have the devices of a mesh; nothing is made then.
         """
         for assignment in assignments.values():
             self._checked(assignment)
@@ -157,11 +144,7 @@ class TorchEngine:
 
     @plainly
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
-        """Make a DTensor whose shards are read one by one; see `Engine.from_shards`.
-
-        Raises:
-            EngineError: What was read has not the shape or element type of the shard.
-        """
+        """Make a DTensor whose shards are read one by one; see `Engine.from_shards`."""
         dtype = self._checked(assignment)
         variable = assignment.variable
 
@@ -177,11 +160,6 @@ class TorchEngine:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
 
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
-
-        Raises:
-            EngineError: Torch holds no such elements, or no such mesh.
-            LayoutError: The layout does not fit the array's shape.
-            MeshError: The machine does not have the mesh's devices.
         """
         if isinstance(array, DTensor):
             return move(array, layout)
@@ -211,9 +189,6 @@ class TorchEngine:
         """While open, what is computed from plain tensors is on the mesh, replicated.
 
         What DTensor alone would compute wrongly is computed right, or refused: see `dtensor_ops.mode`.
-
-        Raises:
-            MeshError: The machine does not have the mesh's devices.
         """
         native = self.native(Layout.replicated(mesh, 0), 0)[0]
         with simulation.on_mesh(native), _OnMesh(mesh), computing(native):
@@ -226,11 +201,6 @@ class TorchEngine:
 
         A function that fills a tensor or draws random numbers, and takes no tensor, is computed in pieces. Any other is
         called as it is, and its result sharded.
-
-        Raises:
-            EngineError: The function does not return one tensor.
-            LayoutError: The layout does not fit the shape of the result.
-            MeshError: The machine does not have the mesh's devices.
         """
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):

@@ -207,10 +207,8 @@ class SimulationMode(LocalTensorMode):
         if not self.patches_meshes() or self._old_device_mesh_methods is not None:
             return
         super()._patch_device_mesh()
-        for name in (
-            "_patch_device_mesh",
-            "_unpatch_device_mesh",
-        ):  # of modes that torch makes in passing, too
+        # Of modes that torch makes in passing, too.
+        for name in ("_patch_device_mesh", "_unpatch_device_mesh"):
             setattr(LocalTensorMode, name, lambda _: None)
         self.meshes_patched(self._old_device_mesh_methods or {})
 

@@ -149,7 +149,11 @@ def _parts_unlike(linted: Linted) -> Iterator[Problem]:
         axis = query.axes("out")[0]
         others = [w for w in rest if w.dims(w.axes("out")[0]) != query.dims(axis)]
         # One whose heads the queries' sharding does not divide had to be sharded otherwise.
-        others = [w for w in others if _num_heads(w, w.axes("out")[0]) % query.layout.num_shards(axis) == 0]
+        others = [
+            w
+            for w in others
+            if w.shape[w.axes("out")[0]] // (w.use.head_size or 1) % query.layout.num_shards(axis) == 0
+        ]
         if not others:
             continue
         yield Problem(
@@ -161,10 +165,6 @@ def _parts_unlike(linted: Linted) -> Iterator[Problem]:
             "a device needs the keys and the values of the heads for which it has queries",
             f"shard axis {axis} of all three over {_names(query.dims(axis)) or _names(others[0].dims(axis))}",
         )
-
-
-def _num_heads(w: Weight, axis: int) -> int:
-    return w.shape[axis] // (w.use.head_size or 1)
 
 
 def _through_heads(linted: Linted) -> Iterator[Problem]:

@@ -38,10 +38,8 @@ class ComputingLaws(EngineCases):
     def test_a_call_that_does_not_fit_is_refused(self):
         """A function whose result has another rank, does not divide, or is not one array is refused."""
         layout = Layout(["x"], self.mesh("x=2"))
-        shapes: list[tuple[int, ...]] = [
-            (2, 2),
-            *[(3,)] * (layout.mesh.size > 1),
-        ]  # every axis divides by one
+        # Every axis divides by one.
+        shapes: list[tuple[int, ...]] = [(2, 2), *[(3,)] * (layout.mesh.size > 1)]
         for shape in shapes:
             array = self.make_array(np.zeros(shape, np.float32))
             with pytest.raises(LayoutError):

@@ -29,58 +29,31 @@ FILLED_WITH: dict[Any, int] = {aten.full: 1, aten.full_like: 1, aten.new_full: 2
 """The same, with the place of the value among the arguments."""
 
 COPIES = {aten._to_copy, aten.clone, aten.copy_, aten.lift_fresh_copy}
-"""Operations that give the values of a tensor, perhaps in another element type."""
+"""Operations that return the values of a tensor, perhaps in another element type."""
 
 ROWS = {aten.max, aten.min, aten.any, aten.all, aten.argmax, aten.argmin}
 """Operations that make one element of each row, the same whatever the other rows are."""
 
-_ARITHMETIC = (
-    "abs",
-    "add",
-    "div",
-    "floor_divide",
-    "fmod",
-    "mul",
-    "neg",
-    "reciprocal",
-    "remainder",
-    "rsub",
-    "sub",
-)
-_FUNCTIONS = (
-    "cos",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "sin",
-    "tan",
-    "tanh",
-)
-_POWERS = ("pow", "sqrt", "square")
-_ROUNDING = ("ceil", "floor", "frac", "round", "sgn", "sign", "trunc")
-_BOUNDS = ("clamp", "clamp_max", "clamp_min", "fmax", "fmin", "maximum", "minimum", "relu")
-_COMPARISONS = ("eq", "ge", "gt", "isinf", "isnan", "le", "lt", "ne")
-_LOGIC = ("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor")
-_TRUTH = ("logical_and", "logical_not", "logical_or", "logical_xor", "masked_fill", "where")
+_ON_ELEMENTS = """
+    abs add div floor_divide fmod mul neg reciprocal remainder rsub sub
+    cos erf erfc erfinv exp expm1 log log10 log1p log2 sin tan tanh pow sqrt square
+    ceil floor frac round sgn sign trunc clamp clamp_max clamp_min fmax fmin maximum minimum relu
+    eq ge gt isinf isnan le lt ne __and__ __or__ __xor__ bitwise_and bitwise_not bitwise_or bitwise_xor
+    logical_and logical_not logical_or logical_xor masked_fill where
+"""
 _POINTWISE = {
     getattr(aten, name + end)
-    for name in _ARITHMETIC + _FUNCTIONS + _POWERS + _ROUNDING + _BOUNDS + _COMPARISONS + _LOGIC + _TRUTH
+    for name in _ON_ELEMENTS.split()
     for end in ("", "_")
     if hasattr(aten, name + end)
 }
 _EXPONENTS = (2, 3, 0.5, -1)
 
-_DRAWS_IN_PLACE = (
-    *(aten.uniform_, aten.normal_, aten.random_, aten.bernoulli_),
-    *(aten.exponential_, aten.log_normal_, aten.cauchy_, aten.geometric_),
-)
-OVERWRITING = {*_DRAWS_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
+_RANDOM = "uniform_ normal_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
+RANDOM_IN_PLACE = {getattr(aten, name) for name in _RANDOM.split()}
+"""Operations in place that fill a tensor with random numbers."""
+
+OVERWRITING = {*RANDOM_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
 """Operations in place that leave nothing of what was there before."""
 
 
@@ -90,10 +63,8 @@ def is_pointwise(step: Step) -> bool:
         return False
     if step.name == "pow":
         return step.args[1] in _EXPONENTS
-    return step.kwargs.get("alpha", 1) in (
-        1,
-        -1,
-    )  # with others, one of the programs rounds once and the other twice
+    # With other factors, one of the programs rounds once and the other twice.
+    return step.kwargs.get("alpha", 1) in (1, -1)
 
 
 def is_local(step: Step) -> bool:

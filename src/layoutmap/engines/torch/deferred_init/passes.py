@@ -59,9 +59,8 @@ def in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iter
 def by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Part]]]:
     """Each block for itself, by full tiles where it has them; no more is read than what it has of each row."""
     columns = columns_of(shape)
-    along = next(
-        i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns
-    )  # the first axis of a row
+    # The first axis of a row.
+    along = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
     for number, index in enumerate(indices):
         for run, part in _of_block(shape, index, along, piece) if math.prod(block_shape(index)) else ():
             yield run, [part._replace(block=number)]

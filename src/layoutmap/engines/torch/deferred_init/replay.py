@@ -28,7 +28,7 @@ def _overwrites(step: Step, memory: Memory) -> bool:
 
 
 def replay(steps: Sequence[Step], wanted: Sequence[View], until: int) -> list[torch.Tensor]:
-    """Whole tensors, of real memory, as they were before a step.
+    """Global tensors, of real memory, as they were before a step.
 
     Args:
         steps: The tape.

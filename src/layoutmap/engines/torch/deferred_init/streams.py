@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from layoutmap.engines.torch.deferred_init import jump
+from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Step, View
 from layoutmap.engines.torch.private import argument_names, overload_name
@@ -28,16 +29,6 @@ _GROUP = 16
 _FAR = 1 << 22
 
 aten = torch.ops.aten
-_IN_PLACE = {
-    aten.uniform_,
-    aten.normal_,
-    aten.random_,
-    aten.bernoulli_,
-    aten.exponential_,
-    aten.log_normal_,
-    aten.cauchy_,
-    aten.geometric_,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +92,8 @@ def _goes_in_pieces(fill: RandomFill) -> bool:
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
             generator.manual_seed(20)
-            torch.empty(5, device="cpu").normal_(
-                generator=generator
-            )  # leaves half a pair of normal numbers behind
+            # This leaves half a pair of normal numbers behind.
+            torch.empty(5, device="cpu").normal_(generator=generator)
         expected = fill.next(numel, at_once)
         parts = [fill.next(n, in_parts) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]
         same = torch.equal(expected.view(torch.uint8), torch.cat(parts).view(torch.uint8))
@@ -142,7 +132,7 @@ def random_fill_of(step: Step, view: View) -> RandomFill | None:
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
     found: tuple[Any, tuple[Any, ...]] | None = None
-    if packet in _IN_PLACE:
+    if packet in RANDOM_IN_PLACE:
         found = (packet, (*args[1:], *step.kwargs.values()))
     elif packet in (aten.rand, aten.rand_like):
         found = (aten.uniform_, (0.0, 1.0))
