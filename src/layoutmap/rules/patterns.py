@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 
 from layoutmap.core.errors import LayoutMapWarning, RuleError
+from layoutmap.core.users_line import level_of_user
 from layoutmap.rules.backtracking import doubling_text
 
 __all__ = ["compile_pattern", "warn_if_slow"]
@@ -36,15 +36,7 @@ def warn_if_slow(compiled: re.Pattern[str], rule: str) -> None:
             why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
             fix="write it with one way to match, as in [^.]+ for a part of a path",
         )
-        warnings.warn(warning, stacklevel=_level_of_user())
-
-
-def _level_of_user() -> int:
-    """The `stacklevel` at which a warning of the function that asks names the user's line."""
-    frame, level = inspect.currentframe(), -1
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == "layoutmap":
-        frame, level = frame.f_back, level + 1
-    return level + 1
+        warnings.warn(warning, stacklevel=level_of_user())
 
 
 def _why(error: Exception) -> str:

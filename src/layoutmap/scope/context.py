@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layoutmap.adapters import REFUSED, Adapter
@@ -17,6 +16,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
 from layoutmap.engines import Engine, get_engine
 from layoutmap.plan.problems import Problem
@@ -209,15 +209,3 @@ def _mesh_of(layout_map: RuleSet) -> Mesh:
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
     return layout_map.mesh
-
-
-def level_of_user(inner: Set[str]) -> int:
-    """The `stacklevel` at which a warning names the user's line, past this library and those that it works inside."""
-    frame, level = inspect.currentframe(), 0
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in {
-        "layoutmap",
-        "contextlib",
-        *inner,
-    }:
-        frame, level = frame.f_back, level + 1
-    return level
