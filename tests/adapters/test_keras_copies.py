@@ -12,6 +12,9 @@ from layoutmap.adapters import get_adapter
 
 PROCESSES = ("jax", "tensorflow", "torch")
 
+# Keras's own: it hands variables to numpy where it saves them.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 RULES = {r"(.*\.)?d\d\.kernel$": (None, "model"), r"(.*\.)?d\d\.bias$": (None,)}
 X, Y = np.ones((4, 8), "float32"), np.ones((4, 16), "float32")
 
