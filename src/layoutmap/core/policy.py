@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -22,6 +22,8 @@ class LayoutPolicy:
     mesh: Mesh
     batch_dim: str | None = None
     activations: Callable[[str], Layout | None] | None = None
+    batches: dict[bool, int] = field(default_factory=dict[bool, int], compare=False, repr=False)
+    """The rows of the last batch that was sharded, under `True`, and of the last that did not divide."""
 
     def replicated(self, rank: int) -> Layout:
         """Return the layout of an array that every device holds all of."""
@@ -35,7 +37,11 @@ class LayoutPolicy:
     def batch_layout(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a batch: sharded along its first axis where that divides, else replicated."""
         dim = self.batch_dim
-        if dim is None or not shape or shape[0] % self.mesh.dim_size(dim):
+        if dim is None or not shape:
+            return self.replicated(len(shape))
+        divides = shape[0] % self.mesh.dim_size(dim) == 0
+        self.batches[divides] = shape[0]
+        if not divides:
             return self.replicated(len(shape))
         return Layout.batch_sharded(self.mesh, dim, len(shape))
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from layoutmap.core.errors import PlanError, listed
 from layoutmap.core.match import Match
-from layoutmap.core.mesh import Mesh
-from layoutmap.core.variables import Assignment
+from layoutmap.core.mesh import Mesh, MeshDimension
+from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.problems import Problem, group_problems, in_order
 from layoutmap.rules.near_misses import nearest
 
@@ -106,6 +106,14 @@ class PlanTable(Mapping[str, Assignment]):
     def device_bytes(self) -> int:
         """Size in bytes of what each device holds: the shards of all variables."""
         return sum(a.shard_bytes for a in self.assignments if a.fits)
+
+    @property
+    def unused_dims(self) -> tuple[MeshDimension, ...]:
+        """The mesh dims of several devices over which no weight and no output of a layer is sharded."""
+        layouts = [a.layout for a in self.assignments if a.variable.kind is Kind.WEIGHT]
+        layouts += [match.layout for match in self.activations if match.layout is not None]
+        used = {dim for layout in layouts for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
+        return tuple(dim for dim in self.mesh.mesh_dims if layouts and dim.size > 1 and dim.name not in used)
 
     @property
     def largest_global_init(self) -> Assignment | None:

@@ -67,9 +67,9 @@ def plan_text(plan: PlanTable) -> str:
         if problem.kind != "no rule":
             lines += ["", f"warning: {problem}"]
     taken = [
-        f"note: {escaped(p.what)}"
+        f"note: {escaped('; '.join(filter(None, (p.what, p.fix))))}"
         for p in group_problems(plan.problems)
-        if p.severity == "note" and p.kind == "uneven"
+        if p.severity == "note" and p.kind in ("uneven", "unused dim")
     ]
     return "\n".join([*lines, *([""] if taken else []), *taken])
 

@@ -96,7 +96,8 @@ class Scope:
             layers=layers,
             free_activations=free_activations,
         )
-        self.plan = plan.with_problems(list(self._unsupported_layouts(plan)))
+        unused = self._unused_dims(plan) if complete and not self.plan_only else ()
+        self.plan = plan.with_problems([*self._unsupported_layouts(plan), *unused])
         if not self.plan_only:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
@@ -177,6 +178,21 @@ class Scope:
                     "unsupported layout", "error", path, f"{path}: {error.what}", facts, error.why, error.fix
                 )
                 yield problem.of_model(assignment.variable.model if several else "")
+
+    def _unused_dims(self, plan: Plan) -> Iterator[Problem]:
+        """A note for each mesh dim that is used by nothing; what a dry run cannot know, which has no batch dim."""
+        for dim in plan.unused_dims:
+            if dim.name != self.policy.batch_dim:
+                yield Problem(
+                    "unused dim",
+                    "note",
+                    dim.name,
+                    f"mesh dim {dim.name!r} is used by nothing",
+                    (("mesh", str(plan.mesh)), ("batch_dim", str(self.policy.batch_dim))),
+                    f"no weight, no output of a layer and no batch is sharded over it: groups of {dim.size} devices "
+                    "compute the same",
+                    f"pass batch_dim={dim.name!r} to the scope, or add rules that shard weights over it",
+                )
 
     def warn_of_nothing(self) -> None:
         """Warn if nothing was made here, and a library is imported whose models a scope cannot see."""

@@ -7,13 +7,14 @@ are read and set by the other modules of this folder, and nowhere else. Those of
     keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
                                                     _deferred_initialize, _convert_to_tensor
     keras.src.backend.common.variables              register_uninitialized_variable, read only
-    keras.src.backend.common.global_state           the "uninitialized_variables" list, "stateless_scope"
+    keras.src.backend.common.global_state           the "uninitialized_variables" list, "stateless_scope",
+                                                    "current_call_ctx" and its entry_layer
     keras.src.backend.common                        stateless_scope.in_stateless_scope, .get_stateless_scope,
                                                     symbolic_scope.in_symbolic_scope
     keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, draw_seed, the name of states
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables, _tracker
-    keras.src.models                                functional.Functional, Sequential._functional
+    keras.src.models                                functional.Functional, Sequential._functional, cloning
     keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
     keras.src.optimizers                            BaseOptimizer.__init__; Adafactor._r, _c, _trainable_variables
     keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
@@ -37,6 +38,7 @@ from layoutmap.core.patches import Closing
 
 __all__ = [
     "ATTRIBUTES",
+    "CLONING",
     "NAMES",
     "BaseOptimizer",
     "CommonVariable",
@@ -54,6 +56,7 @@ __all__ = [
     "is_default",
     "is_global_seed",
     "is_seed_state",
+    "outermost_layer",
     "to_snake_case",
     "without_value",
 ]
@@ -96,6 +99,9 @@ H5IOStore: Any = KerasStore
 
 _PENDING_LIST = "uninitialized_variables"
 _STATELESS = "stateless_scope"
+_CALL = "current_call_ctx"
+CLONING = "keras.src.models.cloning"
+"""The module in which Keras clones models."""
 
 Names = Sequence[tuple[Any, Sequence[str]]]
 NAMES: Names = (
@@ -143,6 +149,10 @@ def check_names(more: Names = ()) -> None:
         missing.append(_PENDING_LIST)
     if _STATELESS not in get_stateless_scope.__code__.co_consts:
         missing.append(_STATELESS)
+    if _CALL not in inspect.unwrap(Layer._get_call_context).__code__.co_consts:
+        missing.append(_CALL)
+    if inspect.unwrap(keras.models.clone_model).__module__ != CLONING:
+        missing.append(CLONING)
     if missing:
         raise _moved(", ".join(missing))
 
@@ -264,6 +274,12 @@ def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> Any:
         if path in opened[name] and key in (group := safe_get_h5_group(opened[name], path)):
             return safe_get_h5_dataset(group, key)
     return None
+
+
+def outermost_layer() -> Any:
+    """The layer or model whose call is going on, on this thread, outside of all others; `None`: there is none."""
+    context = global_state.get_global_attribute(_CALL)
+    return None if context is None else context.entry_layer
 
 
 def is_global_seed(variable: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,6 +60,9 @@ class KerasSession(Protocol):
     policy: LayoutPolicy
     backend: Backend
     on_thread: OnThread
+
+    outer_models: weakref.WeakSet[Any]
+    """Models outside of all scopes that have layers of this one, and were looked at."""
 
     lock: threading.RLock
     """Held while weights are made, and by calls and steps that run on the mesh."""

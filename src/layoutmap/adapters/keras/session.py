@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -61,6 +62,7 @@ class Session(KerasSession):
         self.policy = context.policy
         self.backend = backend
         self.on_thread = OnThread()
+        self.outer_models = weakref.WeakSet[Any]()
         self.lock = threading.RLock()
         self._registry = Registry()
         self._materializer = Materializer(self, self._registry)

@@ -3,9 +3,11 @@
 Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class.
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
+    __deepcopy__, __reduce_ex__, get_config                 copies: see `copies`
     call, quantized_call                                    return arrays in the layout of a rule for activations
     optimizer.build                                         the same, on the optimizer given to compile
     load_own_variables, load_weights                        values go from a file to their devices: see `loading`
+    fit                                                     warns if no batch divides: see `batches`
     call, make_train_function and its like                  what the backend needs: see `backends`
 """
 
@@ -19,8 +21,10 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.activations import laying_out
+from layoutmap.adapters.keras.batches import sharding_batches
+from layoutmap.adapters.keras.copies import copy_wraps, warn_of_plain_layers
 from layoutmap.adapters.keras.loading import loading, loading_weights
-from layoutmap.adapters.keras.private import Functional
+from layoutmap.adapters.keras.private import Functional, outermost_layer
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.undoing import all_or_nothing
 
@@ -45,6 +49,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         wraps["quantize"] = _quantizing(layer, session)
     wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
     wraps["load_own_variables"] = loading(layer, session)
+    wraps |= copy_wraps(layer, session)
     if session.policy.activations:
         _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
     wraps |= session.backend.layer_wraps(layer, session)
@@ -52,6 +57,8 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         wraps["compile"] = _compiling(layer, session)
         wraps["load_weights"] = loading_weights(layer, lambda: _sessions_below(layer))
         wraps |= session.backend.training_wraps(layer, session)
+        if session.policy.batch_dim is not None:
+            wraps["fit"] = sharding_batches(wraps.get("fit", layer.fit), session)
     _put(layer, wraps)
 
 
@@ -159,12 +166,31 @@ def _once(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Call
 
     @functools.wraps(method)
     def once(call_spec: Any) -> Any:
+        outer = outermost_layer()
+        if outer is not None and session_of(outer) is None:
+            _check_outer(outer, session)
         if layer.built:
             return None
         with session.lock:
             return None if layer.built else method(call_spec)
 
     return once
+
+
+def _check_outer(outer: Any, session: KerasSession) -> None:
+    """Warn once, when all its layers are built, if a model outside of all scopes has weights of its own."""
+    if outer in session.outer_models:
+        return
+    layers = outer._flatten_layers()
+    if all(layer.built for layer in layers):
+        session.outer_models.add(outer)
+        plain = [
+            layer
+            for layer in layers
+            if session_of(layer) is None and (layer._trainable_variables or layer._non_trainable_variables)
+        ]
+        if plain:
+            warn_of_plain_layers(outer, plain)
 
 
 def _compiling(model: Any, session: KerasSession) -> Callable[..., Any]:

@@ -283,12 +283,9 @@ def _otherwise(a: Assignment, path: str, kernel: Assignment, name: str) -> Probl
 
 
 def _unused_dims(linted: Linted) -> Iterator[Problem]:
-    layouts = [a.layout for a in linted.plan.assignments if a.variable.kind is Kind.WEIGHT]
-    layouts += [match.layout for match in linted.plan.activations if match.layout is not None]
-    used = {dim for layout in layouts for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
     mesh = linted.plan.mesh
-    for dim in mesh.mesh_dims:
-        if dim.size == 1 or dim.name in used or dim.name == linted.batch_dim or not layouts:
+    for dim in linted.plan.unused_dims:
+        if dim.name == linted.batch_dim:
             continue
         fix = f"shard weights over {dim.name}, or plan for a mesh without it"
         if linted.batch_dim is None:

@@ -1,0 +1,42 @@
+"""A warning where `fit` was to shard batches, and none of them divides."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.users_line import level_of_user
+
+__all__ = ["sharding_batches"]
+
+
+def sharding_batches(fit: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+    """Return `fit` of a model that warns at its end if no batch could be sharded over the scope's batch dim."""
+
+    @functools.wraps(fit)
+    def checked_fit(*args: Any, **kwargs: Any) -> Any:
+        batches = session.policy.batches
+        batches.clear()
+        result = fit(*args, **kwargs)
+        if batches and True not in batches:
+            _warn(batches[False], session)
+        return result
+
+    return checked_fit
+
+
+def _warn(rows: int, session: KerasSession) -> None:
+    dim, mesh = session.policy.batch_dim, session.policy.mesh
+    assert dim is not None, "without it no batch is sharded"
+    size = mesh.dim_size(dim)
+    warning = LayoutMapWarning(
+        f"fit: no batch was sharded over mesh dim {dim!r}",
+        facts={"rows": rows, "mesh": str(mesh)},
+        why=f"{rows} is not a multiple of {size}, so every device computed with all rows",
+        fix=f"use a batch_size that is a multiple of {size}",
+    )
+    warnings.warn(warning, stacklevel=level_of_user({"keras"}))

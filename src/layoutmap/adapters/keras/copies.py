@@ -1,0 +1,88 @@
+"""Copies of what a scope has laid out, and models around it that are made outside: laid out, too, or warned of.
+
+copy.deepcopy    makes the copy in the scope again, so it has the same layouts
+pickle           holds values and a configuration, and may be read where other devices are: a warning
+clone_model      makes new layers; where no scope is open those are plain: a warning
+a head           a model made outside of the scope, with layers in it that are not: a warning at its first call
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from layoutmap.adapters.keras.private import CLONING
+from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.core.current import current
+from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.users_line import level_of_user
+
+__all__ = ["copy_wraps", "warn_of_plain_layers"]
+
+_INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
+
+
+def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any]]:
+    """Return what to wrap on a layer for its copies."""
+    own = getattr(layer, "__deepcopy__", None)
+    plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config
+
+    def deepcopy(memo: Any) -> Any:
+        with session.defer():
+            if own is not None:
+                return own(memo)
+            make, arguments, *_ = plain_reduce(4)
+            return make(*arguments)
+
+    @functools.wraps(plain_reduce)
+    def reduce_ex(protocol: Any) -> Any:
+        _warn(
+            f"{layer.name}: a pickle of it has no layouts",
+            why="it holds values and a configuration, and may be read where other devices are",
+            fix="read it in a scope, with layout_map.scope(): model = pickle.loads(..); "
+            "or lay out what was read: layout_map.apply(model)",
+        )
+        return plain_reduce(protocol)
+
+    @functools.wraps(plain_config)
+    def get_config() -> Any:
+        if current() is None and _is_cloning():
+            _warn(
+                "a model in layouts is cloned outside of a scope, and the clone has none",
+                why="clone_model makes new layers, which are plain where no scope is open",
+                fix="clone it in a scope: with layout_map.scope(): clone = keras.models.clone_model(model)",
+            )
+        return plain_config()
+
+    return {"__deepcopy__": deepcopy, "__reduce_ex__": reduce_ex, "get_config": get_config}
+
+
+def warn_of_plain_layers(model: Any, plain: list[Any]) -> None:
+    """Warn of a model that was made outside of the scope of some of its layers.
+
+    Args:
+        model: The model.
+        plain: Its layers with weights that are in no scope.
+    """
+    names = ", ".join(layer.name for layer in plain[:5])
+    more = f" and {len(plain) - 5} more" if len(plain) > 5 else ""
+    _warn(
+        f"{model.name}: layers of it have layouts, and it was made outside of their scope",
+        facts={"without layouts": names + more},
+        why="weights that are made outside are plain arrays, and its batches are not sharded over batch_dim",
+        fix="make it in the scope, too: with layout_map.scope(): ...; or lay it out: layout_map.apply(model)",
+    )
+
+
+def _is_cloning() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != CLONING:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _warn(what: str, **parts: Any) -> None:
+    warnings.warn(LayoutMapWarning(what, **parts), stacklevel=level_of_user(_INNER))
