@@ -100,7 +100,7 @@ def generating():
 def numbered():
     x = keras.Input((4,))
     model = keras.Model(x, L.Dense(4)(Odd()(x)))
-    model.compile(optimizer="sgd", loss="mse", metrics=[Numbered()])
+    model.compile(optimizer="nadam", loss="mse", metrics=[Numbered()])
     model.free = {"variable": [keras.Variable(np.zeros(2, "float32"))]}
     return model
 
@@ -138,6 +138,13 @@ def test_state_goes_by_the_attribute_that_holds_it():
         a.variable.path for a in plan.assignments if a.variable.kind == "rng"
     ]
     assert {"generating"} == {a.variable.model for a in plan.assignments if a.variable.kind == "rng"}
+
+
+def test_the_slots_of_a_variable_made_from_an_array_follow_it():
+    """Where a weight was given its value, a plan knows its optimizer slots, too."""
+    plan = lm.plan(numbered, lm.LayoutMap(lm.create_mesh("model=2"), {r"free\..*": ("model",)}))
+
+    assert plan["free.variable.0"].layout == plan["optimizer.free.variable.0.momentum"].layout
 
 
 def test_what_a_second_compile_replaced_is_in_no_plan():

@@ -15,6 +15,7 @@ from layoutmap.adapters.keras.paths import find_layers, find_variables, roots, s
 from layoutmap.adapters.keras.private import is_global_seed, is_seed_state, without_number
 from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.roles import uses
+from layoutmap.adapters.keras.training import parents_by_name
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, VariableSpec, distinct
 
@@ -45,12 +46,16 @@ def describe(
     entries += _held(layers, known, {id(entry.variable) for entry in entries} | slots)
     by_variable = {id(entry.variable): entry for entry in entries}
     reduced = {id(each.slot): each for optimizer in optimizers for each in reduced_slots(optimizer)}
+    # A variable that was made from an array, and is nowhere yet, hands no tag on to its slots.
+    unknown = [v for v in known if id(v) in slots and id(v) not in reduced and parent_of(v) is None]
+    trained = [entry.variable for entry in entries if entry.spec.is_trained]
+    by_name = dict(zip(map(id, unknown), parents_by_name(unknown, trained), strict=True))
     taken: dict[str, set[str]] = {}  # the slots' paths in each model
     for variable in known:
         if id(variable) in by_variable or is_global_seed(variable):
             continue
         of = reduced.get(id(variable))
-        parent = of.weight if of else parent_of(variable)
+        parent = of.weight if of else by_name.get(id(variable), parent_of(variable))
         entry = by_variable.get(id(parent)) if parent is not None else None
         if entry is not None:
             entries.append(_slot(variable, entry, of, taken.setdefault(entry.spec.model, set())))

@@ -149,7 +149,7 @@ def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: s
         kind: What kind of slot it is; empty: its name says it.
     """
     if weight is None:
-        path = f"optimizer.{slot.name}"
+        path = f"optimizer.{without_number(slot.name)}"
     else:
         kind = kind or slot.name.removeprefix(weight.path.replace("/", "_") + "_")
         path = f"optimizer.{weight_path}.{kind}"
