@@ -554,55 +554,16 @@ LEFT_OUT = {
 }
 """Families that are not tried, and why."""
 
-TRAINED = (
-    "Albert",
-    "Bart",
-    "Bert",
-    "BLIP2",
-    "Bloom",
-    "CLIP",
-    "DebertaV3",
-    "DeiT",
-    "DINOV2",
-    "DINOV3",
-    "DistilBert",
-    "Electra",
-    "ESM",
-    "ESM2",
-    "Falcon",
-    "Gemma",
-    "Gemma3",
-    "GPT2",
-    "GPTNeoX",
-    "Llama",
-    "Llama3",
-    "MetaCLIP2",
-    "Mistral",
-    "MiT",
-    "Mixtral",
-    "Moonshine",
-    "OPT",
-    "PARSeq",
-    "Phi3",
-    "Qwen",
-    "Qwen2",
-    "Qwen3",
-    "Qwen3_5",
-    "QwenMoe",
-    "ResNet",
-    "Roberta",
-    "RoformerV2",
-    "SegFormer",
-    "SigLIP",
-    "SmolLM",
-    "SmolLM3",
-    "T5",
-    "VGG",
-    "ViT",
-    "XLMRoberta",
-    "XLNet",
-)
-"""Families that are built and trained, too: what the tests run, and no more than was seen to pass."""
+NOT_TRAINED = {
+    "BASNet": "TODO",
+    "DFine": "TODO",
+    "FNet": "not trained on CPU devices: XLA's Fourier transform refuses its input's layout",
+    "SAM3PromptableConcept": "TODO",
+}
+"""Families that are planned only, and why."""
+
+TRAINED = [name for name in FAMILIES if name not in NOT_TRAINED]
+"""Families that are built and trained, too."""
 
 
 SHAPES = {
@@ -615,9 +576,9 @@ SHAPES = {
 READ_WHILE_BUILT = {"DINOV2": r"\.position_embeddings$", "DepthAnything": r"\.position_embeddings$"}
 """Weights from which others are computed while the model is made: from shards that may be rounded in another way."""
 
-NOTES = dict.fromkeys(
+NOTES = NOT_TRAINED | dict.fromkeys(
     READ_WHILE_BUILT, "leave `position_embeddings` unsharded: the layer computes another weight from it"
-) | {"FNet": "not trained on CPU devices: XLA's Fourier transform refuses its input's layout"}
+)
 """What the page says of a family."""
 
 

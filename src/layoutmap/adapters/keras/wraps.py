@@ -124,9 +124,9 @@ def _unwrap(thing: Any) -> None:
             own.pop(name, None)
         else:
             own[name] = before
-    session = own.pop(_MARK, None)
-    if session is not None:
-        session.let_go(thing)
+    if _MARK in own:
+        own[_MARK].let_go(thing)
+        del own[_MARK]
 
 
 def _put(thing: Any, wraps: dict[str, Any]) -> None:
