@@ -15,6 +15,7 @@ import keras
 import keras_hub
 import numpy as np
 from keras.src.backend.jax import trainer
+from keras_hub.src.models.vae.vae_backbone import VAEBackbone
 
 import layoutmap as lm
 from layoutmap.adapters.keras import KerasAdapter
@@ -235,6 +236,31 @@ def sam3():
         detr_decoder=hub_layers.SAM3DetrDecoder(**image, **size, num_queries=8),
         mask_decoder=hub_layers.SAM3MaskDecoder(num_upsampling_stages=3, hidden_dim=8, num_heads=2),
     )
+
+
+def stable_diffusion():
+    filters = {f"{side}_num_filters": [32, 32, 32, 32] for side in ("encoder", "decoder")}
+    blocks = {f"{side}_num_blocks": [1, 1, 1, 1] for side in ("encoder", "decoder")}
+    texts = {
+        name: hub.CLIPTextEncoder(**TEXT, intermediate_output_index=0, name=name)
+        for name in ("clip_l", "clip_g")
+    }
+    backbone = hub.StableDiffusion3Backbone(
+        mmdit_patch_size=2,
+        mmdit_hidden_dim=16,
+        mmdit_num_layers=1,
+        mmdit_num_heads=2,
+        mmdit_position_size=8,
+        mmdit_qk_norm=None,
+        mmdit_dual_attention_indices=None,
+        vae=VAEBackbone(**filters, **blocks, sampler_method="mode"),
+        image_shape=(16, 16, 3),
+        **texts,
+    )
+    backbone.configure_scheduler(
+        4
+    )  # or else each call makes it for a number of steps, which JAX compiles for one only
+    return backbone
 
 
 FAMILIES = {
@@ -485,6 +511,7 @@ FAMILIES = {
     "SigLIP": lambda: two_towers("SigLIP"),
     "SmolLM": SMOL,
     "SmolLM3": SMOL,
+    "StableDiffusion3": stable_diffusion,
     "SwinTransformer": {
         "image_shape": (32, 32, 3),
         "embed_dim": 8,
@@ -524,59 +551,19 @@ FAMILIES = {
 
 LEFT_OUT = {
     "FeaturePyramid": "is the base class of others, which have the layers",
-    "StableDiffusion3": "its backbone makes images, in a loop of steps, and is not trained in one call; not tried",
 }
 """Families that are not tried, and why."""
 
-TRAINED = (
-    "Albert",
-    "Bart",
-    "Bert",
-    "BLIP2",
-    "Bloom",
-    "CLIP",
-    "DebertaV3",
-    "DeiT",
-    "DINOV2",
-    "DINOV3",
-    "DistilBert",
-    "Electra",
-    "ESM",
-    "ESM2",
-    "Falcon",
-    "Gemma",
-    "Gemma3",
-    "GPT2",
-    "GPTNeoX",
-    "Llama",
-    "Llama3",
-    "MetaCLIP2",
-    "Mistral",
-    "MiT",
-    "Mixtral",
-    "Moonshine",
-    "OPT",
-    "PARSeq",
-    "Phi3",
-    "Qwen",
-    "Qwen2",
-    "Qwen3",
-    "Qwen3_5",
-    "QwenMoe",
-    "ResNet",
-    "Roberta",
-    "RoformerV2",
-    "SegFormer",
-    "SigLIP",
-    "SmolLM",
-    "SmolLM3",
-    "T5",
-    "VGG",
-    "ViT",
-    "XLMRoberta",
-    "XLNet",
-)
-"""Families that are built and trained, too: what the tests run, and no more than was seen to pass."""
+NOT_TRAINED = {
+    "BASNet": "TODO",
+    "DFine": "TODO",
+    "FNet": "not trained on CPU devices: XLA's Fourier transform refuses its input's layout",
+    "SAM3PromptableConcept": "TODO",
+}
+"""Families that are planned only, and why."""
+
+TRAINED = [name for name in FAMILIES if name not in NOT_TRAINED]
+"""Families that are built and trained, too."""
 
 
 SHAPES = {
@@ -589,9 +576,9 @@ SHAPES = {
 READ_WHILE_BUILT = {"DINOV2": r"\.position_embeddings$", "DepthAnything": r"\.position_embeddings$"}
 """Weights from which others are computed while the model is made: from shards that may be rounded in another way."""
 
-NOTES = dict.fromkeys(
+NOTES = NOT_TRAINED | dict.fromkeys(
     READ_WHILE_BUILT, "leave `position_embeddings` unsharded: the layer computes another weight from it"
-) | {"FNet": "not trained on CPU devices: XLA's Fourier transform refuses its input's layout"}
+)
 """What the page says of a family."""
 
 

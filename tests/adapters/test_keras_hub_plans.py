@@ -232,3 +232,11 @@ def test_every_missing_rule_is_reported(name):
         del layout_map[pattern]
 
         assert expected == {p.subject for p in make_plan(variables, layout_map).problems}
+
+
+@pytest.mark.parametrize("name", few(hub_models.FAMILIES, "gpt2"))
+def test_a_task_has_one_plan(name):
+    """Planned three times, a task has one fingerprint; many compile themselves first, and have samplers with seeds."""
+    plans = [lm.plan(lambda: hub_models.make(name), hub_models.rules(name)) for _ in range(3)]
+
+    assert [plans[0].fingerprint] * 3 == [plan.fingerprint for plan in plans]

@@ -9,11 +9,13 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
+from layoutmap.adapters.keras.loose import find_held
 from layoutmap.adapters.keras.names import stable_names
-from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
-from layoutmap.adapters.keras.private import is_global_seed
+from layoutmap.adapters.keras.paths import find_layers, find_variables, roots, slot_path, sublayers
+from layoutmap.adapters.keras.private import is_global_seed, is_seed_state, without_number
 from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.roles import uses
+from layoutmap.adapters.keras.training import parents_by_name
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, VariableSpec, distinct
 
@@ -40,15 +42,20 @@ def describe(
         parent_of: Returns the weight of a slot, if somebody has seen it being made.
     """
     entries = list(_of_layers(layers))
-    by_variable = {id(entry.variable): entry for entry in entries}
     slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
+    entries += _held(layers, known, {id(entry.variable) for entry in entries} | slots)
+    by_variable = {id(entry.variable): entry for entry in entries}
     reduced = {id(each.slot): each for optimizer in optimizers for each in reduced_slots(optimizer)}
+    # A variable that was made from an array, and is nowhere yet, hands no tag on to its slots.
+    unknown = [v for v in known if id(v) in slots and id(v) not in reduced and parent_of(v) is None]
+    trained = [entry.variable for entry in entries if entry.spec.is_trained]
+    by_name = dict(zip(map(id, unknown), parents_by_name(unknown, trained), strict=True))
     taken: dict[str, set[str]] = {}  # the slots' paths in each model
     for variable in known:
         if id(variable) in by_variable or is_global_seed(variable):
             continue
         of = reduced.get(id(variable))
-        parent = of.weight if of else parent_of(variable)
+        parent = of.weight if of else by_name.get(id(variable), parent_of(variable))
         entry = by_variable.get(id(parent)) if parent is not None else None
         if entry is not None:
             entries.append(_slot(variable, entry, of, taken.setdefault(entry.spec.model, set())))
@@ -65,7 +72,8 @@ def describe(
 
 def describe_alone(variable: Any) -> Entry:
     """A variable that belongs to no layer."""
-    return _entry(variable, variable.path.replace("/", "."), Kind.METRIC)
+    path = ".".join(map(without_number, variable.path.split("/")))
+    return _entry(variable, path, Kind.RNG if is_seed_state(variable) else Kind.METRIC)
 
 
 def layer_paths(layers: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -95,10 +103,9 @@ def unsupported_of(backend: Backend, layers: Sequence[Any], entries: Sequence[En
 
 def _roots(layers: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
     """The layers that are in no other one: the model's name in the plan, what paths begin with, and the layer."""
-    below = {id(child) for layer in layers for child in sublayers(layer)}
-    roots = [layer for layer in layers if id(layer) not in below]
-    names = stable_names(roots)
-    for model, name, root in zip(distinct(names), names, roots, strict=True):
+    tops = roots(layers)
+    names = stable_names(tops)
+    for model, name, root in zip(distinct(names), names, tops, strict=True):
         yield model, "" if isinstance(root, keras.Model) else f"{name}.", root
 
 
@@ -120,6 +127,18 @@ def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
             elif id(found.variable) in used:
                 rest["use"] = used[id(found.variable)]
             yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=model, **rest)
+
+
+def _held(layers: Sequence[Any], known: Sequence[Any], described: set[int]) -> Iterator[Entry]:
+    """Those that other objects than layers hold, by attribute; a metric that a model has goes by its own name."""
+    models = [layer for layer in layers if isinstance(layer, keras.Model)]
+    others = described | {id(variable) for model in models for variable in model.metrics_variables}
+    wanted = {id(variable) for variable in known if not is_global_seed(variable)} - others
+    for model, prefix, root in _roots(layers) if wanted else ():
+        for found in find_held(root, wanted):
+            wanted.discard(id(found.variable))
+            kind = Kind.RNG if found.is_seed else Kind.METRIC
+            yield _entry(found.variable, prefix + found.path, kind, model=model)
 
 
 def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[str]) -> Entry:

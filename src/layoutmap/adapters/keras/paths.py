@@ -15,17 +15,17 @@ the order in which they were assigned. The rest are its aliases.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
 from layoutmap.adapters.keras.names import stable_names
-from layoutmap.adapters.keras.private import Functional
+from layoutmap.adapters.keras.private import Functional, without_number
 from layoutmap.core.variables import distinct
 
-__all__ = ["Found", "find_layers", "find_variables", "slot_path", "sublayers"]
+__all__ = ["Found", "attributes", "find_layers", "find_variables", "roots", "slot_path", "sublayers"]
 
 _MOST_ALIASES = 16
 
@@ -111,6 +111,12 @@ def sublayers(layer: Any) -> Iterator[Any]:
         yield inner
 
 
+def roots(layers: Sequence[Any]) -> list[Any]:
+    """The layers that are in no other one."""
+    below = {id(child) for layer in layers for child in sublayers(layer)}
+    return [layer for layer in layers if id(layer) not in below]
+
+
 def find_layers(root: Any) -> list[tuple[str, Any]]:
     """All layers below a layer or model under each of their paths, in the order of the variables."""
     found: dict[tuple[str, int], Any] = {}
@@ -143,7 +149,7 @@ def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: s
         kind: What kind of slot it is; empty: its name says it.
     """
     if weight is None:
-        path = f"optimizer.{slot.name}"
+        path = f"optimizer.{without_number(slot.name)}"
     else:
         kind = kind or slot.name.removeprefix(weight.path.replace("/", "_") + "_")
         path = f"optimizer.{weight_path}.{kind}"
@@ -189,22 +195,21 @@ def _children(owner: Any) -> list[tuple[str, Any]]:
     children: list[tuple[str, Any]] = []
     if isinstance(owner, (keras.Sequential, Functional)):
         children += zip(stable_names(owner.layers), owner.layers, strict=True)
-    attributes = _attributes(owner)
-    single = [(n, v) for n, v in attributes if not isinstance(v, (Mapping, list, tuple))]
-    children += single + [(n, v) for n, v in attributes if isinstance(v, (Mapping, list, tuple))]
+    walked = [(name, value) for name, value in attributes(owner) if _is_walked(value)]
+    single = [(n, v) for n, v in walked if not isinstance(v, (Mapping, list, tuple))]
+    children += single + [(n, v) for n, v in walked if isinstance(v, (Mapping, list, tuple))]
     if isinstance(owner, keras.layers.Layer):
         children += _unattached(owner, children)
     return children
 
 
-def _attributes(owner: Any) -> list[tuple[str, Any]]:
+def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """What the attributes of an object hold, under public names; not what is only kept books of."""
     values = dict(vars(owner))
     values.update(values.get("_modules") or {})  # torch keeps sublayers apart from the other attributes
-    return [
-        (_public_name(owner, name, values), value)
-        for name, value in values.items()
-        if name not in _BOOKKEEPING and _is_walked(value)
-    ]
+    for name, value in values.items():
+        if name not in _BOOKKEEPING:
+            yield _public_name(owner, name, values), value
 
 
 def _public_name(owner: Any, name: str, values: Mapping[str, Any]) -> str:
@@ -237,7 +242,10 @@ def _unattached(layer: Any, children: list[tuple[str, Any]]) -> list[tuple[str, 
     loose = [thing for thing in tracked if id(thing) not in held and not isinstance(thing, keras.Metric)]
     layers = [thing for thing in loose if isinstance(thing, keras.layers.Layer)]
     variables = [thing for thing in loose if not isinstance(thing, keras.layers.Layer)]
-    return [*zip(stable_names(layers), layers, strict=True), *((v.name, v) for v in variables)]
+    return [
+        *zip(stable_names(layers), layers, strict=True),
+        *((without_number(v.name), v) for v in variables),
+    ]
 
 
 def _ids(child: Any, ids: set[int]) -> None:

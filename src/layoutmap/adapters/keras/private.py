@@ -19,7 +19,8 @@ are read and set by the other modules of this folder, and nowhere else. Those of
     keras.src.optimizers                            BaseOptimizer.__init__; Adafactor._r, _c, _trainable_variables
     keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
                                                     safe_get_h5_dataset, safe_get_h5_group
-    keras.src.utils                                 python_utils.is_default, naming.to_snake_case
+    keras.src.utils                                 python_utils.is_default, naming.to_snake_case, and what its
+                                                    uniquify counts in global_state: "object_name_uids"
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ __all__ = [
     "is_seed_state",
     "outermost_layer",
     "to_snake_case",
+    "without_number",
     "without_value",
 ]
 
@@ -85,7 +87,7 @@ try:
     from keras.src.random.seed_generator import draw_seed
     from keras.src.saving.saving_lib import H5IOStore as KerasStore
     from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
-    from keras.src.utils.naming import to_snake_case
+    from keras.src.utils.naming import to_snake_case, uniquify
     from keras.src.utils.python_utils import is_default
 except ImportError as error:
     raise _moved(str(error)) from error
@@ -97,6 +99,7 @@ global_state: Any = keras_state
 H5IOStore: Any = KerasStore
 
 
+_COUNTS = "object_name_uids"
 _PENDING_LIST = "uninitialized_variables"
 _STATELESS = "stateless_scope"
 _CALL = "current_call_ctx"
@@ -153,6 +156,8 @@ def check_names(more: Names = ()) -> None:
         missing.append(_CALL)
     if inspect.unwrap(keras.models.clone_model).__module__ != CLONING:
         missing.append(CLONING)
+    if _COUNTS not in uniquify.__code__.co_consts:
+        missing.append(_COUNTS)
     if missing:
         raise _moved(", ".join(missing))
 
@@ -204,6 +209,13 @@ def check_keras(more: Names = ()) -> None:
             why="in that mode the global value of each variable is first made on one device, which a layout map avoids",
             fix="unset KERAS_NNX_ENABLED and start again",
         )
+
+
+def without_number(name: str) -> str:
+    """A name, without the number that Keras added to tell it from others of the process, if it did."""
+    prefix, _, number = name.rpartition("_")
+    counts = global_state.get_global_attribute(_COUNTS) or {}
+    return prefix if number.isdecimal() and 0 < int(number) < counts.get(prefix, 0) else name
 
 
 class without_value(Closing):

@@ -84,6 +84,10 @@ class KerasSession(Protocol):
         """Find the layouts of what is pending, before values come one by one, as from a file."""
         ...
 
+    def optimizer_replaced(self, optimizer: Any) -> None:
+        """A model was given another optimizer than this one."""
+        ...
+
     def refuse_in_a_plan(self, name: str) -> None:
         """Raise if this is a dry run, in which nothing gets a value."""
         ...

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import keras
-
 from layoutmap.core.layout import Layout
 
 __all__ = ["Registry", "Table"]
@@ -112,8 +110,8 @@ class Registry:
 
     def weight_of(self, reference: Any) -> Any:
         """Return the variable whose `_layout` this is: Keras hands it on from a weight to the slots of an optimizer."""
-        if isinstance(reference, keras.Variable):
-            return reference
+        if isinstance(reference, weakref.ref):
+            return reference()
         record = self._tagged.get(id(reference))
         return record.variable() if record is not None and record.tag is reference else None
 

@@ -25,6 +25,7 @@ from layoutmap.adapters.keras.describing import Entry, describe, describe_alone,
 from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.initializers import why_global
 from layoutmap.adapters.keras.loading import check_shape
+from layoutmap.adapters.keras.loose import loose
 from layoutmap.adapters.keras.materialize import Materializer
 from layoutmap.adapters.keras.names import is_noted, note_given
 from layoutmap.adapters.keras.paths import find_variables
@@ -33,7 +34,7 @@ from layoutmap.adapters.keras.protocol import Backend, KerasSession, OnThread
 from layoutmap.adapters.keras.reading import is_in_a_call, read_by
 from layoutmap.adapters.keras.registry import Registry, Table
 from layoutmap.adapters.keras.training import adopt_for_training, complete
-from layoutmap.adapters.keras.wraps import wrap_layer, wrap_optimizer
+from layoutmap.adapters.keras.wraps import unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
 from layoutmap.core.current import entered, is_entered
@@ -70,6 +71,7 @@ class Session(KerasSession):
         self._specs = Table[VariableSpec](self._registry)
         self._planned_ahead = Table[Assignment](self._registry)
         self._outputs = Table[tuple[str, Layout | None]](self._registry)
+        self._kept: set[int] = set()  # what was loose when garbage was last collected
         self._is_materializing = False
         self._failed = False
 
@@ -113,6 +115,11 @@ class Session(KerasSession):
         """A model was given an optimizer."""
         self._registry.add_optimizer(optimizer)
 
+    def optimizer_replaced(self, optimizer: Any) -> None:
+        """A model was given another optimizer than this one."""
+        if not any(getattr(layer, "optimizer", None) is optimizer for layer in self._registry.layers()):
+            unwrap_optimizer(optimizer)
+
     def variable_created(
         self, variable: Any, plain_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
     ) -> None:
@@ -122,7 +129,7 @@ class Session(KerasSession):
             with private.without_value():
                 plain_init(variable, initializer, *args, **kwargs)
             make_pending(variable, self)
-            variable._layout = variable  # while it waits, it is its own tag: see `Registry.weight_of`
+            variable._layout = weakref.ref(variable)  # its tag while it waits: see `Registry.weight_of`
         else:
             plain_init(variable, initializer, *args, **kwargs)
         self._registry.add(variable)
@@ -181,16 +188,27 @@ class Session(KerasSession):
             )  # also of what an early read has made by itself
             if not news and not any(is_pending(v) or self._registry.layout_of(v) is None for v in waiting):
                 return
-            if self.context.across:
-                del waiting
-                gc.collect()  # what one process has forgotten, all have: they describe the same variables
-                waiting = self._registry.variables()
+            del waiting
+            self._collect_garbage()
+            waiting = self._registry.variables()
             self._is_materializing = self._failed = True
             try:
                 self._materialize(waiting)
                 self._failed = False
             finally:
                 self._is_materializing = False
+
+    def _collect_garbage(self) -> None:
+        """Have Python forget what nobody holds any more, so that a plan does not depend on when it does by itself.
+
+        Of several processes, what one has forgotten all have: they describe the same variables.
+        """
+        if self.context.across or not self._loose() <= self._kept:
+            gc.collect()
+            self._kept = self._loose()
+
+    def _loose(self) -> set[int]:
+        return loose(self._registry.layers(), self._registry.optimizers(), self._registry.variables())
 
     def _materialize(self, waiting: list[Any]) -> None:
         entries = self._describe()

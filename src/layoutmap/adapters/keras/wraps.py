@@ -28,7 +28,7 @@ from layoutmap.adapters.keras.private import Functional, outermost_layer
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.undoing import all_or_nothing
 
-__all__ = ["CALLS", "call_of", "session_of", "wrap_layer", "wrap_optimizer"]
+__all__ = ["CALLS", "call_of", "session_of", "unwrap_optimizer", "wrap_layer", "wrap_optimizer"]
 
 CALLS = ("call", "quantized_call")
 """The methods by which Keras computes what a layer returns: the second one once it is quantized."""
@@ -79,6 +79,15 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
         wrap_optimizer(each, session)
 
 
+def unwrap_optimizer(optimizer: Any) -> None:
+    """Make an optimizer plain again, which no model has any more: what was wrapped would keep it and its slots."""
+    for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if each is not None:
+            _unwrap(each)
+    for each in getattr(optimizer, "optimizers", ()):
+        unwrap_optimizer(each)
+
+
 def session_of(thing: Any) -> KerasSession | None:
     """The scope that looks after a layer, model or optimizer."""
     return thing.__dict__.get(_MARK)
@@ -107,9 +116,15 @@ def _sessions_below(model: Any) -> set[KerasSession]:
 
 def _begin(thing: Any, session: KerasSession) -> bool:
     """Whether something is still to be wrapped; what another scope wrapped is plain again."""
-    own = thing.__dict__
-    if own.get(_MARK) is session:
+    if thing.__dict__.get(_MARK) is session:
         return False
+    _unwrap(thing)
+    thing.__dict__[_MARK] = session
+    return True
+
+
+def _unwrap(thing: Any) -> None:
+    own = thing.__dict__
     for name, before in own.pop(_BEFORE, {}).items():
         if before is _ABSENT:
             own.pop(name, None)
@@ -117,8 +132,7 @@ def _begin(thing: Any, session: KerasSession) -> bool:
             own[name] = before
     if _MARK in own:
         own[_MARK].let_go(thing)
-    own[_MARK] = session
-    return True
+        del own[_MARK]
 
 
 def _put(thing: Any, wraps: dict[str, Any]) -> None:
@@ -198,10 +212,14 @@ def _compiling(model: Any, session: KerasSession) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def compile(*args: Any, **kwargs: Any) -> Any:
+        before = getattr(model, "optimizer", None)
         with session.defer():
             result = plain(*args, **kwargs)
-            if getattr(model, "optimizer", None) is not None:
-                wrap_optimizer(model.optimizer, session)
+            optimizer = getattr(model, "optimizer", None)
+            if before is not None and before is not optimizer:
+                session.optimizer_replaced(before)
+            if optimizer is not None:
+                wrap_optimizer(optimizer, session)
         return result
 
     return compile

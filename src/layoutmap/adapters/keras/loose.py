@@ -1,0 +1,83 @@
+"""What a scope made that no layer, metric or optimizer of a model has.
+
+Some of it is held by other objects, such as the generator of a sampler, and goes by their attributes. Some is what a
+model was made from and nobody holds any more: a layer that was copied, a smaller model with the same layers. It stays
+alive until Python collects garbage, so the session has it do so before it describes what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import keras
+
+from layoutmap.adapters.keras.paths import Found, attributes, find_layers, roots
+from layoutmap.core.variables import distinct
+
+__all__ = ["find_held", "loose"]
+
+_DEPTH = 4  # of objects in objects, below a layer
+_NOT_SEARCHED = (
+    type,
+    str,
+    bytes,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    keras.layers.Layer,
+    keras.Metric,
+    keras.optimizers.Optimizer,
+    keras.KerasTensor,
+)
+
+
+def loose(layers: Sequence[Any], optimizers: Sequence[Any], variables: Sequence[Any]) -> set[int]:
+    """The ids of all that is in no model, and of the models if there are several: some may be garbage."""
+    tops = roots(layers)
+    models = [layer for layer in layers if isinstance(layer, keras.Model)]
+    used = [model.optimizer for model in models if getattr(model, "optimizer", None) is not None]
+    held = {id(v) for thing in (*tops, *used) for v in thing.variables}
+    held |= {id(v) for model in models for v in model.metrics_variables}
+    found = {id(v) for v in variables if id(v) not in held}
+    found |= {id(optimizer) for optimizer in optimizers if not any(optimizer is each for each in used)}
+    return found | ({id(top) for top in tops} if len(tops) > 1 else set())
+
+
+def find_held(root: Any, wanted: Collection[int]) -> list[Found]:
+    """Find variables in objects that are no layers, below a layer or model.
+
+    Args:
+        root: The layer or model; the paths start at it.
+        wanted: The ids of the variables.
+    """
+    found: dict[int, Found] = {}
+    seen: set[int] = set()
+    for path, layer in [("", root), *find_layers(root)]:
+        for below, variable, is_seed in _held_by(layer, seen, _DEPTH):
+            if id(variable) in wanted:
+                name = f"{path}.{below}" if path else below
+                found.setdefault(id(variable), Found(variable, name, is_seed=is_seed))
+    every = list(found.values())
+    for each, path in zip(every, distinct([each.path for each in every]), strict=True):
+        each.path = path
+    return every
+
+
+def _held_by(owner: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any, bool]]:
+    for name, child in _children(owner):
+        if isinstance(child, keras.Variable):
+            yield name, child, isinstance(owner, keras.random.SeedGenerator)
+        elif depth and id(child) not in seen and not isinstance(child, _NOT_SEARCHED):
+            seen.add(id(child))
+            for path, variable, is_seed in _held_by(child, seen, depth - 1):
+                yield f"{name}.{path}", variable, is_seed
+
+
+def _children(owner: Any) -> list[tuple[str, Any]]:
+    if isinstance(owner, Mapping):
+        return [(str(key), value) for key, value in owner.items()]
+    if isinstance(owner, (list, tuple)):
+        return [(str(i), value) for i, value in enumerate(owner)]
+    return list(attributes(owner)) if hasattr(owner, "__dict__") else []
