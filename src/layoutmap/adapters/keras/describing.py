@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
+from layoutmap.adapters.keras.derived import Derivation, ReducedSlot, derivations, reduced_slots
 from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, slot_path, sublayers
 from layoutmap.adapters.keras.private import is_global_seed
 from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.core.variables import Kind, VariableSpec, distinct
+from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
 
-__all__ = ["Entry", "describe", "describe_alone", "layer_paths", "unsupported_of"]
+__all__ = ["Entry", "describe", "describe_alone", "describe_below", "layer_paths", "unsupported_of"]
 
 
 @dataclass(slots=True)
@@ -29,7 +29,11 @@ class Entry:
 
 
 def describe(
-    layers: Sequence[Any], optimizers: Sequence[Any], known: Sequence[Any], parent_of: Callable[[Any], Any]
+    layers: Sequence[Any],
+    optimizers: Sequence[Any],
+    known: Sequence[Any],
+    parent_of: Callable[[Any], Any],
+    kind_of: Callable[[Any], Kind],
 ) -> list[Entry]:
     """All variables of a scope: those of its models first, in the order of the models, then the rest.
 
@@ -38,6 +42,7 @@ def describe(
         optimizers: Its optimizers.
         known: Its variables, in the order in which they were made.
         parent_of: Returns the weight of a slot, if somebody has seen it being made.
+        kind_of: Returns what a variable is that belongs to no layer and no optimizer.
     """
     entries = list(_of_layers(layers))
     by_variable = {id(entry.variable): entry for entry in entries}
@@ -56,16 +61,29 @@ def describe(
             path = slot_path(variable, None, "", taken.setdefault("", set()))
             entries.append(_entry(variable, path, Kind.SLOT))
         else:
-            entries.append(describe_alone(variable))
+            entries.append(describe_alone(variable, kind_of(variable)))
     alone = [entry for entry in entries if not entry.spec.model]
     for entry, path in zip(alone, distinct([entry.spec.path for entry in alone]), strict=True):
         entry.spec = replace(entry.spec, path=path)
     return entries
 
 
-def describe_alone(variable: Any) -> Entry:
-    """A variable that belongs to no layer."""
-    return _entry(variable, variable.path.replace("/", "."), Kind.METRIC)
+def describe_alone(variable: Any, kind: Kind) -> Entry:
+    """A variable that belongs to no layer and no optimizer; without a name of its own it is numbered anew."""
+    scopes = variable.path.removesuffix(variable.name)
+    return _entry(variable, (scopes + stable_names([variable])[0]).replace("/", "."), kind)
+
+
+def describe_below(layer: Any, prefix: str, variable: Any) -> Entry | None:
+    """Return a variable that is below a layer; `None` if it is not.
+
+    Args:
+        layer: The layer.
+        prefix: What paths begin with.
+        variable: The variable.
+    """
+    entries = _of_layer(layer, "", prefix, derivations([layer]), {})
+    return next((entry for entry in entries if entry.variable is variable), None)
 
 
 def layer_paths(layers: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -106,20 +124,26 @@ def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
     seen: set[int] = set()
     derived, used = derivations(layers), uses(layers)
     for model, prefix, root in _roots(layers):
-        for found in find_variables(root):
-            if id(found.variable) in seen:
-                continue
-            seen.add(id(found.variable))
-            path = prefix + found.path
-            kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
-            rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
-            of = derived.get(id(found.variable))
-            if of is not None:
-                parent = path[: path.rfind(".") + 1] + of.parent
-                rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
-            elif id(found.variable) in used:
-                rest["use"] = used[id(found.variable)]
-            yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=model, **rest)
+        for entry in _of_layer(root, model, prefix, derived, used):
+            if id(entry.variable) not in seen:
+                seen.add(id(entry.variable))
+                yield entry
+
+
+def _of_layer(
+    layer: Any, model: str, prefix: str, derived: Mapping[int, Derivation], used: Mapping[int, Use]
+) -> Iterator[Entry]:
+    for found in find_variables(layer):
+        path = prefix + found.path
+        kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
+        rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
+        of = derived.get(id(found.variable))
+        if of is not None:
+            parent = path[: path.rfind(".") + 1] + of.parent
+            rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
+        elif id(found.variable) in used:
+            rest["use"] = used[id(found.variable)]
+        yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=model, **rest)
 
 
 def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[str]) -> Entry:
