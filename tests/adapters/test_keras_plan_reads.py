@@ -197,7 +197,7 @@ def assign(layer):
 @pytest.mark.parametrize("make", [stacked, functional], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("use", [read, assign], ids=lambda f: f.__name__)
 def test_weights_that_are_used_one_by_one(make, use, monkeypatch):
-    """Each is stored once, in the layout of its rule, and to find its path takes no longer the more layers there are."""
+    """Each is stored once, in the layout of its rule, and to find its path takes no longer with more layers."""
     stored, looks = [], []
     plain_store, plain_look = materialize.Materializer._store, paths._attributes
     monkeypatch.setattr(

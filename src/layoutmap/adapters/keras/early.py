@@ -77,4 +77,4 @@ class EarlyPaths:
             return layer.name
         beside = [each for each in self._registry.layers() if type(each) is type(layer)]
         alone = [each for each in beside if each is layer or each not in self._above]
-        return dict(zip(map(id, alone), stable_names(alone), strict=True))[id(layer)]
+        return stable_names(alone)[next(i for i, each in enumerate(alone) if each is layer)]

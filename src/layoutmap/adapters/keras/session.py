@@ -40,7 +40,7 @@ from layoutmap.core.checksums import checksum
 from layoutmap.core.current import entered, is_entered
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.variables import Assignment, Kind, full_names
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.engines.protocol import Engine
 
 __all__ = ["Session"]
@@ -67,6 +67,7 @@ class Session(KerasSession):
         self._registry = Registry()
         self._materializer = Materializer(self, self._registry)
         self._version_planned = 0
+        self._specs = Table[VariableSpec](self._registry)
         self._early_paths = EarlyPaths(self._registry)
         self._planned_ahead = Table[Assignment](self._registry)
         self._outputs = Table[tuple[str, Layout | None]](self._registry)
@@ -406,7 +407,12 @@ class Session(KerasSession):
     def _entry_of(self, variable: Any) -> Entry:
         layer = self._registry.layer_of(variable)
         found = self._early_paths.entry(variable, layer) if layer is not None else None
-        return found or describe_alone(variable, self._registry.kind_of(variable))
+        if found is not None:
+            return found
+        if not self._specs.is_current():  # slots, metrics, seeds: few are read before all is known
+            self._specs.fill({id(e.variable): e.spec for e in self._describe()})
+        spec = self._specs.get(variable)
+        return Entry(variable, spec) if spec else describe_alone(variable, self._registry.kind_of(variable))
 
     # -- models that exist, and models to be
 
