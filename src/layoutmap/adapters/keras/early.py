@@ -6,8 +6,9 @@ around it; what is placed early is placed again where the final path has another
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import keras
 
@@ -28,14 +29,11 @@ class EarlyPaths:
 
     def __init__(self, registry: Registry):
         self._registry = registry
-        self._num_below: weakref.WeakKeyDictionary[Any, int] = (
-            weakref.WeakKeyDictionary()
-        )  # as it was last seen
-        self._above: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-        self._names: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], dict[int, str]]]
-        self._names = (
-            weakref.WeakKeyDictionary()
-        )  # by layer, the state of the layer then and what is below it
+        # By layer: how many it held when last seen, the one that holds it, and what the layers in it are called
+        # in one state of it.
+        self._num_below: MutableMapping[Any, int] = WeakKeyDictionary()
+        self._above: MutableMapping[Any, ref[Any]] = WeakKeyDictionary()
+        self._names: MutableMapping[Any, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
 
     def entry(self, variable: Any, layer: Any) -> Entry | None:
         """Return a variable as the core will see it; `None` if the layer does not hold it.
@@ -59,7 +57,7 @@ class EarlyPaths:
             if self._num_below.get(each, 0) != len(each._layers):
                 self._num_below[each] = len(each._layers)
                 for below in each._layers:
-                    self._above.setdefault(below, weakref.ref(each))
+                    self._above.setdefault(below, ref(each))
         found = self._above.get(layer)
         above = found() if found is not None else None
         return above if above is not None and any(below is layer for below in above._layers) else None
