@@ -108,6 +108,10 @@ class Session(Protocol):
         """Lay out a model that exists, and look after it as if it had been built here."""
         ...
 
+    def made(self, model: Any) -> bool:
+        """Return whether a model was made here, and did not exist before."""
+        ...
+
     def unbuilt(self) -> Sequence[str]:
         """Return the names of layers that will make weights when they are first called."""
         ...

@@ -151,11 +151,12 @@ def check_parity(
     losses: list[tuple[float, float]] = []
     with adapter.undisturbed():
         adapter.set_seed(seed)
-        plain = make_model()
-        adapter.complete(plain, batch)
-        adapter.set_seed(seed)
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
         adapter.complete(sharded, batch)
+        adapter.set_seed(seed)
+        plain = make_model()
+        _check_apart(adapter, plain, sharded)
+        adapter.complete(plain, batch)
         rows = list(_compare(adapter, plain, sharded, batch, steps, tolerance, losses))
     report = ParityReport(tuple(rows), tuple(losses))
     first = report.first_difference
@@ -171,6 +172,19 @@ def check_parity(
             fix="call with raises=False and look at the report's rows",
         )
     return report
+
+
+def _check_apart(adapter: Adapter, plain: Any, sharded: Any) -> None:
+    """Raise if the plain model has variables of the sharded one, and would be compared with itself."""
+    laid_out = {id(variable) for variable in adapter.variables(sharded).values()}
+    shared = [path for path, variable in adapter.variables(plain).items() if id(variable) in laid_out]
+    if shared:
+        raise ParityError(
+            f"{shared[0]}: the second model that make_model() returns has this variable of the first one",
+            facts={"shared variables": len(shared)},
+            why="a model would be compared with itself",
+            fix="make everything anew inside make_model(): layers, and the optimizer",
+        )
 
 
 def _compare(

@@ -316,5 +316,12 @@ def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
                 why="a scope works inside one library",
                 fix=f"pass library={owner!r}",
             )
+        if not opened.session.made(model):
+            raise ScopeError(
+                f"{type(model).__name__}: the function returned a model that existed before",
+                facts={"model": getattr(model, "name", "")},
+                why="what is laid out here is what is made while the function runs; the model is as it was",
+                fix="make the model inside the function, or lay out the one that exists: layout_map.apply(model)",
+            )
         opened.session.complete(model, inputs)
     return model

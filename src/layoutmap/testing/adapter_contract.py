@@ -187,6 +187,26 @@ class AdapterContract:
             if layout_map[path] is not None:
                 assert layout_map[path] == variable.layout
 
+    def test_a_model_that_existed_is_refused(self):
+        """`plan`, `build` and `check_parity` refuse a model that existed before, name `apply`, and change nothing."""
+        name, make_model = next(iter(self.models().items()))
+        self.adapter.set_seed(7)
+        model, layout_map = make_model(), self.layout_map(name)
+        expected = self.values(model)
+        refused = pytest.raises(lm.ScopeError, match=r"(?s)existed before.*fix .*layout_map\.apply\(model\)")
+        with refused:
+            lm.plan(lambda: model, layout_map, library=self.library)
+        with refused:
+            layout_map.build(lambda: model, library=self.library)
+        with refused:
+            lm.check_parity(lambda: model, layout_map, self.batch(name), library=self.library)
+
+        actual = self.values(model)
+        assert list(expected) == list(actual)
+        assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
+        self.adapter.complete(model, self.batch(name))
+        assert np.isfinite(self.adapter.train_step(model, self.batch(name)))
+
     def test_it_trains_like_one_device(self, name: str):
         """Forward pass, gradients and optimizer steps agree with the plain model."""
         make_model = self.models()[name]

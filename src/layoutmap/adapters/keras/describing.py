@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.derived import ReducedSlot, derivations, reduced_slots
+from layoutmap.adapters.keras.derived import Derivation, ReducedSlot, derivations, reduced_slots
 from layoutmap.adapters.keras.loose import find_held
-from layoutmap.adapters.keras.names import stable_names
+from layoutmap.adapters.keras.names import is_noted, stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, roots, slot_path, sublayers
 from layoutmap.adapters.keras.private import is_global_seed, is_seed_state, without_number
 from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.adapters.keras.training import parents_by_name
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.core.variables import Kind, VariableSpec, distinct
+from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
 
-__all__ = ["Entry", "describe", "describe_alone", "layer_paths", "unsupported_of"]
+__all__ = ["Entry", "describe", "describe_alone", "describe_below", "layer_paths", "unsupported_of"]
 
 
 @dataclass(slots=True)
@@ -31,7 +31,11 @@ class Entry:
 
 
 def describe(
-    layers: Sequence[Any], optimizers: Sequence[Any], known: Sequence[Any], parent_of: Callable[[Any], Any]
+    layers: Sequence[Any],
+    optimizers: Sequence[Any],
+    known: Sequence[Any],
+    parent_of: Callable[[Any], Any],
+    kind_of: Callable[[Any], Kind],
 ) -> list[Entry]:
     """All variables of a scope: those of its models first, in the order of the models, then the rest.
 
@@ -40,10 +44,11 @@ def describe(
         optimizers: Its optimizers.
         known: Its variables, in the order in which they were made.
         parent_of: Returns the weight of a slot, if somebody has seen it being made.
+        kind_of: Returns what a variable is that belongs to no layer and no optimizer.
     """
     entries = list(_of_layers(layers))
     slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
-    entries += _held(layers, known, {id(entry.variable) for entry in entries} | slots)
+    entries += _held(layers, known, {id(entry.variable) for entry in entries} | slots, kind_of)
     by_variable = {id(entry.variable): entry for entry in entries}
     reduced = {id(each.slot): each for optimizer in optimizers for each in reduced_slots(optimizer)}
     # A variable that was made from an array, and is nowhere yet, hands no tag on to its slots.
@@ -63,17 +68,31 @@ def describe(
             path = slot_path(variable, None, "", taken.setdefault("", set()))
             entries.append(_entry(variable, path, Kind.SLOT))
         else:
-            entries.append(describe_alone(variable))
+            entries.append(describe_alone(variable, kind_of(variable)))
     alone = [entry for entry in entries if not entry.spec.model]
     for entry, path in zip(alone, distinct([entry.spec.path for entry in alone]), strict=True):
         entry.spec = replace(entry.spec, path=path)
     return entries
 
 
-def describe_alone(variable: Any) -> Entry:
-    """A variable that belongs to no layer."""
-    path = ".".join(map(without_number, variable.path.split("/")))
-    return _entry(variable, path, Kind.RNG if is_seed_state(variable) else Kind.METRIC)
+def describe_alone(variable: Any, kind: Kind) -> Entry:
+    """A variable that belongs to no layer and no optimizer; without a name of its own it is numbered anew."""
+    *scopes, name = variable.path.split("/")
+    name = stable_names([variable])[0] if is_noted(variable) else without_number(name)
+    path = ".".join([*map(without_number, scopes), name])
+    return _entry(variable, path, Kind.RNG if is_seed_state(variable) else kind)
+
+
+def describe_below(layer: Any, prefix: str, variable: Any) -> Entry | None:
+    """Return a variable that is below a layer; `None` if it is not.
+
+    Args:
+        layer: The layer.
+        prefix: What paths begin with.
+        variable: The variable.
+    """
+    entries = _of_layer(layer, "", prefix, derivations([layer]), {})
+    return next((entry for entry in entries if entry.variable is variable), None)
 
 
 def layer_paths(layers: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -113,23 +132,31 @@ def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
     seen: set[int] = set()
     derived, used = derivations(layers), uses(layers)
     for model, prefix, root in _roots(layers):
-        for found in find_variables(root):
-            if id(found.variable) in seen:
-                continue
-            seen.add(id(found.variable))
-            path = prefix + found.path
-            kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
-            rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
-            of = derived.get(id(found.variable))
-            if of is not None:
-                parent = path[: path.rfind(".") + 1] + of.parent
-                rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
-            elif id(found.variable) in used:
-                rest["use"] = used[id(found.variable)]
-            yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=model, **rest)
+        for entry in _of_layer(root, model, prefix, derived, used):
+            if id(entry.variable) not in seen:
+                seen.add(id(entry.variable))
+                yield entry
 
 
-def _held(layers: Sequence[Any], known: Sequence[Any], described: set[int]) -> Iterator[Entry]:
+def _of_layer(
+    layer: Any, model: str, prefix: str, derived: Mapping[int, Derivation], used: Mapping[int, Use]
+) -> Iterator[Entry]:
+    for found in find_variables(layer):
+        path = prefix + found.path
+        kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
+        rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
+        of = derived.get(id(found.variable))
+        if of is not None:
+            parent = path[: path.rfind(".") + 1] + of.parent
+            rest |= {"parent": parent, "axes": of.axes, "parent_shape": of.shape}
+        elif id(found.variable) in used:
+            rest["use"] = used[id(found.variable)]
+        yield _entry(found.variable, path, Kind.RNG if found.is_seed else kind, model=model, **rest)
+
+
+def _held(
+    layers: Sequence[Any], known: Sequence[Any], described: set[int], kind_of: Callable[[Any], Kind]
+) -> Iterator[Entry]:
     """Those that other objects than layers hold, by attribute; a metric that a model has goes by its own name."""
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
     others = described | {id(variable) for model in models for variable in model.metrics_variables}
@@ -137,7 +164,7 @@ def _held(layers: Sequence[Any], known: Sequence[Any], described: set[int]) -> I
     for model, prefix, root in _roots(layers) if wanted else ():
         for found in find_held(root, wanted):
             wanted.discard(id(found.variable))
-            kind = Kind.RNG if found.is_seed else Kind.METRIC
+            kind = Kind.RNG if found.is_seed else kind_of(found.variable)
             yield _entry(found.variable, prefix + found.path, kind, model=model)
 
 

@@ -1,17 +1,21 @@
 """The hooks into Keras: class attributes that are replaced while a scope is open.
 
-Three class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
-`Variable.__init__` (of the class that all backends share), `Layer.__new__` and the optimizers' `__init__`. All look at
-the current scope of their own thread, so other threads see plain Keras.
+A few class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
+`Variable.__init__` (of the class that all backends share), `Layer.__new__`, `Layer._maybe_build`, the optimizers'
+`__init__` and `SeedGenerator.next`. All look at the current scope of their own thread, so other threads see plain
+Keras.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import keras
 
 from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer
 from layoutmap.core.current import current
@@ -28,6 +32,9 @@ def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
         if not _is_ours(session) or getattr(_inside, "variable", None) is variable:
             plain(variable, initializer, *args, **kwargs)
             return
+        refusal = session.why_not_here()
+        if refusal is not None:
+            raise _Refused(refusal) if _is_being_built(sys._getframe()) else refusal
         before = getattr(_inside, "variable", None)
         _inside.variable = variable  # where another library has wrapped this, it may be wrapped twice
         try:
@@ -58,6 +65,42 @@ def _making_layers(found: Any) -> Any:
     return staticmethod(new)
 
 
+class _Refused(BaseException):
+    """An error on its way out of Keras, which catches any `Exception` of a layer that it builds by calling it."""
+
+
+def _building(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def maybe_build(layer: Any, call_spec: Any) -> None:
+        try:
+            plain(layer, call_spec)
+        except _Refused as refused:
+            if _is_being_built(sys._getframe().f_back):
+                raise
+            raise refused.args[0] from None
+
+    return maybe_build
+
+
+def _is_being_built(frame: Any) -> bool:
+    """Whether a frame runs, at any depth, inside of what takes the place of `Layer._maybe_build`."""
+    while frame is not None and (frame.f_code.co_name, frame.f_code.co_filename) != ("maybe_build", __file__):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _drawing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def draw(generator: Any, ordered: bool = True) -> Any:
+        session = current()
+        if not _is_ours(session):
+            return plain(generator, ordered)
+        with session.drawing(generator):
+            return plain(generator, ordered)
+
+    return draw
+
+
 def _making_optimizers(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,6 +129,8 @@ _PATCHES = Patches(
     [
         Attribute(CommonVariable, "__init__", _making_variables),
         Attribute(Layer, "__new__", _making_layers),
+        Attribute(Layer, "_maybe_build", _building),
+        Attribute(keras.random.SeedGenerator, "next", _drawing),
         Attribute(BaseOptimizer, "__init__", _making_optimizers),
     ]
 )

@@ -1,7 +1,8 @@
 """From a Keras initializer to one of this library.
 
 Keras draws an initializer's seed as an integer when the initializer is *constructed*, so deferring the call changes
-no value. The seed is lifted out of the initializer and handed to the program as an argument: then all variables of one
+no value. Where the seed is a generator, Keras draws from it when the variable is made: see `Materializer.draw_before`.
+The seed is lifted out of the initializer and handed to the program as an argument: then all variables of one
 shape and one kind of initializer share one compiled program.
 """
 
@@ -19,7 +20,14 @@ import numpy as np
 from layoutmap.adapters.keras.private import draw_seed
 from layoutmap.core.initializers import Initializer, Program
 
-__all__ = ["initializer_of", "initializer_of_seed", "why_global"]
+__all__ = [
+    "draws_a_seed",
+    "initializer_of",
+    "initializer_of_seed",
+    "may_draw",
+    "why_global",
+    "with_its_seed",
+]
 
 
 def why_global(initializer: Any, global_init: Mapping[str, str]) -> str:
@@ -79,6 +87,30 @@ def initializer_of_seed(initializer: Any, shape: tuple[int, ...], dtype: str) ->
         return keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype)
 
     return Initializer(value, Program(("seed", shape, dtype), value(), lambda seed: seed))
+
+
+def draws_a_seed(initializer: Any) -> bool:
+    """Whether an initializer of Keras's own draws its seed from a generator, when it is called."""
+    return _is_kerass_own(initializer) and isinstance(
+        getattr(initializer, "seed", None), keras.random.SeedGenerator
+    )
+
+
+def may_draw(initializer: Any) -> bool:
+    """Whether an initializer may draw from a generator when it is called."""
+    return draws_a_seed(initializer) or not _is_kerass_own(initializer)
+
+
+def with_its_seed(initializer: Any, plain: Callable[[Any], Any]) -> Any:
+    """An initializer that `draws_a_seed`, with the seed that it draws now.
+
+    Args:
+        initializer: The initializer.
+        plain: See `initializer_of`.
+    """
+    drawn = copy.copy(initializer)
+    drawn.seed = _Given(plain(draw_seed(initializer.seed)))
+    return drawn
 
 
 class _Given(keras.random.SeedGenerator):

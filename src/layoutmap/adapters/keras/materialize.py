@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 
 from layoutmap.adapters.keras.describing import Entry
-from layoutmap.adapters.keras.initializers import initializer_of, initializer_of_seed
+from layoutmap.adapters.keras.initializers import (
+    draws_a_seed,
+    initializer_of,
+    initializer_of_seed,
+    may_draw,
+    with_its_seed,
+)
 from layoutmap.adapters.keras.loading import check_shape, from_host, is_on_host, sharded_on_the_host
-from layoutmap.adapters.keras.pending import end_pending
+from layoutmap.adapters.keras.pending import end_pending, is_pending
 from layoutmap.adapters.keras.private import is_seed_state
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.registry import Registry
@@ -31,16 +40,70 @@ class Materializer:
     def __init__(self, session: KerasSession, registry: Registry):
         self._session = session
         self._registry = registry
+        self._undrawn: deque[weakref.ref[Any]] = (
+            deque()
+        )  # what may draw from a generator, in the order of making
+
+    def made(self, variable: Any) -> None:
+        """Note a pending variable."""
+        if may_draw(variable._initializer) and not is_seed_state(variable):
+            self._undrawn.append(weakref.ref(variable))
+
+    def draw_before(self, variable: Any, make_now: Callable[[Any], None]) -> None:
+        """Draw what plain Keras has drawn before it makes a variable: each variable draws when it is made.
+
+        Args:
+            variable: The variable; does nothing if it does not draw. `None`: up to now.
+            make_now: Gives a variable its value at once.
+        """
+        if self._session.on_thread.is_initializing:
+            return
+        if variable is not None and not any(ref() is variable for ref in self._undrawn):
+            return
+        while self._undrawn and (first := self._undrawn.popleft()()) is not variable:
+            if first is None or not is_pending(first):
+                continue
+            if draws_a_seed(first._initializer):
+                with self._initializing():
+                    first._initializer = with_its_seed(first._initializer, self._off_mesh)
+            else:
+                make_now(first)
+
+    def draw_in_turn(self, make_now: Callable[[Any], None]) -> None:
+        """Draw one by one where Keras's own initializers, which draw seeds alone, are among others that draw.
+
+        Args:
+            make_now: Gives a variable its value at once.
+        """
+        waiting = [v for ref in self._undrawn if (v := ref()) is not None and is_pending(v)]
+        if len({draws_a_seed(v._initializer) for v in waiting}) > 1:
+            self.draw_before(None, make_now)
+        self._undrawn.clear()
 
     def initialize(self, todo: Sequence[tuple[Entry, Assignment]]) -> None:
         """Initialize pending variables in the order in which they were made: seed generators advance in that order."""
-        order = {id(v): number for number, v in enumerate(self._registry.variables())}
-        todo = sorted(todo, key=lambda pair: order.get(id(pair[0].variable), 0))
+        if len(todo) > 1:
+            order = {id(v): number for number, v in enumerate(self._registry.variables())}
+            todo = sorted(todo, key=lambda pair: order.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
-        initializers = {key: self._initializer_of(v) for key, (v, _) in keyed.items()}
-        arrays = self._session.context.create({key: a for key, (_, a) in keyed.items()}, initializers)
+        with self._initializing():
+            initializers = {key: self._initializer_of(v) for key, (v, _) in keyed.items()}
+            # The state of a generator that a seed was drawn from has a value by now.
+            keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
+            arrays = self._session.context.create({key: a for key, (_, a) in keyed.items()}, initializers)
         for key, (variable, assignment) in keyed.items():
             self._first_value(variable, assignment, arrays[key])
+
+    @contextmanager
+    def _initializing(self) -> Iterator[None]:
+        """While open, what is drawn is drawn in turn."""
+        on_thread = self._session.on_thread
+        outer = on_thread.is_initializing
+        try:
+            on_thread.is_initializing = True
+            yield
+        finally:
+            on_thread.is_initializing = outer
 
     def initialize_plainly(self, variable: Any) -> None:
         """Initialize a variable that belongs to no model as Keras does, and forget it."""
@@ -51,7 +114,10 @@ class Materializer:
         self._registry.forget(variable)
 
     def assign(self, variable: Any, assignment: Assignment, value: Any) -> None:
-        """Give a pending variable an assigned value; its initializer never runs."""
+        """Give a pending variable an assigned value; its initializer never runs, and its seed is drawn all the same."""
+        if draws_a_seed(variable._initializer):
+            with self._initializing():
+                with_its_seed(variable._initializer, self._off_mesh)
         if is_on_host(value):
             check_shape(variable, assignment.variable.path, value)
             array = from_host(assignment, value)

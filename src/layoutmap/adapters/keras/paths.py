@@ -25,7 +25,16 @@ from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.private import Functional, without_number
 from layoutmap.core.variables import distinct
 
-__all__ = ["Found", "attributes", "find_layers", "find_variables", "roots", "slot_path", "sublayers"]
+__all__ = [
+    "Found",
+    "attributes",
+    "find_layers",
+    "find_variables",
+    "names_below",
+    "roots",
+    "slot_path",
+    "sublayers",
+]
 
 _MOST_ALIASES = 16
 
@@ -136,6 +145,21 @@ def find_layers(root: Any) -> list[tuple[str, Any]]:
 
     look(root, "")
     return [(path, layer) for (path, _), layer in found.items()]
+
+
+def names_below(layer: Any) -> dict[int, str]:
+    """What the layers directly below a layer are called in it, by the id of the layer."""
+    names: dict[int, str] = {}
+
+    def look(owner: Any, prefix: str) -> None:
+        for name, child in _children(owner):
+            if isinstance(child, keras.layers.Layer):
+                names.setdefault(id(child), prefix + name)
+            elif isinstance(child, (Mapping, list, tuple)):
+                look(child, f"{prefix}{name}.")
+
+    look(layer, "")
+    return names
 
 
 def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: str = "") -> str:

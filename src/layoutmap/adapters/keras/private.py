@@ -20,7 +20,8 @@ are read and set by the other modules of this folder, and nowhere else. Those of
     keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
                                                     safe_get_h5_dataset, safe_get_h5_group
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case, and what its
-                                                    uniquify counts in global_state: "object_name_uids"
+                                                    uniquify counts in global_state: "object_name_uids";
+                                                    traceback_utils, by _keras_call_info_injected on an error
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 
 import keras
 
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.patches import Closing
 
 __all__ = [
@@ -97,6 +98,9 @@ BaseOptimizer: Any = KerasOptimizer
 Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
 H5IOStore: Any = KerasStore
+
+# An error with it leaves a layer's call as it is. Of others Keras makes another one, of their text alone.
+LayoutMapError._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
 _COUNTS = "object_name_uids"

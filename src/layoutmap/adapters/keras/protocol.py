@@ -34,8 +34,14 @@ Wraps = Mapping[str, Callable[..., Any]]
 class OnThread(threading.local):
     """What goes on in one scope's models on the present thread."""
 
+    opened_at: int = 0
+    """How many frames the thread had where the scope was opened: see `reading.user_depth`."""
+
     call_depth: int = 0
     """In how many calls of layers, or steps, the thread is; 0: outside of any."""
+
+    is_initializing: bool = False
+    """Whether initializers run, which draw what they draw."""
 
     is_exporting: bool = False
     """Whether a model is exported, as a model of one device."""

@@ -1,36 +1,70 @@
-"""Who reads a weight: the layers whose methods run, from the innermost one outwards."""
+"""Who reads or makes a weight: the objects of Keras whose methods run, from the innermost one outwards."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import keras
 
-__all__ = ["is_in_a_call", "read_by"]
+__all__ = ["is_in_a_call", "makers", "read_by", "user_depth"]
 
 _METHODS = ("build", "call", "quantized_call")
 
 
 def is_in_a_call() -> bool:
     """Whether a layer is being called, and that not by one that is being built."""
-    methods = {method for method, _ in _running()}
+    methods = {method for method, _ in _layers_running()}
     return bool(methods) and "build" not in methods
 
 
 def read_by() -> str:
     """The layer whose `build` or `call` runs, for messages; empty if none does."""
-    for method, layer in _running():
+    for method, layer in _layers_running():
         return f"{type(layer).__name__}.{method} of layer {layer.name!r}"
     return ""
 
 
-def _running() -> Iterator[tuple[str, Any]]:
-    frame = sys._getframe()
-    while frame is not None:
+def makers(depth: int) -> Iterator[Any]:
+    """The layers, optimizers, metrics and seed generators of which any method runs, from the innermost one outwards.
+
+    Args:
+        depth: How many frames, the outermost ones, are left out: see `user_depth`.
+    """
+    kinds = (keras.layers.Layer, keras.Optimizer, keras.Metric, keras.random.SeedGenerator)
+    frames = list(_frames())
+    for frame in frames[: len(frames) - depth]:
+        code = frame.f_code
+        if code.co_argcount:
+            thing = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(thing, kinds) and hasattr(type(thing), code.co_name):
+                yield thing
+
+
+def user_depth() -> int:
+    """How many frames there are up to the one that uses this library now, with that one."""
+    frames = list(_frames())
+    own = itertools.takewhile(
+        lambda frame: frame.f_globals.get("__name__", "").partition(".")[0] in ("layoutmap", "contextlib"),
+        frames,
+    )
+    return len(frames) - len(list(own))
+
+
+def _layers_running() -> Iterator[tuple[str, Any]]:
+    """The layers that are being built or called, and the method of each."""
+    for frame in _frames():
         if frame.f_code.co_name in _METHODS:
             layer = frame.f_locals.get("self")
             if isinstance(layer, keras.layers.Layer):
                 yield frame.f_code.co_name, layer
+
+
+def _frames() -> Iterator[FrameType]:
+    frame = sys._getframe()
+    while frame is not None:
+        yield frame
         frame = frame.f_back

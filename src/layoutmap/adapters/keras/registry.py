@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from layoutmap.core.layout import Layout
+from layoutmap.core.variables import Kind
 
 __all__ = ["Registry", "Table"]
 
@@ -22,6 +23,8 @@ class _Record:
     parent: weakref.ref[Any] | None = None
     tag: Any = None
     layout: Layout | None = None
+    layer: weakref.ref[Any] | None = None
+    kind: Kind = Kind.METRIC
 
 
 class Registry:
@@ -70,9 +73,27 @@ class Registry:
 
     # -- variables
 
-    def add(self, variable: Any) -> None:
-        """Add a variable, once."""
-        self._record_of(variable)
+    def add(self, variable: Any, layer: Any = None, kind: Kind = Kind.METRIC) -> None:
+        """Add a variable, once.
+
+        Args:
+            variable: The variable.
+            layer: The layer that made it, if it is known.
+            kind: What it is, if it turns out to belong to no layer and no optimizer.
+        """
+        if id(variable) not in self._records:
+            record = self._record_of(variable)
+            record.layer, record.kind = None if layer is None else weakref.ref(layer), kind
+
+    def layer_of(self, variable: Any) -> Any:
+        """Return the layer that made a variable; `None` if none did, or it is not known."""
+        record = self._records.get(id(variable))
+        return record.layer() if record is not None and record.layer is not None else None
+
+    def kind_of(self, variable: Any) -> Kind:
+        """Return what a variable is that belongs to no layer and no optimizer."""
+        record = self._records.get(id(variable))
+        return record.kind if record is not None else Kind.METRIC
 
     def forget(self, variable: Any) -> None:
         """Forget a variable."""

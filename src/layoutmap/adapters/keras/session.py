@@ -22,23 +22,25 @@ import keras
 
 from layoutmap.adapters.keras import private
 from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, unsupported_of
+from layoutmap.adapters.keras.early import EarlyPaths
 from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.initializers import why_global
 from layoutmap.adapters.keras.loading import check_shape
 from layoutmap.adapters.keras.loose import loose
 from layoutmap.adapters.keras.materialize import Materializer
 from layoutmap.adapters.keras.names import is_noted, note_given
+from layoutmap.adapters.keras.older import existed_before, existing_below
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending, make_pending
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, OnThread
-from layoutmap.adapters.keras.reading import is_in_a_call, read_by
+from layoutmap.adapters.keras.reading import is_in_a_call, makers, read_by, user_depth
 from layoutmap.adapters.keras.registry import Registry, Table
 from layoutmap.adapters.keras.training import adopt_for_training, complete
-from layoutmap.adapters.keras.wraps import unwrap_optimizer, wrap_layer, wrap_optimizer
+from layoutmap.adapters.keras.wraps import session_of, unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
 from layoutmap.core.current import entered, is_entered
-from layoutmap.core.errors import PlanError
+from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.engines.protocol import Engine
@@ -69,6 +71,7 @@ class Session(KerasSession):
         self._materializer = Materializer(self, self._registry)
         self._version_planned = 0
         self._specs = Table[VariableSpec](self._registry)
+        self._early_paths = EarlyPaths(self._registry)
         self._planned_ahead = Table[Assignment](self._registry)
         self._outputs = Table[tuple[str, Layout | None]](self._registry)
         self._kept: set[int] = set()  # what was loose when garbage was last collected
@@ -86,6 +89,8 @@ class Session(KerasSession):
     def defer(self) -> Iterator[None]:
         """While open, variables are made without values; the outermost one materializes them at its end."""
         inside = self._is_open
+        if not inside:
+            self.on_thread.opened_at = user_depth()
         with installed(self.backend.quiet), entered(self):
             yield
         if not inside:
@@ -102,6 +107,45 @@ class Session(KerasSession):
             note_given(layer, given)
         self._registry.add_layer(layer)
         wrap_layer(layer, self)
+
+    def made(self, model: Any) -> bool:
+        """Return whether a model was made here."""
+        return session_of(model) is self
+
+    def why_not_here(self) -> ScopeError | None:
+        """Return the error for a variable that is made now, if it is one of an object that existed before the scope.
+
+        A layer that is built by another one, which was made here, is part of that and laid out with it. A plan must
+        leave it as it is.
+        """
+        plan_only, outermost = self.context.plan_only, None
+        for maker in makers(self.on_thread.opened_at):
+            is_layer = isinstance(maker, keras.layers.Layer)
+            if is_layer and session_of(maker) is not None:
+                return existed_before(outermost, plan_only) if outermost is not None and plan_only else None
+            if is_layer:
+                outermost = maker
+            elif plan_only and isinstance(maker, keras.Optimizer) and session_of(maker) is None:
+                return existed_before(maker, plan_only)
+        return None if outermost is None else existed_before(outermost, plan_only)
+
+    @contextmanager
+    def drawing(self, generator: Any) -> Iterator[None]:
+        """While open, a seed generator is drawn from; in a plan it keeps its state."""
+        if private.in_stateless_scope():
+            yield
+        elif self.context.plan_only:
+            before = generator.state.value * 1
+            yield
+            generator.state.assign(before)
+        else:
+            self.draw_before()
+            yield
+
+    def draw_before(self, variable: Any = None) -> None:
+        """Draw what plain Keras has drawn before it makes a variable, or up to now."""
+        with self.lock, self._outside():
+            self._materializer.draw_before(variable, self.make_now)
 
     def let_go(self, thing: Any) -> None:
         """Forget a layer or an optimizer, with its variables: it belongs to another scope from now on."""
@@ -129,10 +173,17 @@ class Session(KerasSession):
             with private.without_value():
                 plain_init(variable, initializer, *args, **kwargs)
             make_pending(variable, self)
+            self._materializer.made(variable)
             variable._layout = weakref.ref(variable)  # its tag while it waits: see `Registry.weight_of`
         else:
             plain_init(variable, initializer, *args, **kwargs)
-        self._registry.add(variable)
+        found = list(makers(self.on_thread.opened_at))
+        if found:
+            layer = next((maker for maker in found if isinstance(maker, keras.layers.Layer)), None)
+            self._registry.add(variable, layer)
+        else:  # a variable of its own, such as a user's code makes
+            note_given(variable, [v for v in (*args, *kwargs.values()) if isinstance(v, str)])
+            self._registry.add(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
         parent = self._registry.weight_of(reference)
         if parent is not None:
             self._registry.set_parent(variable, parent)
@@ -167,7 +218,13 @@ class Session(KerasSession):
     def _describe(self) -> list[Entry]:
         """Return all variables of the scope: those of the models first, in the order of the models, then the rest."""
         registry = self._registry
-        return describe(registry.layers(), registry.optimizers(), registry.variables(), registry.parent_of)
+        return describe(
+            registry.layers(),
+            registry.optimizers(),
+            registry.variables(),
+            registry.parent_of,
+            registry.kind_of,
+        )
 
     # -- materializing
 
@@ -213,9 +270,12 @@ class Session(KerasSession):
     def _materialize(self, waiting: list[Any]) -> None:
         entries = self._describe()
         assignments = self._assign(entries, complete=not self.unbuilt())
+        if not self.context.plan_only:
+            self._take_existing()
         self._version_planned = self._registry.version
         if self.context.plan_only:
             return
+        self._materializer.draw_in_turn(self.make_now)
         pairs = list(zip(entries, assignments, strict=True))
         self._materializer.initialize([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.context.across:
@@ -229,6 +289,17 @@ class Session(KerasSession):
             if is_pending(variable) and private.is_global_seed(variable):
                 self._materializer.initialize_plainly(variable)
         self.backend.values_changed(self._registry.optimizers(), self._registry.layers())
+
+    def _take_existing(self) -> None:
+        """Look after layers that existed before, where they are part of what was made here, and so are laid out too."""
+        layers = self._registry.layers()
+        for layer in list(existing_below(layers, lambda layer: session_of(layer) is not None)):
+            self._take_layer(layer)
+
+    def _take_layer(self, layer: Any) -> None:
+        self.layer_created(layer)
+        if isinstance(layer, keras.Model):
+            layer.train_function = layer.test_function = layer.predict_function = None
 
     def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
         return self.context.assign(
@@ -287,6 +358,7 @@ class Session(KerasSession):
             if self.context.plan_only:
                 self._check_read(variable)
                 return
+            self.draw_before(variable)
             entry = self._entry_of(variable)
             self._materializer.initialize([(entry, self._assignment_of(entry))])
 
@@ -301,6 +373,7 @@ class Session(KerasSession):
                 return
             entry = self._entry_of(variable)
             self.refuse_in_a_plan(entry.spec.path)
+            self.draw_before(variable)
             self._materializer.assign(variable, self._assignment_of(entry), value)
 
     def plan_ahead(self) -> None:
@@ -356,24 +429,26 @@ class Session(KerasSession):
             )
 
     def _entry_of(self, variable: Any) -> Entry:
-        # Early reads ask for each variable, so they make do with what was found when as many things had been made.
-        if not self._specs.is_current():
+        layer = self._registry.layer_of(variable)
+        found = self._early_paths.entry(variable, layer) if layer is not None else None
+        if found is not None:
+            return found
+        if not self._specs.is_current():  # slots, metrics, seeds: few are read before all is known
             self._specs.fill({id(e.variable): e.spec for e in self._describe()})
         spec = self._specs.get(variable)
-        return Entry(variable, spec) if spec else describe_alone(variable)
+        return Entry(variable, spec) if spec else describe_alone(variable, self._registry.kind_of(variable))
 
     # -- models that exist, and models to be
 
     def take(self, model: Any) -> None:
         """Lay out a model that exists, and look after it as if it had been built here."""
         for layer in model._flatten_layers():
-            self.layer_created(layer)
+            self._take_layer(layer)
         self.adopt(found.variable for found in find_variables(model))
         if isinstance(model, keras.Model):
             if getattr(model, "optimizer", None) is not None:
                 wrap_optimizer(model.optimizer, self)
             adopt_for_training(model, self)
-            model.train_function = model.test_function = model.predict_function = None
         self.materialize()
 
     def complete(self, model: Any, inputs: Any) -> None:

@@ -24,6 +24,7 @@ from layoutmap.adapters.keras.activations import laying_out
 from layoutmap.adapters.keras.batches import sharding_batches
 from layoutmap.adapters.keras.copies import copy_wraps, warn_of_plain_layers
 from layoutmap.adapters.keras.loading import loading, loading_weights
+from layoutmap.adapters.keras.older import existed_before
 from layoutmap.adapters.keras.private import Functional, outermost_layer
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.undoing import all_or_nothing
@@ -63,7 +64,15 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
-    """Make an optimizer open the scope again when it makes its slots; another scope lets go of it."""
+    """Make an optimizer open the scope again when it makes its slots; another scope lets go of it.
+
+    Raises:
+        ScopeError: The scope is that of a plan, and the optimizer existed before it.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    for each in (optimizer, inner) if session.context.plan_only else ():
+        if hasattr(each, "built") and session_of(each) is not session:  # else its __init__ is only beginning
+            raise existed_before(each, plan_only=True)
     if _begin(optimizer, session):
         wraps = {
             "build": _reopening(session, optimizer.build),
@@ -71,7 +80,6 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
         }
         _put(optimizer, {**wraps, **session.backend.optimizer_wraps(optimizer, session)})
         session.optimizer_attached(optimizer)
-    inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them
         wraps = {"load_own_variables": loading(inner, session)}
         _put(inner, {**wraps, **session.backend.optimizer_wraps(inner, session)})

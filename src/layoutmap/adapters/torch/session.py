@@ -132,6 +132,10 @@ class TorchSession:
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
 
+    def made(self, model: torch.nn.Module) -> bool:
+        """Whether a module was made here; one without tensors and children is not seen being made."""
+        return id(model) in self._modules or not model.state_dict(keep_vars=True)
+
     def optimizer_created(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was given parameters."""
         key = id(optimizer)

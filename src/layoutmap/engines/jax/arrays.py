@@ -63,7 +63,7 @@ def from_blocks(
     for ends, devices in holders.items():
         # A copy: on CPU devices JAX would share the memory of a numpy array, and a later change of it would show.
         block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=True)
-        pieces.extend(jax.device_put(block, device) for device in devices)
+        pieces.extend(jax.device_put([block] * len(devices), devices))
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 

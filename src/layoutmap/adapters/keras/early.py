@@ -1,0 +1,78 @@
+"""The path of one variable that gets its value before all are known: by itself, so that many are not a walk each.
+
+It is the path that a walk over everything would find at this moment, without its aliases. The model may still grow
+around it; what is placed early is placed again where the final path has another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import keras
+
+from layoutmap.adapters.keras.describing import Entry, describe_below
+from layoutmap.adapters.keras.names import stable_names
+from layoutmap.adapters.keras.paths import names_below
+from layoutmap.adapters.keras.registry import Registry
+
+__all__ = ["EarlyPaths"]
+
+
+class EarlyPaths:
+    """Finds the paths of single variables of a scope.
+
+    Args:
+        registry: The layers of the scope.
+    """
+
+    def __init__(self, registry: Registry):
+        self._registry = registry
+        # By layer: how many it held when last seen, the one that holds it, and what the layers in it are called
+        # in one state of it.
+        self._num_below: MutableMapping[Any, int] = WeakKeyDictionary()
+        self._above: MutableMapping[Any, ref[Any]] = WeakKeyDictionary()
+        self._names: MutableMapping[Any, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
+
+    def entry(self, variable: Any, layer: Any) -> Entry | None:
+        """Return a variable as the core will see it; `None` if the layer does not hold it.
+
+        Args:
+            variable: The variable.
+            layer: The layer that made it.
+        """
+        prefix = ""
+        top, seen = layer, {id(layer)}
+        while (above := self._holder(top)) is not None and id(above) not in seen:
+            seen.add(id(above))
+            prefix = f"{self._name_in(above, top)}.{prefix}"
+            top = above
+        if not isinstance(top, keras.Model):
+            prefix = f"{self._name_of(top)}.{prefix}"
+        return describe_below(layer, prefix, variable)
+
+    def _holder(self, layer: Any) -> Any:
+        for each in self._registry.layers():
+            if self._num_below.get(each, 0) != len(each._layers):
+                self._num_below[each] = len(each._layers)
+                for below in each._layers:
+                    self._above.setdefault(below, ref(each))
+        found = self._above.get(layer)
+        above = found() if found is not None else None
+        return above if above is not None and any(below is layer for below in above._layers) else None
+
+    def _name_in(self, above: Any, layer: Any) -> str:
+        state = len(vars(above)), len(above._layers)
+        before, names = self._names.get(above, (None, dict[int, str]()))
+        if before != state or id(layer) not in names:
+            names = names_below(above)
+            self._names[above] = state, names
+        return names.get(id(layer), layer.name)
+
+    def _name_of(self, layer: Any) -> str:
+        if stable_names([layer]) == [layer.name]:
+            return layer.name
+        beside = [each for each in self._registry.layers() if type(each) is type(layer)]
+        alone = [each for each in beside if each is layer or each not in self._above]
+        return stable_names(alone)[next(i for i, each in enumerate(alone) if each is layer)]

@@ -1,0 +1,51 @@
+"""What existed before a scope: refused where it would get variables in it, for which there would be no path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+from layoutmap.adapters.keras.paths import sublayers
+from layoutmap.core.errors import ScopeError
+
+__all__ = ["existed_before", "existing_below"]
+
+
+def existed_before(thing: Any, plan_only: bool) -> ScopeError:
+    """Return the error for a layer or an optimizer that would make variables in a scope and was not made in it.
+
+    Args:
+        thing: The layer or optimizer.
+        plan_only: Whether the scope is that of a plan.
+    """
+    kinds = {keras.Optimizer: "optimizer", keras.Model: "model"}
+    kind = next((name for each, name in kinds.items() if isinstance(thing, each)), "layer")
+    where = "plan() was called" if plan_only else "the scope was opened"
+    fix = f"make the {kind} inside the function" if plan_only else f"make the {kind} inside the scope"
+    if kind != "optimizer":
+        fix += ", or lay out a model that exists and has its weights: layout_map.apply(model)"
+    return ScopeError(
+        f"{kind} {thing.name!r} existed before {where}, and would make variables now",
+        why="plan() must leave it as it is, and what it makes here never gets a value"
+        if plan_only
+        else "a scope lays out what is made in it, and has no path for variables of anything else",
+        fix=fix,
+    )
+
+
+def existing_below(layers: Iterable[Any], is_known: Callable[[Any], bool]) -> Iterator[Any]:
+    """The layers below some that are in no scope.
+
+    Args:
+        layers: The layers.
+        is_known: Whether a layer is in a scope.
+    """
+    todo, seen = list(layers), set[int]()
+    while todo:
+        for layer in sublayers(todo.pop()):
+            if id(layer) not in seen and not is_known(layer):
+                seen.add(id(layer))
+                todo.append(layer)
+                yield layer
