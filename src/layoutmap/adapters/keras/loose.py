@@ -28,6 +28,7 @@ _NOT_SEARCHED = (
     MethodType,
     keras.layers.Layer,
     keras.Metric,
+    keras.initializers.Initializer,  # of what is below one, a path begins as that of the weight: rules would match it
     keras.optimizers.Optimizer,
     keras.KerasTensor,
 )
