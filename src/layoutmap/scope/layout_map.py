@@ -81,7 +81,7 @@ class LayoutMap(RuleSet):
         """Make a map of the tensor parallel plan of a Hugging Face transformers model.
 
         Args:
-            plan: A function that makes the model: it is called in a dry run, and has the plan and the parameters.
+            plan: A function that makes the model: a dry run of it shows the plan and the parameters.
                 Or a model, which has both. Or the config of a base model or a plan itself, a dict of styles by path:
                 their paths may need a `prefix`, and what parameters there are is guessed if not given.
             mesh: The mesh.
