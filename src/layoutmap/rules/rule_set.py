@@ -110,12 +110,12 @@ class RuleSet(Rules):
         Any other mapping has no order and stands for a map without activations that says nothing of the rest.
         """
         same = super().__eq__(other)
-        activations, rest = (other._activations, other.rest) if isinstance(other, RuleSet) else ({}, None)
-        return (
-            same
-            if same is NotImplemented
-            else same and self._activations == activations and self.rest == rest
-        )
+        if same is NotImplemented:
+            return same
+        theirs: tuple[object, object] = ({}, None)
+        if isinstance(other, RuleSet):
+            theirs = other._activations, other.rest
+        return same and (self._activations, self.rest) == theirs
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -248,11 +248,12 @@ def mesh_of(mesh: Any) -> Mesh | None:
 
 def _dims_of(mesh: Any) -> str:
     """The dims of another library's mesh as text (JAX, Keras and torch say them alike); else those of an example."""
-    names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None) or ()
-    shape: Any = getattr(mesh, "shape", ())
-    sizes = tuple(shape.values() if isinstance(shape, Mapping) else shape)
-    pairs = list(zip(names, sizes, strict=False))
-    return ",".join(f"{name}={size}" for name, size in pairs) or "batch=2,model=4"
+    names: Any = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        return "batch=2,model=4"
+    shape: Any = mesh.shape
+    sizes: Any = shape.values() if hasattr(shape, "values") else shape
+    return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=False))
 
 
 def _written(rules: Rules) -> str:
