@@ -163,6 +163,10 @@ class Backend(ABC):
         """While open, Keras quantizes a layer."""
         return nullcontext()
 
+    def check_call(self, layer: Any, given: Any, session: KerasSession) -> None:
+        """Raise where a layer cannot be called; it is called with this first argument."""
+        return
+
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
         """Return what to wrap on a layer or model so that it computes in its layouts."""
         return {}

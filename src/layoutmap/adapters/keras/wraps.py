@@ -149,6 +149,7 @@ def _once(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Call
 
     @functools.wraps(method)
     def once(call_spec: Any) -> Any:
+        session.backend.check_call(layer, call_spec.first_arg, session)
         if layer.built:
             return None
         with session.lock:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -16,9 +17,20 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.jax.devices import Device
 
-__all__ = ["canonical", "dtype_of", "from_blocks", "ready", "shards_of"]
+__all__ = ["canonical", "dtype_of", "from_blocks", "ready", "shards_of", "undisturbed"]
 
 NumpyArray = npt.NDArray[Any]
+
+
+@contextmanager
+def undisturbed() -> Generator[None]:
+    """Leave what a program may have entered: any tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit`."""
+    with jax.core.eval_context(), ExitStack() as stack:
+        if not jax.sharding.get_abstract_mesh().empty:
+            stack.enter_context(jax.set_mesh(None))  # type: ignore[arg-type]
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            stack.enter_context(jax.disable_jit(False))
+        yield
 
 
 def dtype_of(name: str, path: str) -> np.dtype[Any]:

@@ -217,9 +217,8 @@ def _unlike(verb: str, said: dict[int, str]) -> ScopeError:
     )
 
 
-def telling(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def telling(plain: Callable[..., Any], session: KerasSession, name: str) -> Callable[..., Any]:
     """`fit`, `evaluate` or `predict`; if it fails here, in a callback or in the data, the others do not wait."""
-    plain = getattr(model, name)
 
     @functools.wraps(plain)
     def told(*args: Any, **kwargs: Any) -> Any:
