@@ -184,8 +184,11 @@ class Backend(ABC):
         """Return what the backend cannot do with a layer, given its path and those of its own weights."""
 
     @abstractmethod
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """Return the loss in training, and its gradient for each trainable variable of a model, as numpy arrays."""
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+        """Return the losses in training by name, and the gradient for each trainable variable, as numpy arrays.
+
+        The gradients of a model with a `train_step` of its own are those that it passes to its optimizers, or `None`.
+        """
 
     def drawing(self, model: Any) -> AbstractContextManager[Any]:
         """While open, what is drawn from a generator of the process depends on how often the model drew before.

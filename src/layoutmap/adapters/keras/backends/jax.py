@@ -13,10 +13,11 @@ import jax.core
 import numpy as np
 
 from layoutmap.adapters.keras.backends.jax_processes import gathered_value, saving
-from layoutmap.adapters.keras.backends.jax_steps import PRIVATE, off_other_meshes, step_wraps
+from layoutmap.adapters.keras.backends.jax_steps import PRIVATE, off_other_meshes, state_of, step_wraps
 from layoutmap.adapters.keras.backends.jax_unsupported import unsupported_of
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
+from layoutmap.adapters.keras.training import has_own_step, recording
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
@@ -107,29 +108,37 @@ class JaxBackend(Backend):
         """What XLA cannot compile of a layer."""
         return unsupported_of(layer, path, weights)
 
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """The loss in training, and its gradients."""
-        optimizer = getattr(model, "optimizer", None)
-        slots = [v.value for v in optimizer.variables] if optimizer is not None else None
-
-        def loss_of(trainable: Any, other: Any, metrics: Any) -> Any:
-            loss, _ = model.compute_loss_and_updates(
-                trainable, other, metrics, x, y, sample_weight, training=True, optimizer_variables=slots
-            )
-            return loss
-
-        values = [
-            [v.value for v in variables]
-            for variables in (
-                model.trainable_variables,
-                model.non_trainable_variables,
-                model.metrics_variables,
-            )
-        ]
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+        """The losses in training, and their gradients."""
         with off_other_meshes():
-            loss, gradients = jax.jit(jax.value_and_grad(loss_of))(*values)
-        whole = get_engine("jax").to_numpy
-        return whole(loss), [whole(gradient) for gradient in gradients]
+            losses, gradients = (_of_own_step if has_own_step(model) else _of_loss)(
+                model, x, y, sample_weight
+            )
+        return jax.tree.map(get_engine("jax").to_numpy, (losses, gradients))
+
+
+def _of_loss(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    optimizer = getattr(model, "optimizer", None)
+    slots = [v.value for v in optimizer.variables] if optimizer is not None else None
+
+    def loss_of(trainable: Any, other: Any, metrics: Any) -> Any:
+        loss, _ = model.compute_loss_and_updates(
+            trainable, other, metrics, x, y, sample_weight, training=True, optimizer_variables=slots
+        )
+        return loss
+
+    trainable, other, _, metrics = state_of(model)
+    loss, gradients = jax.jit(jax.value_and_grad(loss_of))(trainable, other, metrics)
+    return {"loss": loss}, gradients
+
+
+def _of_own_step(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    def step(state: Any, data: Any) -> Any:
+        with recording(model) as found:
+            logs, _ = model.train_step(state, data)
+        return logs, [found.get(id(variable)) for variable in model.trainable_variables]
+
+    return jax.jit(step)(state_of(model), (x, y, sample_weight))
 
 
 def _assign(variable: Any, value: Any) -> None:

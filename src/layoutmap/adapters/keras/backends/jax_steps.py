@@ -22,7 +22,7 @@ from layoutmap.adapters.keras.backends.jax_processes import Rows, telling
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import materialize_for_training
 
-__all__ = ["PRIVATE", "off_other_meshes", "placed", "step_wraps"]
+__all__ = ["PRIVATE", "off_other_meshes", "placed", "state_of", "step_wraps"]
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
 _STEPS = ("train", "test", "predict")
@@ -158,8 +158,13 @@ def _groups(model: Any, number: int) -> list[Any]:
     """Return the lists of variables whose values a state of so many parts has, in its order."""
     groups = [model.trainable_variables, model.non_trainable_variables]
     if number > 3:
-        groups.append(model.optimizer.variables)
+        groups.append(getattr(getattr(model, "optimizer", None), "variables", []))
     return groups if number == 2 else [*groups, model.metrics_variables]
+
+
+def state_of(model: Any) -> tuple[list[Any], ...]:
+    """Return the values that a training step of a model takes."""
+    return tuple([variable.value for variable in group] for group in _groups(model, 4))
 
 
 def _entry(plain: Callable[..., Any], lent: _Lent) -> Callable[..., Any]:
