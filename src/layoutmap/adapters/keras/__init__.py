@@ -114,7 +114,7 @@ class KerasAdapter:
 
     def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """The losses of a batch, and the gradients that the model's step passes to its optimizer, by path."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        x, y, sample_weight = _tensors(batch)
         backend = backend_of(backend_name())
         with backend.drawing(model):
             losses, gradients = backend.gradients(model, x, y, sample_weight)
@@ -124,9 +124,18 @@ class KerasAdapter:
 
     def train_step(self, model: Any, batch: Any) -> dict[str, float]:
         """One optimizer step of a compiled model on a batch; returns the numbers that it logs."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        x, y, sample_weight = _tensors(batch)
         with backend_of(backend_name()).drawing(model):
             return _numbers(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True))
+
+
+def _tensors(batch: Any) -> Any:
+    """The parts of a batch as `fit` passes them to a step: on torch `train_on_batch` passes on arrays of numpy."""
+    return keras.tree.map_structure(
+        lambda each: keras.ops.convert_to_tensor(each) if isinstance(each, np.ndarray) else each,
+        keras.utils.unpack_x_y_sample_weight(batch),
+        none_is_leaf=True,
+    )
 
 
 def _numbers(logs: Any) -> dict[str, float]:

@@ -154,10 +154,11 @@ class TensorFlowBackend(Backend):
         values = [self.read(v) for v in moved]
         optimized = contextlib.nullcontext() if session is None else Unoptimized(session)
         with explained(f"{model.name}: the gradient"), optimized:
-            results = compute(batch)
+            losses, gradients = compute(batch)
         for variable, value in zip(moved, values, strict=True):
             variable.assign(value)  # the call has moved statistics and seeds on
-        return keras.tree.map_structure(lambda each: _numpy(each, session), results, none_is_leaf=True)
+        numbers = {name: _numpy(each, session) for name, each in losses.items()}
+        return numbers, [_numpy(gradient, session) for gradient in gradients]
 
 
 def _of_loss(model: Any, held: list[Any], batch: Any) -> tuple[dict[str, Any], list[Any]]:
