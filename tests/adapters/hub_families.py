@@ -703,7 +703,7 @@ def train(plain, sharded, steps=3):
     adapter, data, worst = KerasAdapter(), batch(plain.backbone), 0.0
     with quick_steps():
         for _ in range(steps):
-            losses = adapter.train_step(plain, data), adapter.train_step(sharded, data)
+            losses = [adapter.train_step(each, data)["loss"] for each in (plain, sharded)]
             worst = max(worst, difference(*losses))
     pairs = zip(weights(plain), weights(sharded), strict=True)
     return max(worst, *(difference(a, b) for a, b in pairs))

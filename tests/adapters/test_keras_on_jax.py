@@ -4,9 +4,12 @@ import jax
 import keras
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from keras_models import assert_held, batch
 
 import layoutmap as lm
+from layoutmap.adapters.keras.backends.jax_steps import placed
+from layoutmap.adapters.keras.wraps import session_of
 
 L = keras.layers
 pytestmark = [
@@ -120,3 +123,128 @@ def test_the_bytes_of_a_plan_are_those_of_the_shards_and_of_the_compiled_step():
     assert sum(held) == scope.plan.device_bytes
     brought = sum(array.addressable_shards[0].data.nbytes for array in data)
     assert sum(held) + brought == compiled.memory_analysis().argument_size_in_bytes
+
+
+MESHES = {
+    "explicit": lambda: jax.make_mesh((2, 4), ("batch", "model"), axis_types=(AxisType.Explicit,) * 2),
+    "auto": lambda: jax.make_mesh((2, 4), ("batch", "model"), axis_types=(AxisType.Auto,) * 2),
+    "one device": lambda: jax.sharding.Mesh(jax.devices()[:1], ("x",)),
+}
+
+
+def fitted(model):
+    x, y = (array[:8] for array in batch("sequential"))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history["loss"]
+    return [*history, model.evaluate(x, y, verbose=0), *np.ravel(model.predict(x, verbose=0))]
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
+def test_a_mesh_that_jax_has_set_changes_nothing(mesh):
+    """Inside `jax.set_mesh`, of whatever mesh, a model is built and trained with the numbers of one device."""
+    keras.utils.set_random_seed(1)
+    expected = fitted(mlp())
+    keras.utils.set_random_seed(1)
+    with jax.set_mesh(mesh()):
+        with make_map().scope(batch_dim="batch"):
+            model = mlp()
+        actual = fitted(model)
+        assert not jax.sharding.get_abstract_mesh().empty
+
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert make_map()["d1.kernel"] == model.layers[0].kernel.layout
+
+
+@pytest.mark.parametrize("name", ["explicit", "one device"])
+def test_a_call_on_another_mesh_is_refused(name):
+    """A model that is called with arrays while another mesh is set says so, and how to call it."""
+    x, _ = batch("sequential")
+    with make_map().scope():
+        model = mlp()
+    with jax.set_mesh(MESHES[name]()):
+        with pytest.raises(lm.ScopeError) as caught:
+            model(x)
+        with jax.set_mesh(None):
+            model(x)
+
+    what, _, mesh, why, fix = str(caught.value).splitlines()
+    assert f"{model.name}: called while jax.set_mesh has another mesh set than that of its weights" == what
+    assert "  mesh      batch=2, model=4" == mesh
+    assert (
+        "  why       JAX computes with arrays of one mesh; those of a layout map are on axes of type Auto"
+        == why
+    )
+    assert "  fix       with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves" == fix
+
+
+def test_without_compilation_first_weights_are_the_same():
+    """Under `jax.disable_jit` a model is built with the first weights that it has without."""
+    keras.utils.set_random_seed(1)
+    expected = mlp().get_weights()
+    keras.utils.set_random_seed(1)
+    with jax.disable_jit(), make_map().scope():
+        model = mlp()
+
+    for one, two in zip(expected, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.long  # each operation is compiled by itself, for eight devices
+def test_without_compilation_a_model_trains_like_one_device():
+    """Under `jax.disable_jit` training steps have the numbers of one device."""
+    keras.utils.set_random_seed(1)
+    expected = fitted(mlp())
+    keras.utils.set_random_seed(1)
+    with jax.disable_jit():
+        with make_map().scope(batch_dim="batch"):
+            model = mlp()
+        actual = fitted(model)
+
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_a_failed_step_has_taken_are_named_as_lost(tmp_path):
+    """Where a program fails after it has begun, the error says that weights are lost, and loading brings them back."""
+
+    class Failing(L.Layer):
+        def call(self, x):
+            def fail(values):
+                raise ValueError("in the middle")
+
+            wanted = jax.ShapeDtypeStruct((), x.dtype)
+            return (
+                x if x.shape[0] != 4 else x + jax.pure_callback(fail, wanted, jax.lax.stop_gradient(x[0, 0]))
+            )
+
+    x, y = (array[:8] for array in batch("sequential"))
+    one_device = lm.LayoutMap(
+        lm.create_mesh("batch=1")
+    )  # of several, those that go on wait for the one that failed
+    with one_device.scope(batch_dim="batch"):
+        model = mlp()
+        model.add(Failing())
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(x, y, verbose=0)
+    model.save_weights(tmp_path / "own.weights.h5")
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        model.fit(x[:4], y[:4], verbose=0)
+    model.load_weights(tmp_path / "own.weights.h5")
+
+    assert caught.value.__notes__[-1] == (
+        f"{model.name}: the step had begun and taken the memory of the weights, so their values are lost: "
+        "load them again, or build the model again"
+    )
+    assert np.isfinite(model.fit(x, y, verbose=0).history["loss"]).all()
+
+
+def test_a_batch_is_copied():
+    """An array of numpy that changes after it was passed on changes no batch on the mesh."""
+    x = np.ones((8, 16), np.float32)
+    with make_map().scope(batch_dim="batch"):
+        model = mlp()
+    placed_batch, nothing = placed((x, None), session_of(model))
+    x[:] = 0
+
+    assert nothing is None
+    assert 1.0 == float(np.asarray(placed_batch).min())
+    assert ("batch", None) == tuple(placed_batch.sharding.spec)

@@ -199,8 +199,8 @@ def test_layers_compute_as_on_one_device(name, rows):
     for each in (plain, model):
         torch.manual_seed(0)
         outputs = adapter.forward(each, x)
-        loss, gradients = adapter.gradients(each, (x, y))
-        results.append([outputs, loss, *gradients.values(), each.train_on_batch(x, y)])
+        losses, gradients = adapter.gradients(each, (x, y))
+        results.append([outputs, losses["loss"], *gradients.values(), each.train_on_batch(x, y)])
 
     for expected, actual in zip(*results, strict=True):
         assert_equal(expected, actual, 1e-4)

@@ -186,10 +186,13 @@ class Adapter(Protocol):
         """Return what a model returns for a batch, in inference; numpy arrays, nested as the model nests them."""
         ...
 
-    def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
-        """Return the loss of a batch, and its gradient for each trainable variable by path, as numpy arrays."""
+    def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the losses of a batch by name, and gradients for trainable variables by path, as numpy arrays.
+
+        A gradient that a model's own step passes to no optimizer of the model is `None`.
+        """
         ...
 
-    def train_step(self, model: Any, batch: Any) -> float:
-        """One optimizer step of a compiled model on a batch; returns the loss before it."""
+    def train_step(self, model: Any, batch: Any) -> dict[str, float]:
+        """One optimizer step of a compiled model on a batch; returns the numbers that it logs, the loss before it."""
         ...

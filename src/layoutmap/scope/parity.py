@@ -64,11 +64,14 @@ class ParityReport:
 
     Args:
         rows: The comparisons.
-        losses: The losses of the plain model and of the sharded one, before each step.
+        losses: The losses of the plain model and of the sharded one, before each step; empty if a step of the model's
+            own logs no `"loss"`.
+        not_compared: What could not be compared, and why.
     """
 
     rows: tuple[ParityRow, ...]
     losses: tuple[tuple[float, float], ...]
+    not_compared: tuple[str, ...] = ()
 
     @property
     def first_difference(self) -> ParityRow | None:
@@ -92,6 +95,7 @@ class ParityReport:
         )
         if left_out:
             lines.append(f"  {left_out} elements left out of the steps: their gradient is only rounding")
+        lines += [f"  not compared: {each}" for each in self.not_compared]
         first = self.first_difference
         verdict = "parity holds" if first is None else f"parity fails, first at {first}"
         return "\n".join([f"{verdict}; largest relative differences:", *lines])
@@ -149,6 +153,7 @@ def check_parity(
     check_maker(make_model, layout_map, "check_parity")
     adapter = get_adapter(library) if library else imported_adapter()
     losses: list[tuple[float, float]] = []
+    missing: list[str] = []
     with adapter.undisturbed():
         adapter.set_seed(seed)
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
@@ -157,8 +162,8 @@ def check_parity(
         plain = make_model()
         _check_apart(adapter, plain, sharded)
         adapter.complete(plain, batch)
-        rows = list(_compare(adapter, plain, sharded, batch, steps, tolerance, losses))
-    report = ParityReport(tuple(rows), tuple(losses))
+        rows = list(_compare(adapter, plain, sharded, batch, steps, tolerance, losses, missing))
+    report = ParityReport(tuple(rows), tuple(losses), tuple(missing))
     first = report.first_difference
     if raises and first is not None:
         raise ParityError(
@@ -195,6 +200,7 @@ def _compare(
     steps: int,
     tolerance: float,
     losses: list[tuple[float, float]],
+    missing: list[str],
 ) -> Iterator[ParityRow]:
     yield from _variables(adapter, "weights", plain, sharded, 0.0)
     outputs = _flat(adapter.forward(plain, batch)), _flat(adapter.forward(sharded, batch))
@@ -202,19 +208,40 @@ def _compare(
         yield ParityRow("forward", f"output {number}", _difference(a, b), tolerance)
     if not steps:
         return
-    loss, gradients = adapter.gradients(plain, batch)
-    other_loss, other_gradients = adapter.gradients(sharded, batch)
-    yield ParityRow("loss", "loss", _difference(np.asarray(loss), np.asarray(other_loss)), tolerance)
-    largest = max((float(np.max(np.abs(g))) for g in gradients.values() if g.size), default=0.0)
+    logs, gradients = adapter.gradients(plain, batch)
+    other_logs, other_gradients = adapter.gradients(sharded, batch)
+    yield from _numbers("loss", logs, other_logs, tolerance)
+    if not logs:
+        missing.append("losses, since the model's train_step logs no number")
+    pairs = zip(other_gradients.items(), gradients.values(), strict=True)
+    found = [(path, a, b) for (path, b), a in pairs if a is not None and b is not None]
+    without = [path for path in other_gradients if path not in {each for each, _, _ in found}]
+    if without:
+        some = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+        missing.append(
+            f"gradients of {some}, since the model's train_step passes them to no optimizer of the model"
+        )
+    largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
     rounding: dict[str, npt.NDArray[np.bool_]] = {}
-    for (path, actual), gradient in zip(other_gradients.items(), gradients.values(), strict=True):
+    for path, gradient, actual in found:
         yield ParityRow("gradient", path, _difference(gradient, actual, least=largest), tolerance)
         rounding[path] = _only_rounding(gradient, actual, largest)
     for step in range(1, steps + 1):
-        losses.append((adapter.train_step(plain, batch), adapter.train_step(sharded, batch)))
-        a, b = (np.asarray(loss) for loss in losses[-1])
-        yield ParityRow(f"step {step}", "loss", _difference(a, b), tolerance)
+        logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, batch)
+        if "loss" in logs and "loss" in other_logs:
+            losses.append((logs["loss"], other_logs["loss"]))
+        yield from _numbers(f"step {step}", logs, other_logs, tolerance)
         yield from _variables(adapter, f"step {step}", plain, sharded, tolerance, rounding)
+
+
+def _numbers(
+    stage: str, expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float
+) -> Iterator[ParityRow]:
+    """Compare the numbers that two steps have logged; one that only the other logs differs."""
+    for name in dict.fromkeys([*expected, *actual]):
+        a, b = (np.asarray(logs.get(name, np.nan)) for logs in (expected, actual))
+        both = name in expected and name in actual
+        yield ParityRow(stage, name, _difference(a, b) if both else float("nan"), tolerance)
 
 
 def _variables(

@@ -112,21 +112,34 @@ class KerasAdapter:
         """Return what a model returns for a batch, in inference."""
         return keras.tree.map_structure(np.asarray, model.predict_on_batch(_x_of(batch)))
 
-    def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
-        """The loss of a batch, and its gradient for each trainable variable by path."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        """The losses of a batch, and the gradients that the model's step passes to its optimizer, by path."""
+        x, y, sample_weight = _tensors(batch)
         backend = backend_of(backend_name())
         with backend.drawing(model):
-            loss, gradients = backend.gradients(model, x, y, sample_weight)
+            losses, gradients = backend.gradients(model, x, y, sample_weight)
         paths = {id(f.variable): f.path for f in find_variables(model)}
         named = zip(model.trainable_variables, gradients, strict=True)
-        return float(loss), {paths[id(v)]: gradient for v, gradient in named}
+        return _numbers(losses), {paths[id(v)]: gradient for v, gradient in named}
 
-    def train_step(self, model: Any, batch: Any) -> float:
-        """One optimizer step of a compiled model on a batch; returns the loss before it."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    def train_step(self, model: Any, batch: Any) -> dict[str, float]:
+        """One optimizer step of a compiled model on a batch; returns the numbers that it logs."""
+        x, y, sample_weight = _tensors(batch)
         with backend_of(backend_name()).drawing(model):
-            return float(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)["loss"])
+            return _numbers(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True))
+
+
+def _tensors(batch: Any) -> Any:
+    """The parts of a batch as `fit` passes them to a step: on torch `train_on_batch` passes on arrays of numpy."""
+    return keras.tree.map_structure(
+        lambda each: keras.ops.convert_to_tensor(each) if isinstance(each, np.ndarray) else each,
+        keras.utils.unpack_x_y_sample_weight(batch),
+        none_is_leaf=True,
+    )
+
+
+def _numbers(logs: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
 
 
 def _x_of(batch: Any) -> Any:

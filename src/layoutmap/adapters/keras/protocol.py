@@ -181,6 +181,10 @@ class Backend(ABC):
         """While open, Keras quantizes a layer."""
         return nullcontext()
 
+    def check_call(self, layer: Any, given: Any, session: KerasSession) -> None:
+        """Raise where a layer cannot be called; it is called with this first argument."""
+        return
+
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
         """Return what to wrap on a layer or model so that it computes in its layouts."""
         return {}
@@ -198,8 +202,11 @@ class Backend(ABC):
         """Return what the backend cannot do with a layer, given its path and those of its own weights."""
 
     @abstractmethod
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """Return the loss in training, and its gradient for each trainable variable of a model, as numpy arrays."""
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+        """Return the losses in training by name, and the gradient for each trainable variable, as numpy arrays.
+
+        The gradients of a model with a `train_step` of its own are those that it passes to its optimizers, or `None`.
+        """
 
     def drawing(self, model: Any) -> AbstractContextManager[Any]:
         """While open, what is drawn from a generator of the process depends on how often the model drew before.

@@ -8,7 +8,8 @@ are wrapped is in `backends`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -21,8 +22,10 @@ __all__ = [
     "adopt_for_training",
     "check_same_batch",
     "complete",
+    "has_own_step",
     "parents_by_name",
     "place_batch",
+    "recording",
     "materialize_for_training",
 ]
 
@@ -102,6 +105,37 @@ def check_same_batch(batch: Any, session: KerasSession) -> None:
     if session.context.across and session.context.check_batches:
         leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
         session.context.check_batch(list(map(keras.ops.convert_to_numpy, leaves)))
+
+
+def has_own_step(model: Any) -> bool:
+    """Whether a model's class brings a `train_step` of its own, whose loss nobody else knows."""
+    return type(model).train_step is not keras.Model.train_step
+
+
+@contextmanager
+def recording(model: Any) -> Generator[dict[int, Any]]:
+    """While open, a model's optimizers update nothing: yields the gradients passed to them, by `id` of the variable."""
+    found: dict[int, Any] = {}
+    held = [model.optimizer, *vars(model).values()]
+    optimizers = {id(each): each for each in held if isinstance(each, keras.optimizers.Optimizer)}.values()
+
+    def noting(optimizer: Any) -> Callable[..., None]:
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+            found.update((id(w), g) for w, g in zip(weights, grads, strict=True) if g is not None)
+
+        return apply
+
+    before = [(each, each.__dict__.get("apply")) for each in optimizers]
+    try:
+        for each, _ in before:
+            each.__dict__["apply"] = noting(each)
+        yield found
+    finally:
+        for each, apply in before:
+            del each.__dict__["apply"]
+            if apply is not None:
+                each.__dict__["apply"] = apply
 
 
 def parents_by_name(slots: Iterable[Any], weights: Iterable[Any]) -> list[Any]:

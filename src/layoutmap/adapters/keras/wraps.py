@@ -191,6 +191,7 @@ def _once(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Call
         outer = outermost_layer()
         if outer is not None and session_of(outer) is None:
             _check_outer(outer, session)
+        session.backend.check_call(layer, call_spec.first_arg, session)
         if layer.built:
             return None
         with session.lock:

@@ -116,7 +116,7 @@ class TorchAdapter:
         finally:
             model.train(was_training)
 
-    def gradients(self, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
+    def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """The loss of a batch, and its gradient for each trainable parameter by path."""
         model.zero_grad()
         with self._drawing(model):
@@ -128,9 +128,9 @@ class TorchAdapter:
                 gradient = torch.zeros_like(each.tensor) if each.tensor.grad is None else each.tensor.grad
                 gradients[each.path] = _array(gradient)
         model.zero_grad()
-        return loss.item(), gradients
+        return {"loss": loss.item()}, gradients
 
-    def train_step(self, model: Any, batch: Any) -> float:
+    def train_step(self, model: Any, batch: Any) -> dict[str, float]:
         """One step of the optimizer that `train_with` was called with; returns the loss before it."""
         optimizer = optimizer_of(model)
         optimizer.zero_grad()
@@ -138,7 +138,7 @@ class TorchAdapter:
             loss = loss_of(model, batch)
             loss.backward()
         optimizer.step()
-        return loss.item()
+        return {"loss": loss.item()}
 
     @contextmanager
     def _drawing(self, model: Any) -> Generator[None]:

@@ -38,7 +38,7 @@ from layoutmap.engines.checks import (
     checked_reader,
     remember,
 )
-from layoutmap.engines.jax.arrays import canonical, dtype_of, from_blocks, ready, shards_of
+from layoutmap.engines.jax.arrays import canonical, dtype_of, from_blocks, ready, shards_of, undisturbed
 from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, device_names
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
@@ -105,7 +105,7 @@ class JaxEngine:
         made: dict[str, Any] = {}
         checksums: list[tuple[str, int]] = []
         try:
-            with jax.core.eval_context():
+            with undisturbed():
                 across = next((s for s in shardings.values() if not s.is_fully_addressable), None)
                 devices: list[Device] = [] if across is None else list(across.mesh.devices.flat)  # type: ignore[union-attr]
                 used = {key: initializers[key] for key in assignments}
@@ -138,7 +138,7 @@ class JaxEngine:
     def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
         """Make an array whose shards are read one by one; see `Engine.from_shards`."""
         sharding, variable = self._checked(assignment), assignment.variable
-        with jax.core.eval_context():
+        with undisturbed():
             checked = checked_reader(variable, read)
             made = from_blocks(variable.shape, np.dtype(jnp.dtype(variable.dtype)), sharding, checked)
             return self._layouts.noted(made, assignment.layout)

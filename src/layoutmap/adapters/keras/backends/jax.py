@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.core
-import keras
 import numpy as np
 
-from layoutmap.adapters.keras.backends.jax_processes import Rows, gathered_value, saving, telling
+from layoutmap.adapters.keras.backends.jax_processes import gathered_value, saving
+from layoutmap.adapters.keras.backends.jax_steps import PRIVATE, off_other_meshes, state_of, step_wraps
 from layoutmap.adapters.keras.backends.jax_unsupported import unsupported_of
+from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
-from layoutmap.adapters.keras.training import materialize_for_training, place_batch
+from layoutmap.adapters.keras.training import has_own_step, recording
+from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
@@ -37,10 +39,16 @@ class JaxBackend(Backend):
         }
     )
 
-    def outside(self) -> AbstractContextManager[Any]:
-        """Leave any tracing that goes on."""
+    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """What `jax_steps` wraps."""
+        return PRIVATE
+
+    @contextmanager
+    def outside(self) -> Generator[None]:
+        """Leave any tracing that goes on, and a mesh that somebody has set."""
         # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, global arrays of them.
-        return jax.core.eval_context()
+        with jax.core.eval_context(), off_other_meshes():
+            yield
 
     def is_tracing(self) -> bool:
         """Whether the code runs inside a compiled function's trace."""
@@ -74,107 +82,63 @@ class JaxBackend(Backend):
                 variable._value = variable._value.copy()
             held.add(id(variable._value))
 
+    def check_call(self, layer: Any, given: Any, session: KerasSession) -> None:
+        """Refuse a call with arrays on another mesh than the weights', or on explicit axes."""
+        set_mesh = jax.sharding.get_abstract_mesh()
+        if set_mesh.empty or not isinstance(given, jax.Array) or in_stateless_scope():
+            return
+        is_auto = all(kind == jax.sharding.AxisType.Auto for kind in set_mesh.axis_types)
+        if is_auto and set_mesh.size == session.policy.mesh.size:
+            return
+        raise ScopeError(
+            f"{layer.name}: called while jax.set_mesh has another mesh set than that of its weights",
+            facts={"set mesh": str(set_mesh.shape_tuple), "mesh": str(session.policy.mesh)},
+            why="JAX computes with arrays of one mesh; those of a layout map are on axes of type Auto",
+            fix="with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves",
+        )
+
     def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
         """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
-        making = {
-            f"make_{name}_function": _making(model, session, name) for name in ("train", "test", "predict")
-        }
-        steps = ("train_step", "test_step", "predict_step")
-        wraps = making | {name: _pinned(model, getattr(model, name), session) for name in steps}
+        wraps = step_wraps(model, session)
         if session.context.across:
-            wraps |= {name: telling(model, session, name) for name in ("fit", "evaluate", "predict")}
-            wraps |= {name: saving(model, session, name) for name in ("save", "save_weights")}
+            wraps = {**wraps, **{name: saving(model, session, name) for name in ("save", "save_weights")}}
         return wraps
 
     def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
         """What XLA cannot compile of a layer."""
         return unsupported_of(layer, path, weights)
 
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """The loss in training, and its gradients."""
-        optimizer = getattr(model, "optimizer", None)
-        slots = [v.value for v in optimizer.variables] if optimizer is not None else None
-
-        def loss_of(trainable: Any, other: Any, metrics: Any) -> Any:
-            loss, _ = model.compute_loss_and_updates(
-                trainable, other, metrics, x, y, sample_weight, training=True, optimizer_variables=slots
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+        """The losses in training, and their gradients."""
+        with off_other_meshes():
+            losses, gradients = (_of_own_step if has_own_step(model) else _of_loss)(
+                model, x, y, sample_weight
             )
-            return loss
-
-        values = [
-            [v.value for v in variables]
-            for variables in (
-                model.trainable_variables,
-                model.non_trainable_variables,
-                model.metrics_variables,
-            )
-        ]
-        loss, gradients = jax.jit(jax.value_and_grad(loss_of))(*values)
-        whole = get_engine("jax").to_numpy
-        return whole(loss), [whole(gradient) for gradient in gradients]
+        return jax.tree.map(get_engine("jax").to_numpy, (losses, gradients))
 
 
-def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
-    plain = getattr(model, f"make_{name}_function")
-    attribute = f"{name}_function"
+def _of_loss(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    optimizer = getattr(model, "optimizer", None)
+    slots = [v.value for v in optimizer.variables] if optimizer is not None else None
 
-    @functools.wraps(plain)
-    def make(force: bool = False) -> Any:
-        materialize_for_training(model, session)
-        if getattr(model, attribute) is None or force:
-            plain(force=force)
-            step = getattr(model, attribute)
-            if session.context.across:
-                run = _across(step, Rows(session, name), name)
-            else:
+    def loss_of(trainable: Any, other: Any, metrics: Any) -> Any:
+        loss, _ = model.compute_loss_and_updates(
+            trainable, other, metrics, x, y, sample_weight, training=True, optimizer_variables=slots
+        )
+        return loss
 
-                def run(state: Any, data: Any) -> Any:
-                    return step(state, (place_batch(b, session) for b in data))
-
-            setattr(model, attribute, run)
-        return getattr(model, attribute)
-
-    return make
+    trainable, other, _, metrics = state_of(model)
+    loss, gradients = jax.jit(jax.value_and_grad(loss_of))(trainable, other, metrics)
+    return {"loss": loss}, gradients
 
 
-def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., Any]:
-    """Steps in several processes, each with its own rows."""
-
-    def run(state: Any, data: Any) -> Any:
-        rows.placed.clear()
-        outputs, new = step(state, rows.place(data))
-        if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
-            jax.block_until_ready((outputs, new))
-        return (rows.own(outputs), new) if name == "predict" else (outputs, new)
-
-    return run
-
-
-def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
-    """A step whose new variable values stay in the layouts of their variables."""
-
-    @functools.wraps(plain)
+def _of_own_step(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
     def step(state: Any, data: Any) -> Any:
-        result, new = plain(state, data)
-        if session.context.across:  # each process is to find its rows, and all numbers, on its own devices
-            by_rows = plain.__name__ == "predict_step"
-            result = keras.tree.map_structure(lambda array: _readable(array, session, by_rows), result)
-        if plain.__name__ == "predict_step":
-            return result, _pin(new, model.non_trainable_variables)
-        groups = [model.trainable_variables, model.non_trainable_variables]
-        if plain.__name__ == "train_step":
-            groups.append(model.optimizer.variables)
-        groups.append(model.metrics_variables)
-        return result, tuple(_pin(values, group) for values, group in zip(new, groups, strict=True))
+        with recording(model) as found:
+            logs, _ = model.train_step(state, data)
+        return logs, [found.get(id(variable)) for variable in model.trainable_variables]
 
-    return step
-
-
-def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
-    if not isinstance(array, jax.Array):
-        return array  # a number that a step of one's own returns
-    layout = session.policy.batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
-    return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
+    return jax.jit(step)(state_of(model), (x, y, sample_weight))
 
 
 def _assign(variable: Any, value: Any) -> None:
@@ -187,13 +151,3 @@ def _assign(variable: Any, value: Any) -> None:
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
     # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
     return np.asarray(gathered_value(variable, get_engine("jax").to_numpy), dtype=dtype)
-
-
-def _pin(values: Any, variables: Any) -> list[Any]:
-    return [_pinned_value(value, v._layout) for value, v in zip(values, variables, strict=True)]
-
-
-def _pinned_value(array: Any, sharding: Any) -> Any:
-    if isinstance(sharding, jax.sharding.Sharding):
-        return jax.lax.with_sharding_constraint(array, sharding)
-    return array

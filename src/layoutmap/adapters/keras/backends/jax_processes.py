@@ -17,6 +17,7 @@ import jax
 import keras
 import numpy as np
 import numpy.typing as npt
+from jax.experimental.sparse import JAXSparse
 
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.checksums import checksum
@@ -76,6 +77,12 @@ class Rows:
     # -- comparing
 
     def _check(self, batch: Any) -> None:
+        if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
+            raise ScopeError(
+                f"{self._verb}: sparse batches are not divided between processes",
+                why="each process brings its own rows, and a sparse array is one list of elements for all rows",
+                fix="pass dense arrays, such as matrix.toarray() of each batch",
+            )
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
         told = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes)
@@ -217,9 +224,8 @@ def _unlike(verb: str, said: dict[int, str]) -> ScopeError:
     )
 
 
-def telling(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def telling(plain: Callable[..., Any], session: KerasSession, name: str) -> Callable[..., Any]:
     """`fit`, `evaluate` or `predict`; if it fails here, in a callback or in the data, the others do not wait."""
-    plain = getattr(model, name)
 
     @functools.wraps(plain)
     def told(*args: Any, **kwargs: Any) -> Any:

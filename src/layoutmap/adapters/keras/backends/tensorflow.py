@@ -36,7 +36,7 @@ from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, 
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
-from layoutmap.adapters.keras.training import materialize_for_training
+from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
@@ -132,8 +132,8 @@ class TensorFlowBackend(Backend):
         """What DTensor cannot do with a layer."""
         return unsupported_of(layer, path, weights)
 
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """The loss in training, and its gradients."""
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+        """The losses in training, and their gradients."""
         session = session_of(model)
         batch = (x, y, sample_weight)
         if session is not None:
@@ -142,26 +142,40 @@ class TensorFlowBackend(Backend):
 
         @tf.function(autograph=False)
         def compute(batch: Any) -> Any:
-            x, y, sample_weight = batch
-            with tf.GradientTape() as tape:
-                y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-                loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             held = [v.value for v in model.trainable_variables]
-            unused_is_zero = tf.UnconnectedGradients.ZERO
-            found = tape.gradient(loss, held, unconnected_gradients=unused_is_zero)
-            gradients = [tf.convert_to_tensor(each) for each in found]
+            losses, found = (_of_own_step if has_own_step(model) else _of_loss)(model, held, batch)
+            gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
             if session is not None:
-                gradients = [as_read(g, h, session) for g, h in zip(gradients, held, strict=True)]
-            return loss, gradients
+                pairs = zip(gradients, held, strict=True)
+                gradients = [None if g is None else as_read(g, h, session) for g, h in pairs]
+            return losses, gradients
 
-        values = [self.read(v) for v in model.non_trainable_variables]
+        moved = [*model.non_trainable_variables, *model.metrics_variables]
+        values = [self.read(v) for v in moved]
         optimized = contextlib.nullcontext() if session is None else Unoptimized(session)
         with explained(f"{model.name}: the gradient"), optimized:
-            loss, gradients = compute(batch)
-        for variable, value in zip(model.non_trainable_variables, values, strict=True):
+            losses, gradients = compute(batch)
+        for variable, value in zip(moved, values, strict=True):
             variable.assign(value)  # the call has moved statistics and seeds on
-        return _numpy(loss, session), [_numpy(gradient, session) for gradient in gradients]
+        numbers = {name: _numpy(each, session) for name, each in losses.items()}
+        return numbers, [_numpy(gradient, session) for gradient in gradients]
+
+
+def _of_loss(model: Any, held: list[Any], batch: Any) -> tuple[dict[str, Any], list[Any]]:
+    x, y, sample_weight = batch
+    with tf.GradientTape() as tape:
+        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+        loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+    return {"loss": loss}, tape.gradient(loss, held, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+
+
+def _of_own_step(model: Any, held: list[Any], batch: Any) -> tuple[dict[str, Any], list[Any]]:
+    with recording(model) as found:
+        logs = model.train_step(batch)
+    return logs, [found.get(id(variable)) for variable in model.trainable_variables]
 
 
 def _numpy(tensor: Any, session: KerasSession | None) -> Any:
+    if not isinstance(tensor, tf.Tensor):
+        return tensor
     return tensor.numpy() if session is None else session.engine.to_numpy(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +18,13 @@ from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import check_same_batch, place_batch
 from layoutmap.adapters.keras.wraps import call_of
+from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 
 __all__ = [
     "as_read",
     "calling",
+    "densified",
     "exporting",
     "inside_a_call",
     "is_plain",
@@ -50,7 +53,7 @@ def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
             session.refuse_in_a_plan(layer.name)
             # The session's lock first, as where weights are made: two threads would else wait for each other.
             with session.lock:
-                args, kwargs = place_batch((args, kwargs), session)
+                args, kwargs = place_batch(densified((args, kwargs), layer), session)
                 with explained(f"{layer.name}: the call"), session.engine.run_on(session.policy.mesh):
                     results = plain(*args, **kwargs)
                 return keras.tree.map_structure(lambda each: _off_mesh(each, session), results)
@@ -130,7 +133,25 @@ def _reading(session: KerasSession, reading: Callable[[Layout], Layout] | None) 
 
 def is_plain(value: Any) -> bool:
     """Whether something is an array that is on no mesh."""
-    return isinstance(value, np.ndarray) or (isinstance(value, tf.Tensor) and not dtensor.is_dtensor(value))
+    if isinstance(value, tf.Tensor):
+        return not dtensor.is_dtensor(value)
+    return isinstance(value, (np.ndarray, tf.SparseTensor))
+
+
+def densified(values: Any, layer: Any) -> Any:
+    """Return dense tensors in the place of sparse ones, of which DTensor holds none."""
+
+    def dense(value: Any) -> Any:
+        if not isinstance(value, tf.SparseTensor):
+            return value
+        warnings.warn(
+            f"{layer.name}: sparse input becomes dense on its way to the mesh, since DTensor holds no sparse tensors",
+            LayoutMapWarning,
+            stacklevel=2,
+        )
+        return tf.sparse.to_dense(tf.sparse.reorder(value))
+
+    return keras.tree.map_structure(dense, values, none_is_leaf=True)
 
 
 def _off_mesh(value: Any, session: KerasSession) -> Any:

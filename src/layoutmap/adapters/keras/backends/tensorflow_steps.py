@@ -10,9 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_calls import (
-    placed,
-)
+from layoutmap.adapters.keras.backends.tensorflow_calls import densified, placed
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
 from layoutmap.adapters.keras.protocol import KerasSession
@@ -77,7 +75,9 @@ class _Step:
 
     def _run(self, batch: Any) -> Any:
         batch = keras.tree.map_structure(
-            lambda a: None if isinstance(a, tf.experimental.Optional) else a, batch, none_is_leaf=True
+            lambda a: None if isinstance(a, tf.experimental.Optional) else a,
+            densified(batch, self._model),
+            none_is_leaf=True,
         )
         signature = tuple(_signature(each) for each in keras.tree.flatten(batch))
         if signature not in self._known:

@@ -26,7 +26,7 @@ from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
-from layoutmap.adapters.keras.training import materialize_for_training
+from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
@@ -138,8 +138,8 @@ class TorchBackend(Backend):
             torch.manual_seed(number)
             yield
 
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """The loss in training, and its gradients."""
+    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+        """The losses in training, and their gradients."""
         session = session_of(model)
         if session is None:
             return _gradients(model, x, y, sample_weight)
@@ -149,18 +149,32 @@ class TorchBackend(Backend):
             return _gradients(model, *batch)
 
 
-def _gradients(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-    kept = [(variable, np.asarray(variable)) for variable in model.non_trainable_variables]
+def _gradients(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    moved = [*model.non_trainable_variables, *model.metrics_variables]
+    kept = [(variable, np.asarray(variable)) for variable in moved]
     model.zero_grad()
+    losses, gradients = (_of_own_step if has_own_step(model) else _of_loss)(model, x, y, sample_weight)
+    model.zero_grad()
+    for variable, value in kept:
+        variable.assign(value)  # the call has moved statistics and seeds on
+    losses = {
+        n: whole(each.detach()) if isinstance(each, torch.Tensor) else each for n, each in losses.items()
+    }
+    return losses, [None if gradient is None else whole(gradient) for gradient in gradients]
+
+
+def _of_loss(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
     y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
     loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     loss.backward()
     held = [variable.value for variable in model.trainable_variables]
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in held]
-    model.zero_grad()
-    for variable, value in kept:
-        variable.assign(value)  # the call has moved statistics and seeds on
-    return whole(loss), [whole(gradient) for gradient in gradients]
+    return {"loss": loss}, [torch.zeros_like(each) if each.grad is None else each.grad for each in held]
+
+
+def _of_own_step(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    with recording(model) as found:
+        logs = model.train_step((x, y, sample_weight))
+    return logs, [found.get(id(variable)) for variable in model.trainable_variables]
 
 
 # -- variables

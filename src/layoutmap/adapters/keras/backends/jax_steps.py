@@ -1,0 +1,259 @@
+"""Training, test and predict steps on the mesh, with the state that Keras takes out of a model for them.
+
+Keras passes the values of all variables to each step and gives their memory away; between two steps no variable has
+one. What fails there, be it the step, its data, a callback or an interrupt, would leave a model without weights.
+
+Private names of Keras, tested on Keras 3.15: those in `PRIVATE`, and a model's _jax_state and _jax_state_synced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+
+from layoutmap.adapters.keras.backends.jax_processes import Rows, telling
+from layoutmap.adapters.keras.protocol import KerasSession, Wraps
+from layoutmap.adapters.keras.training import materialize_for_training
+
+__all__ = ["PRIVATE", "off_other_meshes", "placed", "state_of", "step_wraps"]
+
+PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
+_STEPS = ("train", "test", "predict")
+_ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))
+
+
+def step_wraps(model: Any, session: KerasSession) -> Wraps:
+    """Return what to wrap on a model: batches are placed, layouts kept, and values put back where a step fails."""
+    lent = _Lent(model)
+    wraps: dict[str, Callable[..., Any]] = {name: _entry(getattr(model, name), lent) for name in _ENTRIES}
+    if session.context.across:
+        wraps |= {name: telling(wraps[name], session, name) for name in ("fit", "evaluate", "predict")}
+    wraps |= {f"{name}_step": _pinned(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
+    wraps |= {f"make_{name}_function": _making(model, session, name) for name in _STEPS}
+    wraps["_get_jax_state"] = lent.lending(model._get_jax_state)
+    wraps["_make_function"] = lent.noting(model._make_function)
+    return wraps
+
+
+@contextmanager
+def off_other_meshes() -> Generator[None]:
+    """Leave the mesh that `jax.set_mesh` has set, if there is one: arrays in layouts are on meshes of their own."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+    else:
+        with jax.set_mesh(None):  # type: ignore[arg-type]
+            yield
+
+
+def placed(batch: Any, session: KerasSession) -> Any:
+    """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide.
+
+    All arrays are placed at once, which takes a third of the time of one after the other. Sparse arrays are replicated:
+    theirs is one list of elements for all rows.
+    """
+    policy, native = session.policy, session.engine.native
+    arrays: list[Any] = []
+    shardings: list[Any] = []
+    for leaf in keras.tree.flatten(batch):
+        if not hasattr(leaf, "shape"):
+            continue
+        if isinstance(leaf, JAXSparse):
+            shardings.append(native(policy.replicated(0), 0))
+        else:
+            layout = policy.batch_layout(leaf.shape)
+            if not isinstance(leaf, jax.Array):
+                # A copy: on CPU devices JAX shares the memory of a numpy array, and a later change of it would show.
+                leaf = session.engine.canonical(np.array(leaf))
+            elif len(leaf.sharding.device_set) > 1:  # may need collectives, which the engine waits for
+                leaf = session.engine.relayout(leaf, layout)
+            shardings.append(native(layout, layout.rank))
+        arrays.append(leaf)
+    moved = iter(jax.device_put(arrays, shardings))
+    return keras.tree.map_structure(
+        lambda leaf: next(moved) if hasattr(leaf, "shape") else leaf, batch, none_is_leaf=True
+    )
+
+
+# -- the state of a model
+
+
+class _Lent:
+    """The values that a model's variables have lent to a step that goes on.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._values: Sequence[Any] = ()
+        self.depth = 0  # `fit` evaluates, and what callbacks do may predict
+
+    def lending(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `_get_jax_state` that notes the values before it takes them out of the variables."""
+
+        @functools.wraps(plain)
+        def get(purge_model_variables: bool = False, **groups: bool) -> Any:
+            state = plain(**groups)
+            self._note(state)
+            if purge_model_variables:
+                self._model._purge_model_variables(**groups)
+            return state
+
+        return get
+
+    def noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `_make_function` for steps of which each notes the values that it returns."""
+
+        @functools.wraps(plain)
+        def make(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def noted(state: Any, data: Any) -> Any:
+                result, new = step(state, data)
+                self._note(new)
+                return result, new
+
+            return plain(noted, *args, **kwargs)
+
+        return make
+
+    def _note(self, state: Sequence[Any]) -> None:
+        if self.depth:
+            self._values = state
+
+    def put_back(self, error: BaseException) -> None:
+        """Give each variable that has lost its value the last one that is known."""
+        lost = False
+        for values, variables in zip(self._values, _groups(self._model, len(self._values)), strict=False):
+            for value, variable in zip(values, variables, strict=False):
+                if variable._value is None or variable._value.is_deleted():
+                    variable._value = value
+                lost |= _is_lost(variable._value)
+        self._model._jax_state, self._model._jax_state_synced = None, True
+        if lost:
+            error.add_note(
+                f"{self._model.name}: the step had begun and taken the memory of the weights, so their values are "
+                "lost: load them again, or build the model again"
+            )
+
+    def forget(self) -> None:
+        """Hold no values any more."""
+        self._values = ()
+
+
+def _is_lost(array: Any) -> bool:
+    try:
+        return array.is_deleted() or jax.block_until_ready(array) is None
+    except jax.errors.JaxRuntimeError:  # what computes it has failed
+        return True
+
+
+def _groups(model: Any, number: int) -> list[Any]:
+    """Return the lists of variables whose values a state of so many parts has, in its order."""
+    groups = [model.trainable_variables, model.non_trainable_variables]
+    if number > 3:
+        groups.append(getattr(getattr(model, "optimizer", None), "variables", []))
+    return groups if number == 2 else [*groups, model.metrics_variables]
+
+
+def state_of(model: Any) -> tuple[list[Any], ...]:
+    """Return the values that a training step of a model takes."""
+    return tuple([variable.value for variable in group] for group in _groups(model, 4))
+
+
+def _entry(plain: Callable[..., Any], lent: _Lent) -> Callable[..., Any]:
+    """Return `fit` or one of its like, after whose failure the model is whole."""
+
+    @functools.wraps(plain)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        lent.depth += 1
+        try:
+            with off_other_meshes():
+                return plain(*args, **kwargs)
+        except BaseException as error:
+            lent.put_back(error)
+            raise
+        finally:
+            lent.depth -= 1
+            if not lent.depth:
+                lent.forget()
+
+    return entry
+
+
+# -- steps
+
+
+def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    plain = getattr(model, f"make_{name}_function")
+    attribute = f"{name}_function"
+
+    @functools.wraps(plain)
+    def make(force: bool = False) -> Any:
+        materialize_for_training(model, session)
+        if getattr(model, attribute) is None or force:
+            plain(force=force)
+            step = getattr(model, attribute)
+            if session.context.across:
+                run = _across(step, Rows(session, name), name)
+            else:
+
+                def run(state: Any, data: Any) -> Any:
+                    return step(state, (placed(batch, session) for batch in data))
+
+            setattr(model, attribute, run)
+        return getattr(model, attribute)
+
+    return make
+
+
+def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., Any]:
+    """Steps in several processes, each with its own rows."""
+
+    def run(state: Any, data: Any) -> Any:
+        rows.placed.clear()
+        outputs, new = step(state, rows.place(data))
+        if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
+            jax.block_until_ready((outputs, new))
+        return (rows.own(outputs), new) if name == "predict" else (outputs, new)
+
+    return run
+
+
+def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+    """A step whose new variable values stay in the layouts of their variables."""
+
+    @functools.wraps(plain)
+    def step(state: Any, data: Any) -> Any:
+        result, new = plain(state, data)
+        if session.context.across:  # each process is to find its rows, and all numbers, on its own devices
+            by_rows = plain.__name__ == "predict_step"
+            result = keras.tree.map_structure(lambda array: _readable(array, session, by_rows), result)
+        if plain.__name__ == "predict_step":
+            return result, _pin(new, model.non_trainable_variables)
+        return result, tuple(map(_pin, new, _groups(model, len(new))))
+
+    return step
+
+
+def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
+    if not isinstance(array, jax.Array):
+        return array  # a number that a step of one's own returns
+    layout = session.policy.batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
+    return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
+
+
+def _pin(values: Any, variables: Any) -> list[Any]:
+    return [_pinned_value(value, v._layout) for value, v in zip(values, variables, strict=True)]
+
+
+def _pinned_value(array: Any, sharding: Any) -> Any:
+    if isinstance(sharding, jax.sharding.Sharding):
+        return jax.lax.with_sharding_constraint(array, sharding)
+    return array
