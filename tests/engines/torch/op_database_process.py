@@ -18,8 +18,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["LAYOUTMAP_SIMULATED_DEVICES"] = "10"
-# The database imports a package for its own tests, of which it uses the name of a class.
-sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = unittest.TestCase
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,6 +37,8 @@ PENDING = (2.0, -1.0, 0.0, 0.0, 0.0)  # summands of a tensor, in parts of it: th
 
 def entries():
     """The entries of the database, by name."""
+    # The database imports a package of which it needs the name of a class only.
+    sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = unittest.TestCase
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
@@ -187,7 +187,7 @@ def _close(one, other):
 
 
 def verdicts(name, op, num_samples, num_layouts):
-    """What became of each try of an entry: `right`, `gathered`, `refused: ...`, `error: ...` or `wrong: ...`."""
+    """What became of each try of an entry: `sharded`, `gathered`, `refused: ...`, `error: ...` or `wrong: ...`."""
     for number, sample in enumerate(few_samples(op, num_samples)):
         tensors = {
             id(e): e
@@ -221,7 +221,7 @@ def verdict(op, sample, layouts, in_place, expected):
     differs = difference(expected, actual, layouts)
     if differs:
         return f"wrong: {differs}"
-    return "gathered" if any(issubclass(each.category, LayoutMapWarning) for each in caught) else "right"
+    return "gathered" if any(issubclass(each.category, LayoutMapWarning) for each in caught) else "sharded"
 
 
 def main():

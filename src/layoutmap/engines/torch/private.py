@@ -433,7 +433,9 @@ def guard_operators(answer: Callable[..., Any]) -> None:
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
 
 
-def _answered(answer: Callable[..., Any], handler: Callable[..., Any], op: Any, args: Any, kwargs: Any) -> Any:
+def _answered(
+    answer: Callable[..., Any], handler: Callable[..., Any], op: Any, args: Any, kwargs: Any
+) -> Any:
     mesh = next(each.device_mesh for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)
 
@@ -456,7 +458,9 @@ def specs_of_answer(answer: Any) -> list[Any]:
     if not isinstance(answer, OutputSharding):
         return []
     schema = answer.redistribute_schema
-    found = tree_leaves((answer.output_spec, () if schema is None else (schema.args_schema, schema.kwargs_schema)))
+    found = tree_leaves(
+        (answer.output_spec, () if schema is None else (schema.args_schema, schema.kwargs_schema))
+    )
     return [each for each in found if isinstance(each, DTensorSpec)]
 
 

@@ -1,7 +1,4 @@
-"""Functions along some axes of a DTensor: each device computes its own pieces, with those axes whole.
-
-DTensor has a rule for them, but gradients that are no numbers, or none.
-"""
+"""What takes or puts along one axis of DTensors, at an index: each device computes its own shards of the other axes."""
 
 from __future__ import annotations
 
@@ -55,7 +52,9 @@ _BY_INDEX = (
     *("index_reduce_", "index_select", "take_along_dim"),
 )
 ALONG: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile), on_whole),
+    **dict.fromkeys(
+        (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile), on_whole
+    ),
     **{
         getattr(home, name): _by_index
         for home in (torch.Tensor, torch)

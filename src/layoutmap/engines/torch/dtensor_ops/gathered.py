@@ -1,7 +1,6 @@
-"""Functions of DTensors that are computed on whole tensors, since DTensor has no rule for them.
+"""Functions of DTensors that are computed on gathered tensors, and the warning of operators that are.
 
-Each process computes all of it, from tensors that were gathered for it; its result lies whole on each device. A
-function that is in no table and that DTensor cannot compute is computed so, too, and a warning names it.
+Each process computes all of it, from tensors that were gathered for it; its result is replicated.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
-from layoutmap.engines.torch.dtensor_ops.proven import ANY_ORDER, OF_ELEMENTS, PROVEN, QUIET, SUMS_PASS
+from layoutmap.engines.torch.dtensor_ops.proven import ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, like, placed, replicated, whole
 from layoutmap.engines.torch.private import (
     argument_names,
@@ -60,9 +60,7 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
     name = name if name.endswith("__") else name.removesuffix("_")
     tensors = _dtensors((args, kwargs))
     why = "DTensor's own way is not known to be right"
-    placements = [each for tensor in tensors for each in tensor.placements]
-    ready = all(_is_plain(p) or name in (SUMS_PASS if p.is_partial() else ANY_ORDER) for p in placements)
-    if ready and _is_proven(op, name, args, kwargs):
+    if _is_proven(op, name, args, kwargs) and _may_pass(tensors, name):
         try:
             answer = own()
         except (NotImplementedError, RuntimeError) as error:
@@ -89,10 +87,20 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
 
 def _is_proven(op: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Whether DTensor's own way is right; for a program's own operators that is as the program says."""
-    if name in OF_ELEMENTS:
+    if name in REDUCTIONS:
         place = argument_names(op).index("reduction")
-        return (args[place] if place < len(args) else kwargs.get("reduction")) == 0
+        return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     return name in PROVEN or op.namespace != "aten"
+
+
+def _may_pass(tensors: list[Any], name: str) -> bool:
+    """Whether DTensor's own way is right for the placements of these tensors."""
+    waiting = {p for tensor in tensors for p in tensor.placements if not _is_plain(p)}
+    sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}
+    others = waiting - sums
+    return (not sums or (name in SUMS_PASS and len(sums) == 1)) and (
+        not others or (name in ANY_ORDER and not any(p.is_partial() for p in others))
+    )
 
 
 def _dtensors(values: Any) -> list[Any]:
@@ -135,11 +143,15 @@ def _is_even(tensor: Any) -> bool:
 
 def _on_local(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
     """A view of what each device has all of."""
-    args, kwargs = tree_map(lambda each: local_of(each) if isinstance(each, DTensor) else each, (args, kwargs))
+    args, kwargs = tree_map(
+        lambda each: local_of(each) if isinstance(each, DTensor) else each, (args, kwargs)
+    )
     return tree_map(
-        lambda each: DTensor.from_local(each, mesh, replicated(mesh), run_check=False)
-        if isinstance(each, torch.Tensor)
-        else each,
+        lambda each: (
+            DTensor.from_local(each, mesh, replicated(mesh), run_check=False)
+            if isinstance(each, torch.Tensor)
+            else each
+        ),
         op(*args, **kwargs),
     )
 

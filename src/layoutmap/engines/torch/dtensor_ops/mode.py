@@ -1,20 +1,20 @@
 """Where DTensors compute right: `computing(device_mesh)`.
 
-DTensor 2.13 gets some functions wrong and has no rule for others. While `computing` is open, these are looked up in
-tables, by function, and computed in another way:
+Operators that DTensor is not known to compute right are computed on gathered tensors: see `guard`. These functions are
+looked up in tables before they come to that, and computed without a gather, or with what one device draws:
 
-losses        means over pieces that are cut, labels that are ignored
-norms         statistics of a batch that is cut
-attention     without a gather where the batch or the heads are cut
-convolutions  with output channels that are cut
-recurrent     without a gather where the batch is cut
-randomness    dropout and its like draw whole what the plain program draws
+losses        means over shards, labels that are ignored
+norms         statistics of a batch that is sharded
+attention     sharded along the batch or the heads
+convolutions  with output channels that are sharded
+recurrent     sharded along the batch
+randomness    dropout and its like draw what the plain program draws
 rows          what treats images or elements apart, and has no rule for its gradient
-along         what works along axes, with gradients that DTensor gets wrong
+along         what takes or puts along an axis, at an index
 slices        assignments to a part of a tensor
-gathered      values that are read, and what has no rule at all, on whole tensors
+gathered      values that are read
 
-Any other function is DTensor's own. Plain tensors that meet DTensors count as whole on each device.
+Plain tensors that meet DTensors count as replicated.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ _PROPERTY = types.MethodWrapperType
 
 @plainly
 def _compute(function: Any, args: Any, kwargs: Any) -> Any:
-    """Compute in DTensor's own way, or gathered if that is not proven: see `guard`."""
+    """Compute what is in no table, outside of all modes; `guard` decides how."""
     if function in JOINS:
         args, kwargs = without_empty(args, kwargs)
     return function(*args, **kwargs)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.pieces import Apart, mesh_of
-from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled, whole
+from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled, whole
 
 __all__ = ["NORMS"]
 
