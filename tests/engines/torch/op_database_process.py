@@ -237,13 +237,14 @@ def main():
     if len(names) == 1 and ":" in names[0]:
         first, step = map(int, names[0].split(":"))
         names = list(database)[first::step]
-    found = {}
-    for name in names:
-        try:
-            found[name] = list(verdicts(name, database[name], num_samples, num_layouts))
-        except Exception as error:
-            found[name] = [(f"samples: {type(error).__name__}: {error}", "")]
-    (folder / "outcome.json").write_text(json.dumps(found, indent=1))
+    with (folder / "outcome.jsonl").open("w") as lines:
+        for name in names:
+            try:
+                found = list(verdicts(name, database[name], num_samples, num_layouts))
+            except Exception as error:  # of the database itself
+                found = [(f"no samples: {type(error).__name__}: {error}", "")]
+            lines.write(json.dumps([name, found]) + "\n")
+            lines.flush()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def run(folder, which):
     arguments = [str(folder), which, str(SAMPLES), str(LAYOUTS)]
     done = subprocess.run([sys.executable, str(WORKER), *arguments], capture_output=True, text=True)
     assert 0 == done.returncode, done.stderr[-4000:]
-    return json.loads((Path(folder) / "outcome.json").read_text())
+    return dict(map(json.loads, (Path(folder) / "outcome.jsonl").read_text().splitlines()))
 
 
 def neither_right_nor_refused(found):
