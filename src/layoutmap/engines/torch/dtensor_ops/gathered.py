@@ -19,7 +19,7 @@ from layoutmap.engines.torch.dtensor_ops.pieces import mesh_of
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, like, whole
 from layoutmap.engines.torch.private import tree_leaves, tree_map
 
-__all__ = ["READS", "changes_in_place", "name_of", "on_whole", "read", "warn_of_gathering"]
+__all__ = ["GATHERED", "READS", "changes_in_place", "name_of", "on_whole", "read", "warn_of_gathering"]
 
 
 def on_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -106,3 +106,14 @@ _READING = (
 READS = dict.fromkeys(
     [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero], read
 )
+
+
+def _split(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`tensor_split`, whose places torch reads from memory."""
+    return function(args[0], *map(_plain, args[1:]), **tree_map(_plain, kwargs))
+
+
+GATHERED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_whole),
+    **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),
+}

@@ -90,7 +90,8 @@ def _is_proven(op: Any, name: str, args: Any, kwargs: Any) -> bool:
     if name in REDUCTIONS:
         place = argument_names(op).index("reduction")
         return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
-    return name in PROVEN or op.namespace != "aten"
+    changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
+    return (name in PROVEN and not changes_shape) or op.namespace != "aten"
 
 
 def _may_pass(tensors: list[Any], name: str) -> bool:

@@ -10,9 +10,8 @@ convolutions  with output channels that are sharded
 recurrent     sharded along the batch
 randomness    dropout and its like draw what the plain program draws
 rows          what treats images or elements apart, and has no rule for its gradient
-along         what takes or puts along an axis, at an index
 slices        assignments to a part of a tensor
-gathered      values that are read
+gathered      values that are read, and what changes the shape of a tensor in place on its way
 
 Plain tensors that meet DTensors count as replicated.
 """
@@ -30,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.torch.dtensor_ops.along import ALONG
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
 from layoutmap.engines.torch.dtensor_ops.gathered import (
+    GATHERED,
     READS,
     changes_in_place,
     on_whole,
@@ -75,7 +74,7 @@ _HANDLERS: dict[Any, Handler] = {
     **RANDOM,
     **ROWS,
     **RECURRENT,
-    **ALONG,
+    **GATHERED,
     **READS,
     torch.Tensor.__setitem__: assign,
 }
@@ -131,7 +130,10 @@ class _Computing(TorchFunctionMode):
             args, kwargs = _all_on_mesh(args, kwargs, mesh)
         handler = _HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs)
+            result = handler(func, args, kwargs)
+            if func in VIEWS:
+                mark_copies(args[0], result)
+            return result
         if func not in _THIN and can_be_unwrapped(func):
             with self:
                 return unwrapped(func)(*args, **kwargs)
