@@ -126,6 +126,7 @@ CHEAP = {
     "test_tensorflow_variable",
     "test_tiles",
     "test_torch_errors",
+    "test_torch_numbers",
     "test_torch_tp_plan",
     "test_wrong_numbers",
 }

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "WRONG_ONCE", "Case"]
 
 Case = tuple[Callable[..., Any], dict[str, torch.Tensor]]
 
@@ -201,6 +201,15 @@ add("pairwise_distance", F.pairwise_distance, x=normal(8, 6), x2=normal(8, 6))
 add("cdist", torch.cdist, x=normal(8, 6), x2=normal(8, 6))
 for _order in (1, 2, 3, float("inf")):
     add(f"vector_norm {_order}", lambda x, order=_order: torch.linalg.vector_norm(x, order), x=normal(8, 6))
+
+
+def _native(x, w, w2, s, s2):
+    return torch.native_batch_norm(x, w, w2, s, s2, True, 0.1, 1e-5)[0], s, s2
+
+
+def _channels_last(x):
+    return (x * 1).to(memory_format=torch.channels_last)
+
 
 # -- images and sequences
 
@@ -405,3 +414,64 @@ def _mix(x):
 
 add("assignments", _assign, x=normal(8, 6), x2=normal(8, 6))
 add("plain tensors among them", _mix, x=normal(8, 6))
+
+
+# -- what was wrong without an error until it was found in use, or with torch's database of operators
+
+_before = len(CASES)
+
+
+def add_unary(name: str, function: Callable[..., Any], *shape: int, **tensors: torch.Tensor) -> None:
+    add(name, function, x=normal(*shape), **tensors)
+
+
+_logits = {"x": normal(8, 6), "t": uniform(8, 6), "c": uniform(6)}
+_of_logits = F.binary_cross_entropy_with_logits
+add("logits, weighted", lambda x, t, c: _of_logits(x, t, pos_weight=c), **_logits)
+add("logits, weighted by class", lambda x, t, c: _of_logits(x, t, c), **_logits)
+add_unary("new_ones", lambda x: x * x.new_ones(x.shape), 8, 6)
+add_unary("new_full", lambda x: x * x.new_full(x.shape, 2.0), 8, 6)
+add_unary("ones_like", lambda x: x * torch.ones_like(x) + torch.full_like(x, 3), 8, 6)
+add_unary("a number over it", lambda x: 2.0 / x, 8, 6)
+add_unary("a number and it", lambda x: (x + 1.5) * 2 - 0.5, 8, 6)
+add("a tensor over it", lambda x, x2: x2 / x, x=normal(8, 6), x2=normal(8, 6))
+add("a product", lambda x, x2: x * x2 * x, x=normal(8, 6), x2=normal(8, 6))
+add("lerp", torch.lerp, x=normal(8, 6), x2=normal(8, 6), x3=normal(8, 6))
+add("lerp by itself", lambda x: torch.lerp(x, torch.ones_like(x), x), x=normal(8, 6))
+add(
+    "linear of a vector", lambda x, w, w2: F.linear(x[0], w, w2), x=normal(8, 6), w=normal(4, 6), w2=normal(4)
+)
+add_unary("dropout, transposed", lambda x: F.dropout(x.mT, 0.4), 8, 6)
+add_unary("dropout of images, channels last", lambda x: F.dropout(_channels_last(x), 0.4), 8, 4, 2, 2)
+add("addcdiv", lambda x, x2, x3: torch.addcdiv(x, x2, x3), x=normal(8, 6), x2=normal(8, 6), x3=normal(8, 6))
+add("addcmul", lambda x, x2, x3: torch.addcmul(x, x2, x3), x=normal(8, 6), x2=normal(8, 6), x3=normal(8, 6))
+add(
+    "batch_norm of waiting statistics",
+    _tracked(F.batch_norm, training=True),
+    x=normal(8, 4),
+    s=normal(4),
+    s2=uniform(4),
+)
+add("native_batch_norm", _native, x=normal(8, 4), w=normal(4), w2=normal(4), s=normal(4), s2=uniform(4))
+add("mvlgamma", lambda t: torch.mvlgamma(t, 2), t=uniform(8, 6) + 4)
+add("ormqr", torch.ormqr, x=normal(6, 4), w=normal(4), x2=normal(6, 4))
+add("householder_product", torch.linalg.householder_product, x=normal(6, 4), w=normal(4))
+add_unary("as_strided", lambda x: torch.as_strided(x, (3, 2), (6, 2), 1), 8, 6)
+add_unary("as_strided_copy", lambda x: torch.as_strided_copy(x.mT.contiguous(), (3, 2), (4, 2), 1), 8, 6)
+add_unary("squeeze_copy", torch.squeeze_copy, 8, 1, 6)
+add(
+    "masked.logsumexp", lambda x, t: torch.masked.logsumexp(x, 1, mask=t), x=normal(8, 6), t=normal(8, 6) > -1
+)
+add_unary("cov", torch.cov, 4, 6)
+add_unary("rand_like, transposed", lambda x: torch.rand_like(x.mT) * x.mT, 8, 6)
+add_unary("half", lambda x: x.half(), 8, 6)
+add_unary("half, channels last", lambda x: x.to(torch.half, memory_format=torch.channels_last), 8, 2, 2, 2)
+add("copysign", torch.copysign, x=normal(8, 6), x2=normal(8, 6))
+add_unary("copysign of a number", lambda x: torch.copysign(x, -1.0), 8, 6)
+add_unary("chunk", lambda x: [each * (i + 1) for i, each in enumerate(torch.chunk(x, 3, 0))], 8, 6)
+add_unary("slices", lambda x: x[1:7:2, 1:4] * x[:3, 2:5], 8, 6)
+add_unary("an index in a list", lambda x: x[[2, 0, 1]], 8, 6)
+add("quantiles", lambda x, c: torch.quantile(x, c, 1, keepdim=True), x=normal(8, 6), c=uniform(3))
+add_unary("quantiles of all", lambda x: torch.quantile(x, 0.4), 8, 6)
+add_unary("extremes", lambda x: (x.amax(0), x.amin((0, 1)), x.max(1)[0], x.min()), 8, 6)
+WRONG_ONCE = list(CASES)[_before:]

@@ -9,7 +9,9 @@ torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNo
                                         simulated in one process; _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the modes
                                         that are active, of the process or of each thread
 torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was taken from
-torch.distributed.tensor                what it raises where it has no rule, as text: NO_RULE
+torch.distributed.tensor.DTensor        _op_dispatcher: _propagate_op_sharding_dispatch_slow_path, asked about operators
+                                        of which it does not know yet what to do, and _custom_op_handlers
+torch.distributed.tensor._op_schema     OutputSharding: what it does about one
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse;
                                         ShardOrderEntry: one axis that is sharded over several mesh dims, in any order
 torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
@@ -47,7 +49,6 @@ __all__ = [
     "LocalIntNode",
     "LocalTensor",
     "LocalTensorMode",
-    "NO_RULE",
     "ShardOrderEntry",
     "SimulationMode",
     "TorchDispatchMode",
@@ -57,21 +58,24 @@ __all__ = [
     "at_end_of_backward",
     "backward_pass",
     "base_of",
+    "decomposed",
     "dispatch_modes",
     "dtensor",
     "enabled_local_tensor_mode",
     "function_modes",
+    "guard_operators",
     "plainly",
     "replicates_plain_tensors",
     "set_replicates_plain_tensors",
     "simulate_on_all_threads",
+    "specs_of_answer",
+    "stop_guarding_operators",
     "without_function_modes",
     "has_saving_hooks",
     "leave_mode",
     "hooks_of_tensor",
     "is_view",
     "is_view_of_another",
-    "lacks_rule",
     "local_of",
     "members_of_module",
     "overload_name",
@@ -120,6 +124,7 @@ try:
     )
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+    from torch.distributed.tensor._op_schema import OutputSharding
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from torch.utils._pytree import tree_leaves, tree_map
@@ -313,7 +318,8 @@ def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
         (i, argument.name)
         for i, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in ("running_mean", "running_var")  # some batch norms do not say that they do
     )
 
 
@@ -379,23 +385,72 @@ def without_function_modes() -> Generator[None]:
             _push_mode(mode)
 
 
-NO_RULE = (
-    "does not have a sharding strategy registered",
-    "Sharding propagation failed",
-    "as_strided not supported with DTensor",
-)
-"""What `DTensor` says, before it computes anything, if it has no rule for a function of these arguments."""
+_DISPATCHER = DTensor._op_dispatcher
+_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
+if not hasattr(_DISPATCHER, _PROPAGATE) or not hasattr(_DISPATCHER, "_custom_op_handlers"):
+    raise _moved(f"DTensor._op_dispatcher: {_PROPAGATE}, _custom_op_handlers")
+_HANDLED = ("convolution.default", "convolution_backward.default", "as_strided.default")
 
 
-def lacks_rule(error: Exception) -> bool:
-    """Whether an error is `DTensor`'s own, raised before it computes anything, for want of a rule."""
-    traceback = error.__traceback__
-    if traceback is None or type(error) not in (NotImplementedError, RuntimeError):
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    raised_in = traceback.tb_frame.f_globals.get("__name__", "")
-    return raised_in.startswith("torch.distributed.tensor.") and any(text in str(error) for text in NO_RULE)
+def guard_operators(answer: Callable[..., Any]) -> None:
+    """Have `answer` decide what `DTensor` does about operators, from now on; what it has decided is forgotten.
+
+    Args:
+        answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
+            and by name, and their mesh. It returns that, which is then kept, or the operator's result.
+    """
+    own: Any = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
+
+    def propagate(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+        return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
+
+    setattr(_DISPATCHER, _PROPAGATE, propagate)
+    for name in _HANDLED:  # decided in Python, and not by rules
+        op = functools.reduce(getattr, name.split("."), torch.ops.aten)
+        handler = _HANDLERS_OF_DTENSOR[op]
+        _DISPATCHER._custom_op_handlers[op] = functools.partial(_answered, answer, handler)
+    _forget_answers()
+
+
+_HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
+
+
+def _answered(
+    answer: Callable[..., Any], handler: Callable[..., Any], op: Any, args: Any, kwargs: Any
+) -> Any:
+    mesh = next(each.device_mesh for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
+    return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)
+
+
+def stop_guarding_operators() -> None:
+    """Have `DTensor` decide for itself again."""
+    vars(_DISPATCHER).pop(_PROPAGATE, None)
+    _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
+    _forget_answers()
+
+
+def _forget_answers() -> None:
+    """Empty the caches of what `DTensor` does about operators, on this thread."""
+    _DISPATCHER.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def specs_of_answer(answer: Any) -> list[Any]:
+    """The specs of arguments and results in what `DTensor` would do about an operator."""
+    if not isinstance(answer, OutputSharding):
+        return []
+    schema = answer.redistribute_schema
+    found = tree_leaves(
+        (answer.output_spec, () if schema is None else (schema.args_schema, schema.kwargs_schema))
+    )
+    return [each for each in found if isinstance(each, DTensorSpec)]
+
+
+def decomposed(op: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator that torch composes of others, computed by these; `NotImplemented` for any other."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return NotImplemented
+    return op.decompose(*args, **kwargs)
 
 
 # -- modules, and the tensors in them

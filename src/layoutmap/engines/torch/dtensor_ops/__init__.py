@@ -1,9 +1,9 @@
 """What DTensor computes wrongly, slowly or not at all, computed right while `mode.computing(device_mesh)` is entered.
 
-mode           looks each function up in the tables below; `opening` opens Python functions so that their calls are seen
+guard          DTensor computes in its own way what `proven` names; any other operator is computed on gathered tensors
+mode           looks each function up in the tables below; `unwrap_python` opens functions so that their calls are seen
 pieces, whole  between DTensors and plain tensors: each device's own piece, or all of it
-gathered       the last resort, with a warning: computed on whole tensors
+gathered       functions that are called on gathered tensors, and the warning
 sums           when sums over the mesh are made, for a batch that does not divide
-the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, along, joining, slices,
-               randomness
+the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """

@@ -1,19 +1,18 @@
-"""Functions of DTensors that are computed on whole tensors, since DTensor has no rule for them.
+"""Functions of DTensors that are computed on gathered tensors, and the warning of operators that are.
 
-Each process computes all of it, from tensors that were gathered for it; its result lies whole on each device. A
-function that is in no table and that DTensor cannot compute is computed so, too, and a warning names it.
+Each process computes all of it, from tensors that were gathered for it; its result is replicated.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.engines.torch.dtensor_ops.pieces import mesh_of
@@ -85,7 +84,18 @@ def warn_of_gathering(name: str, why: str) -> None:
         why or "DTensor has no rule for it",
         "call it on what is small, or relayout its arguments first",
     )
-    warnings.warn(text, LayoutMapWarning, stacklevel=5)
+    warnings.warn(text, LayoutMapWarning, stacklevel=_stacklevel())
+
+
+def _stacklevel() -> int:
+    """How far out the program's own code is, seen from whoever calls this."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_OWN:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_NOT_OWN = ("layoutmap", "torch", "contextlib", "functools")
 
 
 _TENSOR = torch.Tensor
@@ -97,24 +107,13 @@ READS = dict.fromkeys(
     [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero], read
 )
 
-_BY_NAME = (
-    *(
-        "bucketize",
-        "index_put",
-        "index_put_",
-        "masked_select",
-        "nonzero",
-        "put",
-        "searchsorted",
-        "select_scatter",
-    ),
-    *("slice_scatter", "take", "trace", "unique"),
-)
-GATHERED: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    [
-        *(getattr(home, name) for home in (_TENSOR, torch) for name in _BY_NAME if hasattr(home, name)),
-        *(F.bilinear, F.ctc_loss, F.cosine_embedding_loss, F.embedding_bag, F.multi_margin_loss),
-        *(F.multilabel_margin_loss, F.pdist, torch.cdist),
-    ],
-    on_whole,
-)
+
+def _split(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`tensor_split`, whose places torch reads from memory."""
+    return function(args[0], *map(_plain, args[1:]), **tree_map(_plain, kwargs))
+
+
+GATHERED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_whole),
+    **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),
+}

@@ -28,7 +28,7 @@ def _by_element(names: str) -> Callable[..., Any]:
     def loss(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         reduction = _reduction(given)
-        if given.get("weight") is not None and function is not F.binary_cross_entropy:
+        if given.get("weight") is not None and "cross_entropy" not in function.__name__:
             return function(**given, reduction=reduction)  # torch composes it of sums
         elements = function(**given, reduction="none")
         return elements if reduction == "none" else getattr(elements, reduction)()
@@ -87,6 +87,9 @@ LOSSES = {
     F.huber_loss: _by_element("input target reduction delta weight"),
     F.soft_margin_loss: _by_element(_TWO),
     F.binary_cross_entropy: _by_element("input target weight size_average reduce reduction"),
+    F.binary_cross_entropy_with_logits: _by_element(
+        "input target weight size_average reduce reduction pos_weight"
+    ),
     F.nll_loss: _of_classes,
     F.cross_entropy: _of_classes,
 }

@@ -1,20 +1,19 @@
 """Where DTensors compute right: `computing(device_mesh)`.
 
-DTensor 2.13 gets some functions wrong and has no rule for others. While `computing` is open, these are looked up in
-tables, by function, and computed in another way:
+Operators that DTensor is not known to compute right are computed on gathered tensors: see `guard`. These functions are
+looked up in tables before they come to that, and computed without a gather, or with what one device draws:
 
-losses        means over pieces that are cut, labels that are ignored
-norms         statistics of a batch that is cut
-attention     without a gather where the batch or the heads are cut
-convolutions  with output channels that are cut
-recurrent     without a gather where the batch is cut
-randomness    dropout and its like draw whole what the plain program draws
+losses        means over shards, labels that are ignored
+norms         statistics of a batch that is sharded
+attention     sharded along the batch or the heads
+convolutions  with output channels that are sharded
+recurrent     sharded along the batch
+randomness    dropout and its like draw what the plain program draws
 rows          what treats images or elements apart, and has no rule for its gradient
-along         what works along axes, with gradients that DTensor gets wrong
 slices        assignments to a part of a tensor
-gathered      values that are read, and what has no rule at all, on whole tensors
+gathered      values that are read, and what changes the shape of a tensor in place on its way
 
-Any other function is DTensor's own. Plain tensors that meet DTensors count as whole on each device.
+Plain tensors that meet DTensors count as replicated.
 """
 
 from __future__ import annotations
@@ -30,17 +29,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.torch.dtensor_ops.along import ALONG
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
     changes_in_place,
-    name_of,
     on_whole,
-    warn_of_gathering,
 )
+from layoutmap.engines.torch.dtensor_ops.guard import guard
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
@@ -48,25 +45,20 @@ from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
 from layoutmap.engines.torch.dtensor_ops.rows import ROWS
 from layoutmap.engines.torch.dtensor_ops.slices import (
-    RESHAPES,
     VIEWS,
     assign,
     check_no_copy,
-    fill,
     keep_gradient,
     mark_copies,
-    whole_where_strided,
 )
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled
 from layoutmap.engines.torch.private import (
     base_of,
-    lacks_rule,
     plainly,
     replicates_plain_tensors,
     set_replicates_plain_tensors,
     tree_leaves,
-    version_of,
     without_function_modes,
 )
 
@@ -82,11 +74,9 @@ _HANDLERS: dict[Any, Handler] = {
     **RANDOM,
     **ROWS,
     **RECURRENT,
-    **ALONG,
     **GATHERED,
     **READS,
     torch.Tensor.__setitem__: assign,
-    torch.Tensor.fill_: fill,
 }
 _HANDLERS = {function: plainly(handler) for function, handler in _HANDLERS.items()}
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
@@ -101,6 +91,7 @@ def computing(device_mesh: DeviceMesh) -> Generator[None]:
     Args:
         device_mesh: The mesh of the DTensors.
     """
+    guard(device_mesh)
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)
     try:
@@ -130,13 +121,23 @@ class _Computing(TorchFunctionMode):
         in_place = bool(args) and changes_in_place(func)
         if in_place:
             check_no_copy(func, args[0])
+        if in_place and not _are_dtensors(args[0]):
+            return plainly(on_whole)(func, args, kwargs)
+        if func in _INDEXING:
+            args = (args[0], _index(args[1]), *args[2:])
+            is_mixed = True
+        if is_mixed:
+            args, kwargs = _all_on_mesh(args, kwargs, mesh)
         handler = _HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs)
+            result = handler(func, args, kwargs)
+            if func in VIEWS:
+                mark_copies(args[0], result)
+            return result
         if func not in _THIN and can_be_unwrapped(func):
             with self:
                 return unwrapped(func)(*args, **kwargs)
-        result = _compute(func, args, kwargs, mesh if is_mixed else None)
+        result = _compute(func, args, kwargs)
         if type(result) is DTensor and result.ndim == 0 and not in_place:
             result = settled(result)  # it is a loss, or becomes one, and may be read where no mode looks
         if in_place and isinstance(args[0], DTensor) and base_of(args[0]) is not args[0]:
@@ -162,49 +163,29 @@ _THIN = frozenset(
         F.softmax,
     )
 )
-_QUIET = (torch.unbind, torch.Tensor.unbind)  # also of a loop over a tensor
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType
 
 
 @plainly
-def _compute(function: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
-    """Compute in DTensor's own way, or gathered if it has no rule; there are plain tensors only if there is a mesh.
-
-    Any other error is the program's own and is raised as it is. So is one for want of a rule that comes after a part
-    of a function has changed its target: to compute all of it again would make that change twice.
-    """
-    if args and changes_in_place(function) and not _are_dtensors(args[0]):
-        return on_whole(function, args, kwargs)
-    if mesh is not None:
-        args = tuple(_on_mesh(each, mesh) for each in args)
-        kwargs = {name: _on_mesh(each, mesh) for name, each in kwargs.items()}
-    if function in RESHAPES and args:
-        args = (whole_where_strided(args[0]), *args[1:])
+def _compute(function: Any, args: Any, kwargs: Any) -> Any:
+    """Compute what is in no table, outside of all modes; `guard` decides how."""
     if function in JOINS:
         args, kwargs = without_empty(args, kwargs)
-    changed = _dtensors(args[0]) if args and changes_in_place(function) else []
-    versions = [version_of(each) for each in changed]
-    try:
-        return function(*args, **kwargs)
-    except (NotImplementedError, RuntimeError) as error:
-        if not lacks_rule(error) or versions != [version_of(each) for each in changed]:
-            raise
-        try:
-            result = on_whole(function, args, kwargs)
-        except Exception as same:
-            raise same from None
-        if function not in _QUIET and not any(p.is_partial() for each in changed for p in each.placements):
-            warn_of_gathering(name_of(function), str(error))
-        return result
+    return function(*args, **kwargs)
+
+
+def _index(index: Any) -> Any:
+    """An index whose lists of numbers are tensors, as torch makes of them where nobody can place them on the mesh."""
+    if type(index) is tuple:
+        return tuple(map(_index, index))
+    numbers = type(index) is list and all(isinstance(each, int) for each in tree_leaves(index))
+    return torch.tensor(index) if numbers else index
 
 
 def _are_dtensors(target: Any) -> bool:
     """Whether what is changed in place, a tensor or a list of them, is all DTensors."""
     return all(isinstance(each, DTensor) for each in (target if type(target) in (list, tuple) else [target]))
-
-
-def _dtensors(value: Any) -> list[Any]:
-    return [each for each in tree_leaves(value) if isinstance(each, DTensor)]
 
 
 def _survey(values: Any) -> tuple[Any, bool]:
@@ -219,6 +200,13 @@ def _survey(values: Any) -> tuple[Any, bool]:
             inner, also = _survey(value)
             mesh, is_mixed = mesh or inner, is_mixed or also
     return mesh, is_mixed
+
+
+@plainly
+def _all_on_mesh(args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:
+    return tuple(_on_mesh(each, mesh) for each in args), {
+        name: _on_mesh(each, mesh) for name, each in kwargs.items()
+    }
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:

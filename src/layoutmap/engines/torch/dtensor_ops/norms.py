@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.pieces import Apart, mesh_of
-from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled, whole
+from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled, whole
 
 __all__ = ["NORMS"]
 
@@ -63,11 +63,8 @@ def _track(running: Any, value: Any, momentum: float) -> None:
     if running is None:
         return
     value = value.detach()
-    if isinstance(running, DTensor):
-        value = placed(value, running.placements).to(running.dtype)
-        running.copy_(momentum * value + (1 - momentum) * running)
-    else:
-        running.copy_(momentum * whole(value) + (1 - momentum) * running)
+    earlier = running if isinstance(running, DTensor) else everywhere(running, value.device_mesh)
+    running.copy_(whole(momentum * value.to(running.dtype) + (1 - momentum) * settled(earlier)))
 
 
 def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

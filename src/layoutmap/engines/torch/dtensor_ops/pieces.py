@@ -56,7 +56,19 @@ def piece(tensor: Any, mesh: Any, placements: Sequence[Any], apart: Iterable[int
         Partial() if dim in apart and placement.is_replicate() else placement
         for dim, placement in enumerate(placements)
     ]
-    return placed(settled(tensor), placements).to_local(grad_placements=gradient)
+    return _ContiguousGradient.apply(placed(settled(tensor), placements).to_local(grad_placements=gradient))
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    # DTensor keeps the strides of a gradient that it gathers, and not the order of its memory.
+
+    @staticmethod
+    def forward(ctx: Any, local: Any) -> Any:
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return upstream[0].contiguous()
 
 
 def join(local: Any, mesh: Any, placements: Sequence[Any]) -> Any:

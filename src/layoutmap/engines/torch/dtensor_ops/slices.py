@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_whole
@@ -20,14 +20,11 @@ from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settle
 from layoutmap.engines.torch.private import base_of, tree_leaves
 
 __all__ = [
-    "RESHAPES",
     "VIEWS",
     "assign",
     "check_no_copy",
-    "fill",
     "keep_gradient",
     "mark_copies",
-    "whole_where_strided",
 ]
 
 _COPY = "_layoutmap_copy_of_slice"
@@ -60,24 +57,6 @@ def mark_copies(tensor: Any, views: Any) -> None:
 
 def _num_cuts(tensor: Any) -> int:
     return sum(not placement.is_replicate() for placement in tensor.placements)
-
-
-def whole_where_strided(tensor: Any) -> Any:
-    """A DTensor without cuts that are not in the mesh's order: DTensor reshapes those wrongly."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if all(type(p) is Shard or p.is_replicate() or p.is_partial() for p in tensor.placements):
-        return tensor
-    tensor = settled(tensor)
-    return placed(tensor, [p if type(p) is Shard else Replicate() for p in tensor.placements])
-
-
-def fill(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`x.fill_(value)`: DTensor alone fills each summand of a sum."""
-    target = args[0]
-    if isinstance(target, DTensor) and any(p.is_partial() for p in target.placements):
-        return on_whole(function, args, kwargs)
-    return function(*args, **kwargs)
 
 
 def keep_gradient(changed: Any) -> None:
@@ -136,12 +115,6 @@ _NAMES = (
     *("t", "movedim", "moveaxis", "swapaxes", "swapdims", "expand", "expand_as", "split_with_sizes"),
 )
 
-RESHAPES = frozenset(
-    getattr(home, name)
-    for home in (torch.Tensor, torch)
-    for name in ("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten")
-    if hasattr(home, name)
-)
 VIEWS = frozenset(
     getattr(home, name) for home in (torch.Tensor, torch) for name in _NAMES if hasattr(home, name)
 )

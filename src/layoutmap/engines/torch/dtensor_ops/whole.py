@@ -85,7 +85,12 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.mesh = tensor.device_mesh
-        return simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
+        plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
+        if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
+            return plain
+        # What is gathered is contiguous; the order of random numbers follows the strides.
+        strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=plain.dtype, device=plain.device)
+        return strided.copy_(plain)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:

@@ -1,0 +1,200 @@
+"""What DTensor may compute in its own way: operators that torch's database has proven. All others are gathered.
+
+DTensor asks about each operator of torch, in forward and backward passes, before it computes it for the first time on
+arguments of some shapes and placements. What it may do it remembers, so a proven operator costs nothing from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.proven import ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
+from layoutmap.engines.torch.dtensor_ops.whole import everywhere, like, placed, replicated, whole
+from layoutmap.engines.torch.private import (
+    argument_names,
+    decomposed,
+    guard_operators,
+    is_view,
+    local_of,
+    plainly,
+    specs_of_answer,
+    tree_leaves,
+    tree_map,
+    written_arguments,
+)
+
+__all__ = ["guard"]
+
+_meshes: set[DeviceMesh] = set()
+
+
+def guard(device_mesh: DeviceMesh) -> None:
+    """Have DTensor compute on a mesh only what is proven, from now on; on other meshes it does as it likes."""
+    if device_mesh not in _meshes:
+        _meshes.add(device_mesh)
+        guard_operators(_answer)
+
+
+@plainly
+@torch.no_grad()
+def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    """What DTensor may do about an operator, or else the operator's result.
+
+    Args:
+        own: Returns what DTensor would do.
+        op: The operator.
+        args: Its arguments, of which some are DTensors.
+        kwargs: And by name.
+        mesh: Their mesh.
+    """
+    if mesh not in _meshes:
+        return own()
+    name = op.overloadpacket.__name__
+    name = name if name.endswith("__") else name.removesuffix("_")
+    tensors = _dtensors((args, kwargs))
+    why = "DTensor's own way is not known to be right"
+    if _is_proven(op, name, args, kwargs) and _may_pass(tensors, name):
+        try:
+            answer = own()
+        except (NotImplementedError, RuntimeError) as error:
+            why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
+        else:
+            if all(map(_is_even, specs_of_answer(answer))) or not all(map(_is_even, tensors)):
+                return answer
+            why = "DTensor would shard its arguments unevenly"
+    written = {id(each) for each in _written(op, args, kwargs)}
+    if any(_waits(each) and id(each) not in written for each in tensors):
+        args, kwargs = tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
+        return op(*args, **kwargs)
+    inner = decomposed(op, args, kwargs)
+    if inner is not NotImplemented:
+        return inner
+    if is_view(op) and not written and all(map(_is_everywhere, tensors)):
+        return _on_local(op, args, kwargs, mesh)
+    result = _gathered(op, args, kwargs, mesh)
+    is_filled = any(_waits(each) for each in tensors if id(each) in written)
+    if not (name in QUIET or is_filled or all(map(_is_everywhere, tensors))):
+        warn_of_gathering(f"torch.ops.aten.{name}", why)
+    return result
+
+
+def _is_proven(op: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether DTensor's own way is right; for a program's own operators that is as the program says."""
+    if name in REDUCTIONS:
+        place = argument_names(op).index("reduction")
+        return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
+    changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
+    return (name in PROVEN and not changes_shape) or op.namespace != "aten"
+
+
+def _may_pass(tensors: list[Any], name: str) -> bool:
+    """Whether DTensor's own way is right for the placements of these tensors."""
+    waiting = {p for tensor in tensors for p in tensor.placements if not _is_plain(p)}
+    sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}
+    others = waiting - sums
+    return (not sums or (name in SUMS_PASS and len(sums) == 1)) and (
+        not others or (name in ANY_ORDER and not any(p.is_partial() for p in others))
+    )
+
+
+def _dtensors(values: Any) -> list[Any]:
+    return [each for each in tree_leaves(values) if isinstance(each, DTensor)]
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The DTensors that an operator changes."""
+    for place, name in written_arguments(op):
+        yield from _dtensors(args[place] if place < len(args) else kwargs.get(name))
+
+
+def _is_everywhere(tensor: Any) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _waits(tensor: Any) -> bool:
+    """Whether a DTensor waits to be summed up, or is not sharded in the mesh's order."""
+    return not all(map(_is_plain, tensor.placements))
+
+
+def _is_plain(placement: Any) -> bool:
+    return type(placement) is Shard or placement.is_replicate()
+
+
+def _ready(value: Any, written: set[int]) -> Any:
+    if not isinstance(value, DTensor) or id(value) in written or not _waits(value):
+        return value
+    return placed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
+
+
+def _is_even(tensor: Any) -> bool:
+    """Whether all devices have shards of one size, of a DTensor or of what would become one."""
+    parts = [1] * len(tensor.shape)
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            parts[placement.dim] *= tensor.device_mesh.size(dim)
+    return all(size % number == 0 for size, number in zip(tensor.shape, parts, strict=True))
+
+
+def _on_local(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+    """A view of what each device has all of."""
+    args, kwargs = tree_map(
+        lambda each: local_of(each) if isinstance(each, DTensor) else each, (args, kwargs)
+    )
+    return tree_map(
+        lambda each: (
+            DTensor.from_local(each, mesh, replicated(mesh), run_check=False)
+            if isinstance(each, torch.Tensor)
+            else each
+        ),
+        op(*args, **kwargs),
+    )
+
+
+def _gathered(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+    """The result of an operator on plain tensors; what it changes keeps its layout."""
+    changed: dict[int, tuple[Any, Any]] = {}
+    written = {id(each) for each in _written(op, args, kwargs)}
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        if id(value) not in written:
+            return whole(value)
+        if id(value) not in changed:
+            changed[id(value)] = value, whole(value).clone(memory_format=torch.preserve_format)
+        return changed[id(value)][1]
+
+    args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
+    result = op(*args, **kwargs)
+    for old, new in changed.values():
+        _write(op, old, new)
+    given = {id(new): old for old, new in changed.values()}
+
+    def on_mesh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return given[id(value)] if id(value) in given else everywhere(value, mesh)
+
+    return tree_map(on_mesh, result)
+
+
+def _write(op: Any, old: Any, new: Any) -> None:
+    if old.shape != new.shape:
+        raise EngineError(
+            f"{op}: a tensor on a mesh would change its shape in place",
+            facts={"from": tuple(old.shape), "to": tuple(new.shape)},
+            why="its shards lie in memory of their size",
+            fix="use what the operation returns: x = operation(x)",
+        )
+    if any(p.is_partial() for p in old.placements):
+        local_of(old).zero_()
+        old.add_(everywhere(new, old.device_mesh))
+    else:
+        old.copy_(like(new, old))

@@ -1,0 +1,68 @@
+"""The operators of torch that DTensor computes right in its own way: shown by torch's database, on torch 2.13.
+
+`tests/engines/torch/test_op_database.py` runs the database on random layouts. An operator that is not named here is
+computed on gathered tensors. Names are those of `torch.ops.aten`, without the underscore of what changes its target.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ANY_ORDER", "PROVEN", "QUIET", "REDUCTIONS", "SUMS_PASS"]
+
+_ELEMENTWISE = """
+abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
+ceil clamp clamp_max clamp_min copysign cos cosh deg2rad digamma div elu eq erf erfc erfinv exp exp2 expm1 floor fmax
+fmin fmod frac ge gelu gelu_backward gt heaviside hypot i0 isfinite isinf isnan isneginf isposinf ldexp le leaky_relu
+lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
+masked_fill maximum minimum mish mul nan_to_num ne neg nextafter polygamma pow rad2deg reciprocal relu remainder round
+rsqrt rsub sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc sinh softplus special_entr
+special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py sqrt square sub tan
+tanh tanh_backward threshold_backward trunc where xlogy _conj conj_physical clone _to_copy detach alias copy
+"""
+_VIEWS = """
+expand permute select slice split split_with_sizes squeeze t transpose unsqueeze view _unsafe_view
+"""
+_REDUCTIONS = """
+all amax amin any argmax argmin cumsum logsumexp mean std sum var var_mean linalg_vector_norm
+_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data native_layer_norm native_layer_norm_backward
+"""
+_PRODUCTS = "addmm baddbmm bmm dot mm"
+_PARTS = """
+cat constant_pad_nd embedding embedding_dense_backward flip gather index_select
+repeat roll select_backward slice_backward sort stack topk tril triu
+"""
+_MADE = "empty_like fill full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like zero zeros_like"
+_OPTIMIZERS = """
+_amp_foreach_non_finite_check_and_unscale _foreach_abs _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_clamp_max
+_foreach_clamp_min _foreach_div _foreach_lerp _foreach_maximum _foreach_mul _foreach_neg _foreach_norm _foreach_pow
+_foreach_reciprocal _foreach_sign _foreach_sqrt _foreach_sub _foreach_zero _fused_adam _fused_adamw
+"""
+
+PROVEN = frozenset(
+    f"{_ELEMENTWISE} {_VIEWS} {_REDUCTIONS} {_PRODUCTS} {_PARTS} {_MADE} {_OPTIMIZERS}".split()
+)
+"""Right, with sums that are still to be made over the mesh made first."""
+
+SUMS_PASS = frozenset(
+    f"{_VIEWS} add alias bmm cat clone copy detach div mean mm mul neg stack sub sum zero".split()
+)
+"""Right for tensors that are such a sum, too: the result is one."""
+
+ANY_ORDER = frozenset(f"{_ELEMENTWISE} {_PRODUCTS} {_MADE} {_OPTIMIZERS}".split())
+"""Right for tensors that are sharded over several mesh dims in another order than the mesh's, too."""
+
+_LOSSES = "binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss soft_margin_loss"
+REDUCTIONS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(f"{_LOSSES} {_LOSSES.replace(' ', '_backward ')}_backward".split(), (0,)),
+    "nll_loss_forward": (0, 2),
+    "nll_loss_backward": (0, 2),
+}
+"""Right with these reductions only, by torch's numbers: none and a sum. Means are taken for those of a shard."""
+
+_SMALL = """
+_cdist_backward _cdist_forward _ctc_loss _ctc_loss_backward _embedding_bag _embedding_bag_forward_only
+_local_scalar_dense _pdist_backward _pdist_forward _unique2 bucketize equal index_put is_nonzero is_same_size
+masked_select multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward nonzero put
+searchsorted select_scatter slice_scatter take trace unbind
+"""
+QUIET = frozenset(_SMALL.split())
+"""Gathered without a warning: there is no other way, or what it is called on is small."""
