@@ -181,8 +181,12 @@ def check_parity(
 
 def _check_apart(adapter: Adapter, plain: Any, sharded: Any) -> None:
     """Raise if the plain model has variables of the sharded one, and would be compared with itself."""
-    laid_out = {id(variable) for variable in adapter.variables(sharded).values()}
-    shared = [path for path, variable in adapter.variables(plain).items() if id(variable) in laid_out]
+    ours, theirs = (
+        adapter.variables(sharded),
+        adapter.variables(plain),
+    )  # both live while their ids are compared
+    laid_out = {id(variable) for variable in ours.values()}
+    shared = [path for path, variable in theirs.items() if plain is sharded or id(variable) in laid_out]
     if shared:
         raise ParityError(
             f"{shared[0]}: the second model that make_model() returns has this variable of the first one",

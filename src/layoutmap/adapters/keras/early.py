@@ -71,8 +71,9 @@ class EarlyPaths:
         return names[id(layer)] if id(layer) in names else str(layer.name)
 
     def _name_of(self, layer: Any) -> str:
-        if stable_names([layer]) == [layer.name]:
-            return layer.name
+        (name,) = stable_names([layer])
+        if name == layer.name:
+            return name
         beside = [each for each in self._registry.layers() if type(each) is type(layer)]
         alone = [each for each in beside if each is layer or each not in self._above]
         return stable_names(alone)[next(i for i, each in enumerate(alone) if each is layer)]
