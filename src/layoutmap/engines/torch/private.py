@@ -424,7 +424,7 @@ def guard_operators(answer: Callable[..., Any]) -> None:
 
     setattr(_DISPATCHER, _PROPAGATE, propagate)
     for name in _HANDLED:  # decided in Python, and not by rules
-        op = functools.reduce(getattr, name.split("."), torch.ops.aten)
+        op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
         handler = _HANDLERS_OF_DTENSOR[op]
         _DISPATCHER._custom_op_handlers[op] = functools.partial(_answered, answer, handler)
     _forget_answers()
