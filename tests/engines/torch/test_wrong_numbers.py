@@ -15,6 +15,7 @@ from torch import nn
 from layoutmap.core.errors import EngineError
 
 PROCESSES = ("torch",)
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")  # what is gathered is right
 
 WORKER = Path(__file__).with_name("wrong_numbers_process.py")
 

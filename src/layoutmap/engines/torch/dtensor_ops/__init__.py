@@ -5,5 +5,6 @@ mode           looks each function up in the tables below; `unwrap_python` opens
 pieces, whole  between DTensors and plain tensors: each device's own piece, or all of it
 gathered       functions that are called on gathered tensors, and the warning
 sums           when sums over the mesh are made, for a batch that does not divide
-the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
+the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, along, joining, slices,
+               randomness
 """

@@ -27,7 +27,7 @@ _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data native_l
 """
 _PRODUCTS = "addmm baddbmm bmm dot mm"
 _PARTS = """
-cat constant_pad_nd embedding embedding_dense_backward flip gather index_select
+cat constant_pad_nd embedding embedding_dense_backward flip
 repeat roll select_backward slice_backward sort stack topk tril triu
 """
 _MADE = "empty_like fill full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like zero zeros_like"
