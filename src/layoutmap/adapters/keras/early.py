@@ -68,7 +68,7 @@ class EarlyPaths:
         if before != state or id(layer) not in names:
             names = names_below(above)
             self._names[above] = state, names
-        return names.get(id(layer), layer.name)
+        return names[id(layer)] if id(layer) in names else str(layer.name)
 
     def _name_of(self, layer: Any) -> str:
         (name,) = stable_names([layer])
