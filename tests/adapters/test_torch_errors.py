@@ -112,16 +112,6 @@ class TestRefusedInTraining:
         plain(torch.ones(2, 4)).sum().backward()
         torch.optim.Adafactor(plain.parameters()).step()
 
-    @pytest.mark.parametrize("name", ["Rprop", "SGD", "Adagrad"])
-    def test_optimizers_that_dtensor_does_not_know(self, name):
-        """Rprop, and the fused forms of SGD and Adagrad, raise in their first step."""
-        model = build(lambda: nn.Linear(64, 64), {"weight": ("model", "batch")})
-        model(torch.ones(2, 64)).sum().backward()
-        options = {} if name == "Rprop" else {"fused": True}
-
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            getattr(torch.optim, name)(model.parameters(), lr=0.1, **options).step()
-
 
 class TestModelsWithoutValues:
     """What was only planned, or whose scope failed, cannot be used by mistake."""

@@ -126,3 +126,25 @@ def test_a_weight_that_is_not_used():
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))
 
     assert_as_one_device(lambda: Two(torch.relu), x, "batch=2,model=2", BATCH)
+
+
+@pytest.mark.parametrize("name", ["Rprop", "SGD", "Adagrad"])
+@pytest.mark.parametrize("rules", [COLUMNS, ROWS, BATCH], ids=["columns", "rows", "batch"])
+def test_optimizers_that_dtensor_does_not_know(name, rules):
+    """Rprop, and the fused forms of SGD and Adagrad, which plain DTensor refuses, step as on one device."""
+    options = {} if name == "Rprop" else {"fused": True}
+    x = torch.linspace(-1, 1, 48).reshape(8, 6)
+    layout_map = lm.LayoutMap("batch=2,model=2", rules)
+    ends = []
+    for build in (lambda make: make(), layout_map.build):
+        torch.manual_seed(2)
+        model = build(lambda: Two(torch.tanh))
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        ends.append(list(model.parameters()))
+
+    for expected, actual in zip(*ends, strict=True):
+        assert_close(expected, actual)

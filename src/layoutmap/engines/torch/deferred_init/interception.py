@@ -49,17 +49,18 @@ class Recorder(Protocol):
 
 
 @contextmanager
-def intercepted(tape: Recorder) -> Generator[None]:
-    """While open, this thread's operations go to a tape."""
-    with _converting(tape), _Modes(_Reads(tape), _Operations(tape)):
+def intercepted(tape: Recorder, its_mode: Any) -> Generator[None]:
+    """While open, this thread's operations go to a tape; the mode that it enters itself is left at the end, too."""
+    with _converting(tape), _Modes(_Reads(tape), _Operations(tape), inner=its_mode):
         yield
 
 
 class _Modes(Closing):
     """Modes of torch that are entered; their own ends, if an interrupt comes before, leave them on torch's stacks."""
 
-    def __init__(self, *modes: Any) -> None:
+    def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
+        self._inner = inner  # entered by others, inside of these
         self._thread = threading.get_ident()
 
     def open(self) -> None:
@@ -68,7 +69,7 @@ class _Modes(Closing):
 
     def close(self) -> None:
         if threading.get_ident() == self._thread:
-            for mode in reversed(self._modes):
+            for mode in (self._inner, *reversed(self._modes)):
                 leave_mode(mode)
 
 

@@ -98,7 +98,7 @@ class Tape:
             return
         self._depth = 1
         try:
-            with intercepted(self):
+            with intercepted(self, self._fake):
                 yield self
         finally:
             self._depth = 0
