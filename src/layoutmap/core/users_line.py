@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Set
 
-__all__ = ["level_of_user"]
-
 
 def level_of_user(inner: Set[str] = frozenset()) -> int:
     """The `stacklevel` at which a warning of the function that asks names the user's line.

@@ -9,8 +9,6 @@ from layoutmap.core.errors import LayoutMapWarning, RuleError
 from layoutmap.core.users_line import level_of_user
 from layoutmap.rules.backtracking import doubling_text
 
-__all__ = ["compile_pattern", "warn_if_slow"]
-
 
 def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
     """The compiled regex of a rule; `rule` is what messages call it.

@@ -20,8 +20,6 @@ from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.errors import ScopeError
 
-__all__ = ["KerasAdapter", "adapter"]
-
 
 class KerasAdapter:
     """Knows Keras 3; see `layoutmap.adapters.protocol`."""

@@ -11,8 +11,6 @@ import keras
 from layoutmap.adapters.keras.private import in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 
-__all__ = ["laying_out"]
-
 
 def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's `call`, or what stands for it, that returns arrays in their layout.

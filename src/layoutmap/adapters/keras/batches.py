@@ -11,8 +11,6 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
 
-__all__ = ["sharding_batches"]
-
 
 def sharding_batches(fit: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
     """Return `fit` of a model that warns at its end if no batch could be sharded over the scope's batch dim."""

@@ -20,8 +20,6 @@ from layoutmap.core.current import current
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
 
-__all__ = ["copy_wraps", "warn_of_plain_layers"]
-
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 

@@ -22,8 +22,6 @@ import keras
 
 from layoutmap.core.uneven import Axes
 
-__all__ = ["Derivation", "ReducedSlot", "derivations", "reduced_slots"]
-
 _FLOAT8 = (
     "inputs_scale",
     "inputs_amax_history",

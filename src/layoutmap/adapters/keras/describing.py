@@ -19,8 +19,6 @@ from layoutmap.adapters.keras.training import parents_by_name
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
 
-__all__ = ["Entry", "describe", "describe_alone", "describe_below", "layer_paths", "unsupported_of"]
-
 
 @dataclass(slots=True)
 class Entry:

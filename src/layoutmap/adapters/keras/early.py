@@ -17,8 +17,6 @@ from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.paths import names_below
 from layoutmap.adapters.keras.registry import Registry
 
-__all__ = ["EarlyPaths"]
-
 
 class EarlyPaths:
     """Finds the paths of single variables of a scope.

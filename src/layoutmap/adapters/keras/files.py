@@ -15,8 +15,6 @@ import numpy as np
 
 from layoutmap.adapters.keras.private import dataset_of
 
-__all__ = ["FileArray", "FileStore"]
-
 
 class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array in a file, while the file is open; in memory from then on, if somebody keeps it.

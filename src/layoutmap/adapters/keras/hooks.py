@@ -22,8 +22,6 @@ from layoutmap.core.current import current
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.patches import Attribute, Patches
 
-__all__ = ["installed"]
-
 
 def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)

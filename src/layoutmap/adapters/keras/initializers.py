@@ -20,15 +20,6 @@ import numpy as np
 from layoutmap.adapters.keras.private import draw_seed
 from layoutmap.core.initializers import Initializer, Program
 
-__all__ = [
-    "draws_a_seed",
-    "initializer_of",
-    "initializer_of_seed",
-    "may_draw",
-    "why_global",
-    "with_its_seed",
-]
-
 
 def why_global(initializer: Any, global_init: Mapping[str, str]) -> str:
     """Return why a variable's global value must be computed on one device; empty if its shards can be computed apart.

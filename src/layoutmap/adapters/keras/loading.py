@@ -25,8 +25,6 @@ from layoutmap.core.errors import LayoutError
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
 
-__all__ = ["check_shape", "sharded_on_the_host", "from_host", "is_on_host", "loading", "loading_weights"]
-
 _FILES = (".weights.h5", ".weights.json", ".keras")
 
 

@@ -16,8 +16,6 @@ import keras
 from layoutmap.adapters.keras.paths import Found, attributes, find_layers, roots
 from layoutmap.core.variables import distinct
 
-__all__ = ["find_held", "loose"]
-
 _DEPTH = 4  # of objects in objects, below a layer
 _NOT_SEARCHED = (
     type,

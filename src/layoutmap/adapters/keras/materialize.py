@@ -26,8 +26,6 @@ from layoutmap.adapters.keras.registry import Registry
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.variables import Assignment
 
-__all__ = ["Materializer"]
-
 
 class Materializer:
     """Gives the variables of one scope their values.

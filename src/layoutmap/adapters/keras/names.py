@@ -16,8 +16,6 @@ from typing import Any
 
 from layoutmap.adapters.keras.private import to_snake_case
 
-__all__ = ["is_noted", "note_given", "stable_names"]
-
 _GIVEN = "_layoutmap_given"
 
 

@@ -10,8 +10,6 @@ import keras
 from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.core.errors import ScopeError
 
-__all__ = ["existed_before", "existing_below"]
-
 
 def existed_before(thing: Any, plan_only: bool) -> ScopeError:
     """Return the error for a layer or an optimizer that would make variables in a scope and was not made in it.

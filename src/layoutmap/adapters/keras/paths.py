@@ -25,17 +25,6 @@ from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.private import Functional, without_number
 from layoutmap.core.variables import distinct
 
-__all__ = [
-    "Found",
-    "attributes",
-    "find_layers",
-    "find_variables",
-    "names_below",
-    "roots",
-    "slot_path",
-    "sublayers",
-]
-
 _MOST_ALIASES = 16
 
 # What Keras and this library keep on a layer for their own use; what is in them is found under its own attribute.

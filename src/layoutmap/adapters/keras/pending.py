@@ -19,8 +19,6 @@ import numpy as np
 from layoutmap.adapters.keras.loading import is_on_host
 from layoutmap.adapters.keras.private import in_stateless_scope
 
-__all__ = ["end_pending", "is_pending", "make_pending"]
-
 _SESSION = "_layoutmap_session"
 _classes: dict[type, type] = {}
 

@@ -25,8 +25,6 @@ from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
 from layoutmap.engines.protocol import Engine
 
-__all__ = ["Backend", "KerasSession", "OnThread", "Wraps", "backend_name", "backend_of"]
-
 Wraps = Mapping[str, Callable[..., Any]]
 """Methods to wrap on an instance, by name."""
 

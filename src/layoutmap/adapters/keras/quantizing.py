@@ -8,8 +8,6 @@ from typing import Any
 
 from layoutmap.adapters.keras.protocol import KerasSession
 
-__all__ = ["weights_off_mesh"]
-
 
 @contextmanager
 def weights_off_mesh(layer: Any, session: KerasSession, as_plain: Callable[[Any], Any]) -> Generator[None]:

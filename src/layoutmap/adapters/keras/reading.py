@@ -10,8 +10,6 @@ from typing import Any
 
 import keras
 
-__all__ = ["is_in_a_call", "makers", "read_by", "user_depth"]
-
 _METHODS = ("build", "call", "quantized_call")
 
 

@@ -10,8 +10,6 @@ from typing import Any, Generic, TypeVar
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Kind
 
-__all__ = ["Registry", "Table"]
-
 T = TypeVar("T")
 
 

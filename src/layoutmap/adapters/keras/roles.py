@@ -20,8 +20,6 @@ import keras
 from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.core.variables import Use
 
-__all__ = ["uses"]
-
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 _HEAD_SIZES = ("head_dim", "key_value_dim")

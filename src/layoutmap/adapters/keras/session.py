@@ -45,8 +45,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.engines.protocol import Engine
 
-__all__ = ["Session"]
-
 _MOST_ZEROS = 2**28  # elements: of the zeros that a plan returns to whoever reads a weight
 
 

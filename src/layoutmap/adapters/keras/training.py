@@ -18,17 +18,6 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError, brief
 
-__all__ = [
-    "adopt_for_training",
-    "check_same_batch",
-    "complete",
-    "has_own_step",
-    "parents_by_name",
-    "place_batch",
-    "recording",
-    "materialize_for_training",
-]
-
 
 def complete(model: Any, inputs: Any) -> None:
     """Have a model make what it would make at its first call and training step; computes nothing.

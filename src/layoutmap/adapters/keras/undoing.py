@@ -9,8 +9,6 @@ from typing import Any
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import PlanError
 
-__all__ = ["all_or_nothing"]
-
 _GONE = object()
 
 

@@ -29,8 +29,6 @@ from layoutmap.adapters.keras.private import Functional, outermost_layer
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.undoing import all_or_nothing
 
-__all__ = ["CALLS", "call_of", "session_of", "unwrap_optimizer", "wrap_layer", "wrap_optimizer"]
-
 CALLS = ("call", "quantized_call")
 """The methods by which Keras computes what a layer returns: the second one once it is quantized."""
 

@@ -24,8 +24,6 @@ from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
 
-__all__ = ["JaxBackend"]
-
 
 class JaxBackend(Backend):
     """Keras on JAX; see `layoutmap.adapters.keras.protocol`."""

@@ -25,8 +25,6 @@ from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 
-__all__ = ["Rows", "gathered_value", "saving", "telling"]
-
 NumpyArray = npt.NDArray[Any]
 
 _WHOLE = "_layoutmap_whole"

@@ -25,8 +25,6 @@ from layoutmap.adapters.keras.backends.jax_processes import Rows, telling
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import materialize_for_training
 
-__all__ = ["PRIVATE", "off_other_meshes", "placed", "state_of", "step_wraps"]
-
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
 _STEPS = ("train", "test", "predict")
 _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))

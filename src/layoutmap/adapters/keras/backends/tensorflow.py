@@ -42,8 +42,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
 
-__all__ = ["TensorFlowBackend"]
-
 
 class TensorFlowBackend(Backend):
     """Keras on TensorFlow; see `layoutmap.adapters.keras.protocol`."""

@@ -21,19 +21,6 @@ from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 
-__all__ = [
-    "as_read",
-    "calling",
-    "densified",
-    "exporting",
-    "inside_a_call",
-    "is_plain",
-    "placed",
-    "reading_in_layout",
-    "replicated",
-]
-
-
 dtensor: Any = tf.experimental.dtensor
 
 

@@ -27,8 +27,6 @@ from keras.src.backend.tensorflow import random as keras_random
 
 from layoutmap.core.patches import Attribute, Patches
 
-__all__ = ["REPLACED", "computing_for_a_mesh"]
-
 Replicate = Callable[[Any], Any]
 """Returns a tensor in the layout in which every device holds all of it."""
 

@@ -17,8 +17,6 @@ from layoutmap.adapters.keras.backends.tensorflow_functions import computing_for
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.protocol import KerasSession
 
-__all__ = ["applying", "assigning", "keying"]
-
 
 def keying(optimizer: Any) -> Callable[..., Any]:
     """Return an optimizer's `_var_key`, which initializes no variable."""

@@ -10,9 +10,6 @@ import tensorflow as tf
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.patches import Closing
 
-__all__ = ["Unoptimized"]
-
-
 _ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # in TensorFlow's options, chosen or not
 _options_lock = threading.RLock()
 _unoptimized: weakref.WeakSet[Unoptimized] = weakref.WeakSet()

@@ -17,9 +17,6 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import materialize_for_training
 from layoutmap.core.errors import ScopeError
 
-__all__ = ["making"]
-
-
 dtensor: Any = tf.experimental.dtensor
 
 

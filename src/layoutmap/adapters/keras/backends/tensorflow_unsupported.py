@@ -18,8 +18,6 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
 
-__all__ = ["explained", "unsupported_of", "reading_layout"]
-
 L = keras.layers
 
 _NEED_WHOLE_WEIGHTS = (

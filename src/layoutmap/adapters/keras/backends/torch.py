@@ -34,9 +34,6 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.gradients import Gradients, finalize_gradients
 
-__all__ = ["TorchBackend"]
-
-
 _num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 

@@ -23,8 +23,6 @@ from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, summed_up, with_summed_gradient
 from layoutmap.engines.torch.dtensor_ops.whole import whole as plain_tensor
 
-__all__ = ["calling", "on_mesh", "own_losses", "placed", "plain", "running", "whole"]
-
 
 def whole(array: Any) -> Any:
     """Return all values of a tensor, as a numpy array."""

@@ -16,8 +16,6 @@ from keras.src.backend.torch.layer import TorchLayer as KerasTorchLayer
 
 from layoutmap.adapters.keras.private import Names
 
-__all__ = ["NAMES", "TorchLayer", "is_symbolic_device", "keras_core"]
-
 keras_core: Any = core
 TorchLayer: Any = KerasTorchLayer
 

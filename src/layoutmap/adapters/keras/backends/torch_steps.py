@@ -16,8 +16,6 @@ from layoutmap.adapters.keras.training import check_same_batch, materialize_for_
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 
-__all__ = ["applying", "making", "refusing_export"]
-
 
 def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     """The method of a model that makes its step of a name: `"train"`, `"test"` or `"predict"`."""

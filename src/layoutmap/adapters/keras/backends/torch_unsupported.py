@@ -8,8 +8,6 @@ import keras
 
 from layoutmap.core.unsupported import Unsupported
 
-__all__ = ["unsupported_of"]
-
 L = keras.layers
 
 

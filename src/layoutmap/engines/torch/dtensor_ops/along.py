@@ -12,8 +12,6 @@ from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_wh
 from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
 from layoutmap.engines.torch.dtensor_ops.whole import placed, settled
 
-__all__ = ["ALONG"]
-
 
 def _by_index(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What takes or puts along one axis, at an index: of as many axes as the tensor, or of one."""

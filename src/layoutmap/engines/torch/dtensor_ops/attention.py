@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
 
-__all__ = ["ATTENTION"]
-
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 

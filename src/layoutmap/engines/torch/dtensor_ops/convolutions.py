@@ -10,8 +10,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
 
-__all__ = ["CONVOLUTIONS"]
-
 
 def _convolve(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     names = ("input", "weight", "bias", "stride", "padding", *_REST[function])

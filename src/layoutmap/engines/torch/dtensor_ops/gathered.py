@@ -19,8 +19,6 @@ from layoutmap.engines.torch.dtensor_ops.pieces import mesh_of
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, like, whole
 from layoutmap.engines.torch.private import tree_leaves, tree_map
 
-__all__ = ["GATHERED", "READS", "changes_in_place", "name_of", "on_whole", "read", "warn_of_gathering"]
-
 
 def on_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute a function on whole tensors; gradients pass. What it changes in place keeps its layout."""

@@ -30,8 +30,6 @@ from layoutmap.engines.torch.private import (
     written_arguments,
 )
 
-__all__ = ["guard"]
-
 _meshes: set[DeviceMesh] = set()
 
 

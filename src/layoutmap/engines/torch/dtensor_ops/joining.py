@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["JOINS", "without_empty"]
-
 JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
 
 

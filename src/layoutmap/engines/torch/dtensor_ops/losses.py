@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, replicated
 
-__all__ = ["LOSSES"]
-
 
 def _by_element(names: str) -> Callable[..., Any]:
     """A loss whose mean and sum are those of its elements.

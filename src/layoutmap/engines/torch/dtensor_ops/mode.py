@@ -64,8 +64,6 @@ from layoutmap.engines.torch.private import (
     without_function_modes,
 )
 
-__all__ = ["computing"]
-
 Handler = Callable[[Callable[..., Any], Any, Any], Any]
 
 _HANDLERS: dict[Any, Handler] = {

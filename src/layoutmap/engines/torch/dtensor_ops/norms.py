@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from layoutmap.engines.torch.dtensor_ops.pieces import Apart, mesh_of
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled, whole
 
-__all__ = ["NORMS"]
-
 
 def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled
 
-__all__ = ["Apart", "cut_axis", "divides", "join", "mesh_of", "piece"]
-
 
 def mesh_of(tensors: Iterable[Any]) -> Any:
     """The mesh of the first DTensor."""

@@ -6,8 +6,6 @@ computed on gathered tensors. Names are those of `torch.ops.aten`, without the u
 
 from __future__ import annotations
 
-__all__ = ["ANY_ORDER", "PROVEN", "QUIET", "REDUCTIONS", "SUMS_PASS"]
-
 _ELEMENTWISE = """
 abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
 ceil clamp clamp_max clamp_min copysign cos cosh deg2rad digamma div elu eq erf erfc erfinv exp exp2 expm1 floor fmax

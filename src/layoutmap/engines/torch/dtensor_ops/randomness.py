@@ -20,8 +20,6 @@ from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_wh
 from layoutmap.engines.torch.dtensor_ops.whole import like, placed, settled, whole
 from layoutmap.engines.torch.private import tree_map
 
-__all__ = ["RANDOM", "drawn_mask", "same_draws"]
-
 
 @contextmanager
 def same_draws(mesh: Any, check_alike: Callable[[str], tuple[Sequence[str], Any]]) -> Generator[None]:

@@ -12,8 +12,6 @@ from layoutmap.engines.torch.dtensor_ops.gathered import on_whole
 from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
 from layoutmap.engines.torch.private import tree_leaves
 
-__all__ = ["RECURRENT"]
-
 
 def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if kwargs or not isinstance(args[3], bool):  # a packed sequence

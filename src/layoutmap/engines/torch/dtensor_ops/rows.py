@@ -19,8 +19,6 @@ from layoutmap.engines.torch.dtensor_ops.pieces import Apart
 from layoutmap.engines.torch.dtensor_ops.whole import settled
 from layoutmap.engines.torch.private import tree_map
 
-__all__ = ["ROWS"]
-
 
 def _rms_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]

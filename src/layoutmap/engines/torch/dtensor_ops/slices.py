@@ -19,14 +19,6 @@ from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_whole
 from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled
 from layoutmap.engines.torch.private import base_of, tree_leaves
 
-__all__ = [
-    "VIEWS",
-    "assign",
-    "check_no_copy",
-    "keep_gradient",
-    "mark_copies",
-]
-
 _COPY = "_layoutmap_copy_of_slice"
 
 

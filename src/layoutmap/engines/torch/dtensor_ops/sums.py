@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from layoutmap.engines.torch.dtensor_ops.whole import settled
 from layoutmap.engines.torch.private import tree_map
 
-__all__ = ["SummingUp", "batch_divides", "summed_up", "with_summed_gradient"]
-
 _PRODUCTS = (
     *(torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.tensordot, functional.linear),
     *(torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.__matmul__),

@@ -6,8 +6,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["can_be_unwrapped", "unwrapped"]
-
 _MODULES = ("torch.nn.functional", "torch.functional", "torch.nn.init")
 _QUESTION = "has_torch_function"
 

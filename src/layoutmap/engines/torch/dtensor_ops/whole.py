@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.private import plainly
 
-__all__ = ["everywhere", "like", "placed", "replicated", "settled", "whole"]
-
 
 def replicated(mesh: Any) -> list[Any]:
     """The placements of what each device has all of."""
