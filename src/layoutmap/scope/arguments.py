@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +11,6 @@ from layoutmap.adapters import find_adapter
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError
 from layoutmap.rules.rule_set import RuleSet
-
-__all__ = ["check_layout_map", "check_maker", "check_model"]
 
 
 def check_maker(make_model: Any, layout_map: Any, function: str) -> None:
@@ -49,7 +49,8 @@ def check_model(model: Any, layout_map: Any) -> None:
     """
     _check_order(model, layout_map, "apply", "model")
     check_layout_map(layout_map, "apply")
-    if find_adapter(model) is None and callable(model):
+    # Models can be called, too, also those of libraries without an adapter.
+    if inspect.isroutine(model) or inspect.isclass(model) or isinstance(model, functools.partial):
         raise ScopeError(
             f"apply: {getattr(model, '__name__', type(model).__name__)} is a function, not a model",
             why="apply lays out a model that exists",
