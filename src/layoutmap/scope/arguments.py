@@ -49,8 +49,7 @@ def check_model(model: Any, layout_map: Any) -> None:
     """
     _check_order(model, layout_map, "apply", "model")
     check_layout_map(layout_map, "apply")
-    # Models can be called, too, also those of libraries without an adapter.
-    if inspect.isroutine(model) or inspect.isclass(model) or isinstance(model, functools.partial):
+    if _is_function(model):
         raise ScopeError(
             f"apply: {getattr(model, '__name__', type(model).__name__)} is a function, not a model",
             why="apply lays out a model that exists",
@@ -72,6 +71,11 @@ def check_layout_map(layout_map: Any, function: str) -> None:
         why=f"what was passed for it is {kind_of(layout_map)}",
         fix=f'pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {rules})',
     )
+
+
+def _is_function(value: object) -> bool:
+    """Whether it is a function or a class; a model can be called, too, also one of a library without an adapter."""
+    return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, functools.partial)
 
 
 def _check_order(first: Any, second: Any, function: str, name: str) -> None:
