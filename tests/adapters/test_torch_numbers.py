@@ -136,9 +136,9 @@ def test_optimizers_that_dtensor_does_not_know(name, rules):
     x = torch.linspace(-1, 1, 48).reshape(8, 6)
     layout_map = lm.LayoutMap("batch=2,model=2", rules)
     ends = []
-    for build in (lambda make: make(), layout_map.build):
+    for build in (lambda make, **_: make(), layout_map.build):
         torch.manual_seed(2)
-        model = build(lambda: Two(torch.tanh))
+        model = build(lambda: Two(torch.tanh), library="torch")
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
         for _ in range(3):
             optimizer.zero_grad()

@@ -62,8 +62,10 @@ def test_what_ends_tensorflows_process_is_an_error_here(case, endings):
     call, ours, message = FATAL[case]
     ending = endings[call]
 
-    # 1 would be an error that was raised: then TensorFlow has learnt to refuse it.
-    assert ending.returncode in (SEGMENTATION_FAULT, ABORTED, OUT_OF_MEMORY), ending.stderr[-2000:]
+    # Another error would be one that was raised: then TensorFlow has learnt to refuse it. It looks beyond the end of a
+    # list for a number after a comma, so what comes of that depends on what is there in memory.
+    ended = ending.returncode in (SEGMENTATION_FAULT, ABORTED, OUT_OF_MEMORY)
+    assert ended or "ValueError: stoi" in ending.stderr, ending.stderr[-2000:]
     with pytest.raises(LayoutMapError, match=message) as caught:
         ours()
     assert caught.value.why
