@@ -1,7 +1,8 @@
-"""The operators of torch that DTensor computes right in its own way: shown by torch's database, on torch 2.13.
+"""The operators of torch that DTensor computes right in its own way, on torch 2.13.
 
-`tests/engines/torch/test_op_database.py` runs the database on random layouts. An operator that is not named here is
-computed on gathered tensors. Names are those of `torch.ops.aten`, without the underscore of what changes its target.
+`tests/engines/torch/test_op_database.py` runs torch's database of operators on random layouts, and finds no wrong
+number; what only optimizers use is shown by their tests. An operator that is not named here is computed on gathered
+tensors. Names are those of `torch.ops.aten`, without the underscore of what changes its target.
 """
 
 from __future__ import annotations
