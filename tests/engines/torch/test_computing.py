@@ -401,3 +401,21 @@ def test_no_change_in_place_is_made_twice():
 
     assert torch.equal(torch.full((8, 6), 2.0), whole(x))
     assert torch.equal(torch.full((8, 6), 2.0).tril(), whole(y))
+
+
+@pytest.mark.parametrize(
+    ("shape", "specs", "to"),
+    [
+        ((0,), (None,), (0, 2, 2)),
+        ((0, 4), ("batch", None), (0,)),
+        ((0, 3, 4), (None, None, "model"), (0, 12)),
+    ],
+)
+def test_a_tensor_without_elements_is_reshaped(shape, specs, to):
+    """DTensor's own rule for views never ends for some of them."""
+    x = place(torch.zeros(shape), *specs).requires_grad_()
+    with run_on():
+        y = x.reshape(to)
+        y.sum().backward()
+
+    assert (to, shape) == (tuple(y.shape), tuple(x.grad.shape))
