@@ -98,8 +98,9 @@ class TorchSession:
 
     def record(self) -> None:
         """Have the tape record what is made."""
-        self._recording = self._tape.recording()
-        self._recording.__enter__()
+        recording = self._tape.recording()
+        recording.__enter__()
+        self._recording = recording  # noted earlier, what an interrupt left would begin when it is ended
 
     def stop(self) -> None:
         """Have the tape stop, if it does record."""

@@ -31,6 +31,11 @@ from layoutmap.engines.torch.private import (
 class Recorder(Protocol):
     """What the entrances need of a tape."""
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether it records."""
+        ...
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is deferred there."""
         ...
@@ -141,7 +146,8 @@ _open = threading.local()  # tapes: weak references to those that record on a th
 
 
 def _recording() -> list[Recorder]:
-    return [tape for ref in getattr(_open, "tapes", ()) if (tape := ref()) is not None]
+    # One that an interrupt left here has ended all the same.
+    return [t for ref in getattr(_open, "tapes", ()) if (t := ref()) is not None and t.is_recording]
 
 
 @contextmanager

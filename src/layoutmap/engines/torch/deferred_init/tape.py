@@ -104,6 +104,11 @@ class Tape:
             self._depth = 0
             self._lent.clear()
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether it is inside `recording()`."""
+        return bool(self._depth)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is deferred here."""
         return (
