@@ -298,6 +298,20 @@ def test_recording_leaves_no_trace(fails: bool):
     assert not tape.holds(torch.zeros(5))
 
 
+def test_a_recording_that_another_thread_ends():
+    """Torch's modes are those of a thread: what could not be left there is left when this one records again."""
+    before = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    recording = Tape(1).recording()
+    recording.__enter__()
+    thread = threading.Thread(target=recording.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    with Tape(1).recording():
+        pass
+
+    assert before == [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+
+
 def test_recording_may_be_entered_again():
     """A tape goes on after a pause, and what was deferred before may change."""
     tape = Tape(1)

@@ -21,6 +21,8 @@ from layoutmap.core.patches import Closing, Patches
 from layoutmap.engines.torch.private import (
     TorchDispatchMode,
     apply_to_module,
+    dispatch_modes,
+    function_modes,
     leave_mode,
     members_of_module,
     module_apply,
@@ -69,6 +71,10 @@ class _Modes(Closing):
         self._thread = threading.get_ident()
 
     def open(self) -> None:
+        # A recording that another thread has ended, as it can a generator, could not leave its modes on this one.
+        for mode in (*function_modes(), *dispatch_modes()):
+            if isinstance(mode, (_Reads, _Operations)) and not mode.tape.is_recording:
+                leave_mode(mode)
         for mode in self._modes:
             mode.__enter__()
 
@@ -83,10 +89,10 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self, tape: Recorder) -> None:
         super().__init__()
-        self._tape = tape
+        self.tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._tape.dispatch(func, args, kwargs or {})
+        return self.tape.dispatch(func, args, kwargs or {})
 
 
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
@@ -103,26 +109,26 @@ class _Reads(TorchFunctionMode):
 
     def __init__(self, tape: Recorder) -> None:
         super().__init__()
-        self._tape = tape
+        self.tape = tape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _COPIES and self._tape.holds(args[0]):
+        if func in _COPIES and self.tape.holds(args[0]):
             return _deep_copy(*args)
-        if func is torch.Tensor.data_ptr and self._tape.holds(args[0]):
+        if func is torch.Tensor.data_ptr and self.tape.holds(args[0]):
             # No address, but as one it is equal for the same place of the same memory, and for no other.
             return storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
             return func(args[0], self._alike(*args))
-        if func in _READS and self._tape.holds(args[0]):
-            return func(self._tape.evaluate(args[0]), *args[1:], **kwargs)
+        if func in _READS and self.tape.holds(args[0]):
+            return func(self.tape.evaluate(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def _alike(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """New data for a tensor, real if the tensor is real and deferred if it is deferred."""
-        if self._tape.holds(tensor) == self._tape.holds(data):
+        if self.tape.holds(tensor) == self.tape.holds(data):
             return data
-        return self._tape.defer(data) if self._tape.holds(tensor) else self._tape.evaluate(data)
+        return self.tape.defer(data) if self.tape.holds(tensor) else self.tape.evaluate(data)
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
