@@ -11,6 +11,7 @@ operand is sharded. A program with such an operation cannot be computed in shard
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,9 +63,15 @@ def closed_of(
         consts: The values of constant variables.
     """
     consts = consts or {}
-    debug_info = jax.make_jaxpr(lambda *_: [])(*(0 for _ in (*consts, *takes))).jaxpr.debug_info
+    debug_info = _debug_info(len(consts) + len(takes))
     jaxpr = Jaxpr(list(consts), list(takes), list(gives), list(eqns), debug_info=debug_info)
     return ClosedJaxpr(jaxpr, list(consts.values()))
+
+
+@functools.lru_cache(64)
+def _debug_info(num_arguments: int) -> Any:
+    """What JAX wants to know of where a program comes from: nothing, but for the number of its arguments."""
+    return jax.make_jaxpr(lambda *_: [])(*(0 for _ in range(num_arguments))).jaxpr.debug_info
 
 
 def why_global(closed: ClosedJaxpr) -> str:
