@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running, whole
+from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running
 from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
 from layoutmap.adapters.keras.backends.torch_steps import applying, making, refusing_export
 from layoutmap.adapters.keras.backends.torch_unsupported import unsupported_of
@@ -34,6 +34,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.gradients import Gradients, finalize_gradients
 
+_to_numpy = get_engine("torch").to_numpy
 _num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -76,7 +77,7 @@ class TorchBackend(Backend):
     def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
         """Give a variable its value; what is assigned to it later keeps the layout."""
         if _is_plain(assignment):
-            held = torch.nn.Parameter(torch.as_tensor(whole(held)), requires_grad=held.requires_grad)
+            held = torch.nn.Parameter(torch.as_tensor(_to_numpy(held)), requires_grad=held.requires_grad)
         # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
         own = variable.__dict__
         own["_direct_assign"] = functools.partial(_assign, variable)
@@ -155,9 +156,9 @@ def _gradients(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str
     for variable, value in kept:
         variable.assign(value)  # the call has moved statistics and seeds on
     losses = {
-        n: whole(each.detach()) if isinstance(each, torch.Tensor) else each for n, each in losses.items()
+        n: _to_numpy(each.detach()) if isinstance(each, torch.Tensor) else each for n, each in losses.items()
     }
-    return losses, [None if gradient is None else whole(gradient) for gradient in gradients]
+    return losses, [None if gradient is None else _to_numpy(gradient) for gradient in gradients]
 
 
 def _of_loss(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
@@ -188,7 +189,7 @@ def _assign(variable: Any, value: Any) -> None:
     held = variable._value
     with torch.no_grad():
         if not isinstance(held, DTensor):
-            held.copy_(torch.as_tensor(whole(value)) if isinstance(value, DTensor) else value)
+            held.copy_(torch.as_tensor(_to_numpy(value)) if isinstance(value, DTensor) else value)
             return
         new = get_engine("torch").relayout(value, variable.layout)
         with simulation.on_mesh(held.device_mesh):
@@ -196,7 +197,7 @@ def _assign(variable: Any, value: Any) -> None:
 
 
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-    return np.asarray(whole(variable.value), dtype=dtype)
+    return np.asarray(_to_numpy(variable.value), dtype=dtype)
 
 
 # -- layers

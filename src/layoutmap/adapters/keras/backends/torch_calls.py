@@ -17,16 +17,10 @@ from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
-from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, reduced
 from layoutmap.engines.torch.dtensor_ops.mode import computing
-from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, summed_up, with_summed_gradient
-from layoutmap.engines.torch.dtensor_ops.whole import whole as plain_tensor
-
-
-def whole(array: Any) -> Any:
-    """Return all values of a tensor, as a numpy array."""
-    return get_engine("torch").to_numpy(array)
+from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, with_summed_gradient
 
 
 def placed(values: Any, session: KerasSession) -> Any:
@@ -105,7 +99,7 @@ def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
             if session.on_thread.sums_up:
                 args, kwargs = _each(with_summed_gradient, (args, kwargs))
             # Once here, not by each of those who use it. Rows of an embedding sharded by rows are a sum, too.
-            return _by_rows(_each(summed_up, function(*args, **kwargs)), layer, session)
+            return _by_rows(_each(reduced, function(*args, **kwargs)), layer, session)
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
         if not tensors or _has_no_values(session):
@@ -190,4 +184,4 @@ def _off_mesh(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     with simulation.on_mesh(value.device_mesh):
-        return plain_tensor(value).clone()
+        return full_tensor(value).clone()
