@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from layoutmap.core.errors import LayoutMapError
 
+NumpyArray = npt.NDArray[Any]
 Index = tuple[slice, ...]
 """Where a block is: one slice for each axis, with both ends."""
 

@@ -14,18 +14,16 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
 
-NumpyArray = npt.NDArray[Any]
 _MAX_SHOWN = 200  # characters of a process's text in a message
 
 Gather = Callable[[NumpyArray], NumpyArray]

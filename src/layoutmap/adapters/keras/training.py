@@ -74,6 +74,50 @@ def materialize_for_training(model: Any, session: KerasSession) -> None:
     session.backend.own_memory(variables)
 
 
+def step_wraps(
+    model: Any, session: KerasSession, step: Callable[[str, Callable[[], Any]], Any]
+) -> dict[str, Callable[..., Any]]:
+    """Return what to wrap on a model: the methods that make its steps, by their names.
+
+    Args:
+        model: The model.
+        session: Its scope.
+        step: Returns the step of a name, `"train"`, `"test"` or `"predict"`; what it is given beside returns Keras's.
+    """
+
+    def making(name: str) -> Callable[..., Any]:
+        plain, attribute = getattr(model, f"make_{name}_function"), f"{name}_function"
+
+        @functools.wraps(plain)
+        def make(force: bool = False) -> Any:
+            def own() -> Any:
+                plain(force=force)
+                return getattr(model, attribute)
+
+            materialize_for_training(model, session)
+            if getattr(model, attribute) is None or force:
+                setattr(model, attribute, step(name, own))
+            return getattr(model, attribute)
+
+        return make
+
+    return {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
+
+
+def build_for_step(model: Any, session: KerasSession, batch: Any) -> bool:
+    """Have a model that was never called make its weights, for inputs of a batch's shapes; whether it had to."""
+    if all(layer.built for layer in model._flatten_layers()):
+        return False
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    with session.defer():
+        model(
+            keras.tree.map_structure(
+                lambda each: keras.KerasTensor(each.shape, keras.backend.standardize_dtype(each.dtype)), x
+            )
+        )
+    return True
+
+
 def place_batch(batch: Any, session: KerasSession) -> Any:
     """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide."""
 

@@ -21,10 +21,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from layoutmap.core.blocks import Index
+from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
@@ -43,8 +42,6 @@ from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, dev
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, why_global
-
-NumpyArray = npt.NDArray[Any]
 
 
 class JaxEngine:

@@ -18,10 +18,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index, ends_of
+from layoutmap.core.blocks import Index, NumpyArray, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -52,7 +51,6 @@ from layoutmap.engines.tensorflow.programs import PieceProgram, trace
 from layoutmap.engines.tensorflow.selfcheck import check_training
 from layoutmap.engines.tensorflow.variable import DVariable
 
-NumpyArray = npt.NDArray[Any]
 dtensor: Any = tf.experimental.dtensor
 
 

@@ -19,12 +19,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Ends, Index, block_shape, ends_of
-
-NumpyArray = npt.NDArray[Any]
+from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of
 
 _PIECE_BYTES = 16 << 20
 _GROUP = 4  # the sources make numbers in groups of up to four, so a run starts at a multiple of four

@@ -12,12 +12,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from layoutmap.core.blocks import Ends, Index, ends_of, intersect, whole_index, within
+from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, intersect, whole_index, within
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.checks import no_element_type, no_numbers
@@ -30,8 +29,6 @@ from layoutmap.engines.torch.devices import (
     placements_of,
 )
 from layoutmap.engines.torch.private import local_of
-
-NumpyArray = npt.NDArray[Any]
 
 _LAYOUT = "_layoutmap_layout"
 

@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.core.blocks import Index, ends_of
+from layoutmap.core.blocks import Index, NumpyArray, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
@@ -59,8 +58,6 @@ from layoutmap.engines.torch.processes import (
     gathered,
     random_state,
 )
-
-NumpyArray = npt.NDArray[Any]
 
 _LARGE = 1 << 20  # bytes: the least variable after which memory is given back to the system
 

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import numpy as np
-import numpy.typing as npt
 from hypothesis import HealthCheck, settings
 
-from layoutmap.core.blocks import Index, assemble
+from layoutmap.core.blocks import Index, NumpyArray, assemble
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -33,7 +32,6 @@ __all__ = [
     "some_specs",
 ]
 
-NumpyArray = npt.NDArray[Any]
 
 few = settings(
     deadline=None,

@@ -8,7 +8,6 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 
@@ -27,8 +26,6 @@ from layoutmap.testing.engine.cases import (
 )
 
 __all__ = ["CreationLaws"]
-
-NumpyArray = npt.NDArray[Any]
 
 
 class CreationLaws(EngineCases):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 
-from layoutmap.core.blocks import Index, assemble, block_shape, ends_of, whole_index
+from layoutmap.core.blocks import Index, NumpyArray, assemble, block_shape, ends_of, whole_index
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -26,8 +24,6 @@ from layoutmap.testing.engine.cases import (
 )
 
 __all__ = ["ShardLaws"]
-
-NumpyArray = npt.NDArray[Any]
 
 
 class ShardLaws(EngineCases):

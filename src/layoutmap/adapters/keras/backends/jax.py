@@ -12,8 +12,8 @@ import jax
 import jax.core
 import numpy as np
 
-from layoutmap.adapters.keras.backends.jax_processes import gathered_value, saving
-from layoutmap.adapters.keras.backends.jax_steps import PRIVATE, off_other_meshes, state_of, step_wraps
+from layoutmap.adapters.keras.backends.jax_processes import GATHERED, saving
+from layoutmap.adapters.keras.backends.jax_steps import PRIVATE, off_other_meshes, state_of, training_wraps
 from layoutmap.adapters.keras.backends.jax_unsupported import unsupported_of
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
@@ -97,7 +97,7 @@ class JaxBackend(Backend):
 
     def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
         """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
-        wraps = step_wraps(model, session)
+        wraps = training_wraps(model, session)
         if session.context.across:
             wraps = {**wraps, **{name: saving(model, session, name) for name in ("save", "save_weights")}}
         return wraps
@@ -148,4 +148,5 @@ def _assign(variable: Any, value: Any) -> None:
 
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
     # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
-    return np.asarray(gathered_value(variable, get_engine("jax").to_numpy), dtype=dtype)
+    known = variable.__dict__.get(GATHERED)
+    return np.asarray(get_engine("jax").to_numpy(variable.value) if known is None else known, dtype=dtype)

@@ -31,7 +31,7 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import applying, assigning, keying
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
-from layoutmap.adapters.keras.backends.tensorflow_steps import making
+from layoutmap.adapters.keras.backends.tensorflow_steps import training_wraps
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, unsupported_of
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
@@ -122,9 +122,7 @@ class TensorFlowBackend(Backend):
 
     def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
         """Steps that take each batch off the iterator, place it, and run compiled on the mesh."""
-        return {
-            f"make_{name}_function": making(model, session, name) for name in ("train", "test", "predict")
-        }
+        return training_wraps(model, session)
 
     def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
         """What DTensor cannot do with a layer."""

@@ -13,27 +13,21 @@ import tensorflow as tf
 from layoutmap.adapters.keras.backends.tensorflow_calls import densified, placed
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
-from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.training import materialize_for_training
+from layoutmap.adapters.keras.protocol import KerasSession, Wraps
+from layoutmap.adapters.keras.training import build_for_step, materialize_for_training, step_wraps
 from layoutmap.core.errors import ScopeError
 
 dtensor: Any = tf.experimental.dtensor
 
 
-def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
-    """Return the method of a model that makes its step of a name: `"train"`, `"test"` or `"predict"`."""
-    plain = getattr(model, f"make_{name}_function")
-    attribute = f"{name}_function"
+def training_wraps(model: Any, session: KerasSession) -> Wraps:
+    """Return what to wrap on a model: steps that take each batch off the iterator and run compiled on the mesh."""
 
-    @functools.wraps(plain)
-    def make(force: bool = False) -> Any:
-        materialize_for_training(model, session)
-        if getattr(model, attribute) is None or force:
-            step = _Step(model, session, name)
-            setattr(model, attribute, step.on_list if name == "predict" else step.on_iterator)
-        return getattr(model, attribute)
+    def step(name: str, own: Callable[[], Any]) -> Any:
+        made = _Step(model, session, name)
+        return made.on_list if name == "predict" else made.on_iterator
 
-    return make
+    return step_wraps(model, session, step)
 
 
 class _Step:
@@ -94,10 +88,7 @@ class _Step:
         """Make what the step would make while it is traced: weights, metrics, slots."""
         model = self._model
         if self._name == "predict":
-            if not all(layer.built for layer in model._flatten_layers()):
-                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-                with self._session.defer():
-                    model(keras.tree.map_structure(_symbolic, x))
+            build_for_step(model, self._session, batch)
         else:
             with self._session.defer():
                 model._symbolic_build(data_batch=batch)
@@ -126,10 +117,6 @@ class _Step:
 
 def _signature(value: Any) -> Any:
     return (tuple(value.shape), str(value.dtype)) if hasattr(value, "shape") else type(value)
-
-
-def _symbolic(array: Any) -> Any:
-    return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
 
 
 def _by_rows(output: Any, session: KerasSession) -> Any:

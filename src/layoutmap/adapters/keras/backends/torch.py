@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running
 from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
-from layoutmap.adapters.keras.backends.torch_steps import applying, making, refusing_export
+from layoutmap.adapters.keras.backends.torch_steps import applying, refusing_export, training_wraps
 from layoutmap.adapters.keras.backends.torch_unsupported import unsupported_of
 from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
@@ -120,9 +120,7 @@ class TorchBackend(Backend):
 
     def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
         """Steps that place each batch and run on the mesh."""
-        return {
-            f"make_{name}_function": making(model, session, name) for name in ("train", "test", "predict")
-        }
+        return training_wraps(model, session)
 
     def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
         """What DTensor cannot do with a layer."""
