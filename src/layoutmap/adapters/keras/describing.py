@@ -82,13 +82,7 @@ def describe_alone(variable: Any, kind: Kind) -> Entry:
 
 
 def describe_below(layer: Any, prefix: str, variable: Any) -> Entry | None:
-    """Return a variable that is below a layer; `None` if it is not.
-
-    Args:
-        layer: The layer.
-        prefix: What paths begin with.
-        variable: The variable.
-    """
+    """Return a variable that is below a layer; `None` if it is not."""
     entries = _of_layer(layer, "", prefix, derivations([layer]), {})
     return next((entry for entry in entries if entry.variable is variable), None)
 

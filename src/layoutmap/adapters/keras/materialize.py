@@ -28,12 +28,7 @@ from layoutmap.core.variables import Assignment
 
 
 class Materializer:
-    """Gives the variables of one scope their values.
-
-    Args:
-        session: The scope.
-        registry: Its variables.
-    """
+    """Gives the variables of one scope their values."""
 
     def __init__(self, session: KerasSession, registry: Registry):
         self._session = session

@@ -200,9 +200,6 @@ def _codes_in(module: str) -> dict[str, types.CodeType]:
 def check_keras(more: Names = ()) -> None:
     """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
 
-    Args:
-        more: See `check_names`.
-
     Raises:
         ScopeError: Keras is not one this adapter works with.
     """

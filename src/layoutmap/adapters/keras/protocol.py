@@ -187,17 +187,19 @@ class Backend(ABC):
         """Return what to wrap on a layer or model so that it computes in its layouts."""
         return {}
 
+    @staticmethod
     @abstractmethod
-    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+    def training_wraps(model: Any, session: KerasSession) -> Wraps:
         """Return what to wrap on a model so that `fit`, `evaluate` and `predict` work in its layouts."""
 
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
         """Return what to wrap on an optimizer so that it updates variables in their layouts."""
         return {}
 
+    @staticmethod
     @abstractmethod
-    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-        """Return what the backend cannot do with a layer, given its path and those of its own weights."""
+    def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterable[Unsupported]:
+        """Yield what the backend cannot do with a layer, given its path and those of its own weights."""
 
     @abstractmethod
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:

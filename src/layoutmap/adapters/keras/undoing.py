@@ -19,10 +19,6 @@ def all_or_nothing(layer: Any, session: KerasSession) -> Generator[None]:
     The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their
     old variables back, with their values: a kernel that was quantized is held until then.
 
-    Args:
-        layer: The layer, or a model.
-        session: The scope.
-
     Raises:
         PlanError: The new variables do not fit.
     """

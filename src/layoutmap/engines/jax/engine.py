@@ -45,17 +45,7 @@ from layoutmap.engines.jax.programs import ShardedProgram, trace, why_global
 
 
 class JaxEngine:
-    """Holds `jax.Array`s. There is one of them: `engine()`. What its methods raise is in `Engine`.
-
-    Example:
-        >>> jax_engine = engine()
-        >>> layout = Layout(["x", None], Mesh(None, "x=1"))
-        >>> array = jax_engine.relayout(np.ones((4, 2), np.float32), layout)
-        >>> jax_engine.layout_of(array) == layout
-        True
-        >>> [index for index, values in jax_engine.to_shards(array)]
-        [(slice(0, 4, None), slice(0, 2, None))]
-    """
+    """Holds `jax.Array`s. There is one of them: `engine()`. What its methods raise is in `Engine`."""
 
     name = "jax"
     array_types: tuple[type, ...] = (jax.Array,)

@@ -55,17 +55,7 @@ dtensor: Any = tf.experimental.dtensor
 
 
 class TensorFlowEngine:
-    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`.
-
-    Example:
-        >>> tensorflow_engine = engine()
-        >>> layout = Layout(["x", None], Mesh(None, "x=1"))
-        >>> tensor = tensorflow_engine.relayout(np.ones((4, 2), np.float32), layout)
-        >>> tensorflow_engine.layout_of(tensor) == layout
-        True
-        >>> [index for index, values in tensorflow_engine.to_shards(tensor)]
-        [(slice(0, 4, None), slice(0, 2, None))]
-    """
+    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`."""
 
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)

@@ -63,17 +63,7 @@ _LARGE = 1 << 20  # bytes: the least variable after which memory is given back t
 
 
 class TorchEngine:
-    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`.
-
-    Example:
-        >>> torch_engine = engine()
-        >>> layout = Layout(["x", None], Mesh(None, "x=1"))
-        >>> tensor = torch_engine.relayout(np.ones((4, 2), np.float32), layout)
-        >>> torch_engine.layout_of(tensor) == layout
-        True
-        >>> [index for index, values in torch_engine.to_shards(tensor)]
-        [(slice(0, 4, None), slice(0, 2, None))]
-    """
+    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`."""
 
     name = "torch"
     array_types: tuple[type, ...] = (torch.Tensor,)

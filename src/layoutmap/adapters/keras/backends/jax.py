@@ -20,7 +20,6 @@ from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.training import has_own_step, recording
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
 
@@ -29,6 +28,7 @@ class JaxBackend(Backend):
     """Keras on JAX; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "jax"
+    unsupported_of = staticmethod(unsupported_of)
     chooses_layouts = True
     global_init = MappingProxyType(
         {
@@ -95,16 +95,13 @@ class JaxBackend(Backend):
             fix="with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves",
         )
 
-    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+    @staticmethod
+    def training_wraps(model: Any, session: KerasSession) -> Wraps:
         """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
         wraps = training_wraps(model, session)
         if session.context.across:
             wraps = {**wraps, **{name: saving(model, session, name) for name in ("save", "save_weights")}}
         return wraps
-
-    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-        """What XLA cannot compile of a layer."""
-        return unsupported_of(layer, path, weights)
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
         """The losses in training, and their gradients."""

@@ -86,11 +86,7 @@ def placed(batch: Any, session: KerasSession) -> Any:
 
 
 class _Lent:
-    """The values that a model's variables have lent to a step that goes on.
-
-    Args:
-        model: The model.
-    """
+    """The values that a model's variables have lent to a step that goes on."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

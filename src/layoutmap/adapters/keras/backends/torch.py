@@ -28,7 +28,6 @@ from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
-from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
@@ -42,6 +41,8 @@ class TorchBackend(Backend):
     """Keras on torch; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "torch"
+    training_wraps = staticmethod(training_wraps)
+    unsupported_of = staticmethod(unsupported_of)
     quiet = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
@@ -117,14 +118,6 @@ class TorchBackend(Backend):
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
         """Updates run on the mesh, with each gradient in the layout of its weight."""
         return {"apply": applying(optimizer, session)}
-
-    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
-        """Steps that place each batch and run on the mesh."""
-        return training_wraps(model, session)
-
-    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-        """What DTensor cannot do with a layer."""
-        return unsupported_of(layer, path, weights)
 
     @contextmanager
     def drawing(self, model: Any) -> Generator[None]:

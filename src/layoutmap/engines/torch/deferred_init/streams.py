@@ -153,14 +153,7 @@ def random_fill_of(step: Step, view: View) -> RandomFill | None:
 
 
 class Stream:
-    """The values of one fill, read from the first to the last.
-
-    Args:
-        fill: What is drawn.
-        numel: The number of elements.
-        state: The generator's state before.
-        piece: The elements in a piece.
-    """
+    """The values of one fill, read from the first to the last."""
 
     def __init__(self, fill: RandomFill, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
         self._fill = fill
