@@ -388,7 +388,7 @@ except lm.ScopeError as error:
 """
 
 
-def test_a_keras_that_makes_its_variables_whole():
+def test_a_keras_that_makes_global_variables():
     """KERAS_NNX_ENABLED is refused by name: in that mode each global value is first made on one device."""
     source = "import keras\nkeras.config.is_nnx_enabled = lambda: True\n" + OPEN
 

@@ -146,7 +146,7 @@ def test_a_preset_of_another_name_that_is_named_fits(family):
 
 
 @pytest.mark.parametrize("name", few(["llama", "gemma", "mixtral", "qwen"], "llama"))
-def test_heads_of_keys_that_are_too_few_are_whole(name):
+def test_heads_of_keys_that_are_too_few_are_replicated(name):
     """Four of them on eight devices: the plan notes it, also of biases, and all else is cut."""
     config = hub_models.TINY[name] | ({"num_experts": 8} if name == "mixtral" else {})
     plan = lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name, "model=8"), strict=True)

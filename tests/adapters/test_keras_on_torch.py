@@ -86,7 +86,7 @@ def test_parameters_stay_in_step():
     assert not lora & {id(p) for p in model.parameters()}
 
 
-def test_reads_and_writes_are_whole():
+def test_reads_and_writes_are_global():
     """`numpy`, `np.asarray`, `get_weights`, `assign` and `set_weights` know nothing of pieces."""
     _, model = both(mlp)
     kernel = model.layers[1].kernel

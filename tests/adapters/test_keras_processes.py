@@ -135,7 +135,7 @@ def test_a_process_that_fails_tells_the_others(told):
 
 
 @pytest.mark.parametrize("what", SAID)
-def test_processes_that_do_not_do_the_same_are_told_so(told, what):
+def test_processes_that_do_not_do_the_same_are_refused(told, what):
     """Other plans, parts, rows or values are an error in every process, which says what differs."""
     processes, _ = told
 

@@ -61,7 +61,7 @@ def test_one_head_of_keys_on_many_devices(mesh):
 
 if keras.backend.backend() != "tensorflow":  # DTensor cuts an axis over one dim only
 
-    def test_an_axis_over_two_dims_is_cut_over_the_one_that_divides():
+    def test_an_axis_over_two_dims_is_sharded_over_the_one_that_divides():
         """24 is cut over 2 x 4, and 4 over the 4 only."""
         layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES, uneven="shrink")
         del layout_map[r"head\.kernel"], layout_map[r"up\.kernel"]

@@ -152,7 +152,7 @@ def test_gradients_in_any_layout(first, second, activation, batch_dim):
 class TestActivations:
     """Layouts for what layers put out."""
 
-    def test_a_layer_puts_out_what_its_rule_says(self):
+    def test_a_layer_outputs_what_its_rule_says(self):
         """The output of a layer is in the layout of its rule, and the numbers stay."""
         layout_map = make_map()
         layout_map.activations[r"body\.0"] = ("batch", None)
@@ -172,7 +172,7 @@ class TestActivations:
         assert ("batch", "unsharded") == seen["body"].sharding_specs
         assert ("unsharded", "model") == seen["main"].sharding_specs
 
-    def test_the_gradient_of_what_a_layer_puts_out_lies_so_too(self):
+    def test_the_gradient_of_a_layers_output_has_its_layout_too(self):
         """Summed up where the rule says whole, even where the output itself lies right by chance."""
         layout_map = make_map({r"body\.3\.weight": ("model", None)})
         layout_map.activations[r"body\.0"] = ("batch", None)

@@ -153,7 +153,7 @@ class TestFirstValues:
         """Initializers, copies, conversions and reads inside of a scope give the plain model's values."""
         assert_as_plain(MODELS[name])
 
-    def test_little_is_drawn_whole_and_the_plan_names_it(self):
+    def test_little_is_initialized_globally_and_the_plan_names_it(self):
         """Only what cannot be drawn in pieces is drawn whole; the plan says what and why."""
         _, scope = assert_as_plain(zoo)
         whole = {a.variable.path: a.global_init for a in scope.plan.assignments if a.global_init}

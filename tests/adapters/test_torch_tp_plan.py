@@ -51,7 +51,7 @@ def test_the_plan_that_a_model_has_becomes_rules_for_its_parameters(name):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe", "gemma3"])
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
-def test_activations_have_the_rank_of_what_the_layers_put_out(name):
+def test_activations_have_the_rank_of_the_layers_outputs(name):
     """What a layer puts out is known when it runs: for these models the rules' ranks are right."""
     kind, config, _ = WITH_A_PLAN[name]
     model = getattr(transformers, kind)(config())
@@ -86,7 +86,7 @@ def test_a_plan_written_for_a_model_becomes_rules_for_its_parameters(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_the_plan_for_experts_cuts_them_by_expert(name):
+def test_the_plan_for_experts_shards_them_by_expert(name):
     """`base_model_ep_plan` of a config, with the prefix of the base model."""
     kind, config, _ = WITH_A_PLAN[name]
     model = on_meta(kind, config)

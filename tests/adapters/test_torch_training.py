@@ -145,7 +145,7 @@ def num_tensors_of(shapes):
 class TestWeightsCutByTheBatch:
     """Weights that are cut over the dim that splits the batch."""
 
-    def test_they_are_whole_while_their_layer_computes(self):
+    def test_they_are_gathered_while_their_layer_computes(self):
         """A layer sees them put together; before and after they are cut."""
         _, model = pair(rules=BY_BATCH)
         seen = []
@@ -215,7 +215,7 @@ class TestWeightsCutByTheBatch:
         with pytest.raises(RuntimeError, match="once_differentiable"):
             again.square().sum().backward()
 
-    def test_what_lies_outside_of_blocks_stays_while_the_model_runs(self):
+    def test_what_is_outside_of_blocks_stays_while_the_model_runs(self):
         """Embeddings and heads are whole from the model's call on; called by themselves they gather their own."""
         plain, model = pair(Transformer, {r"norm\.weight": ("batch",), r"tokens\.weight": ("batch", None)})
         tokens = torch.from_numpy(batch("transformer")[0])

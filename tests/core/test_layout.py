@@ -119,7 +119,7 @@ def test_np_arange_of_6_over_a_mesh_of_3_by_2():
     assert [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]], [[4, 5]], [[4, 5]]] == components
 
 
-def test_an_axis_over_several_dims_is_cut_major_to_minor():
+def test_an_axis_over_several_dims_is_sharded_major_to_minor():
     """In `("x", "y")` the first dim cuts coarsest; `("y", "x")` deals the same pieces to other devices."""
     values = np.arange(6)
 
@@ -148,7 +148,7 @@ def test_unknown_sizes_stay_unknown(layout: Layout, data: st.DataObject):
 
 
 @given(strategies.meshes(), st.integers(1, 5), st.data())
-def test_the_makers_cut_the_axis_they_say(mesh: Mesh, rank: int, data: st.DataObject):
+def test_the_makers_shard_the_axis_they_say(mesh: Mesh, rank: int, data: st.DataObject):
     """`batch_sharded` cuts the given axis, `inner_sharded` the last, `replicated` none, and `delete` takes axes out."""
     dim = data.draw(st.sampled_from(mesh.dim_names))
     axis = data.draw(st.integers(0, rank - 1))

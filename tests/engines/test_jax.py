@@ -165,7 +165,7 @@ def test_other_layouts_are_other_programs():
         ),
     ],
 )
-def test_what_would_change_when_cut_is_drawn_whole(name, function):
+def test_what_would_change_when_sharded_is_drawn_globally(name, function):
     """A program that adds elements up is drawn whole, says why, and has the plain draw's bits."""
     seed = key_of(3)
     draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))
@@ -188,7 +188,7 @@ def test_what_would_change_when_cut_is_drawn_whole(name, function):
         ("its seed", lambda seed: jnp.broadcast_to(seed[0].astype("float32"), (16, 16))),
     ],
 )
-def test_what_does_not_change_when_cut_is_drawn_in_shards(name, function):
+def test_what_does_not_change_when_sharded_is_drawn_in_shards(name, function):
     """Moves, whole numbers and work on single elements are done in shards, with the plain draw's bits."""
     seed = key_of(4)
     draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))

@@ -126,7 +126,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 @given(st.data())
-def test_one_change_is_told_by_its_path(what, data):
+def test_one_change_is_reported_by_its_path(what, data):
     """Whatever is changed in a plan: that is told, with how it was and is, and nothing else."""
     before = data.draw(strategies.plans(layers=True))[2]
     after = CHANGES[what](before, data.draw)
@@ -246,7 +246,7 @@ def test_another_rule_with_the_same_layout_is_no_change():
     assert one != two
 
 
-def test_models_are_told_apart():
+def test_models_are_distinguished():
     """Where a scope has built several, each change names its model; where there is one, it needs no name."""
     before, after = (
         plan_of([VariableSpec("k", (8,), "float32", model=m) for m in models], {})

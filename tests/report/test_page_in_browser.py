@@ -497,7 +497,7 @@ def test_what_does_not_fit_says_so(browser, show):
     assert "7 is not a multiple of 4" in text(browser, "#details")
 
 
-def test_variables_without_a_rule_are_told_in_one(browser, show):
+def test_variables_without_a_rule_are_reported_as_one(browser, show):
     """As in the terminal: how many, what to type for each, and a way to each."""
     show(PLAN)
     found = [p for p in PLAN.problems if p.kind == "no rule"]
@@ -611,7 +611,7 @@ def test_plans_of_next_to_nothing(browser, show):
     assert "[0:0, 0:3]" == drawn_slices(browser)
 
 
-def test_layers_whose_output_is_laid_out_are_told(browser, show):
+def test_layers_whose_output_is_laid_out_are_reported(browser, show):
     """In a table of their own."""
     layout_map = lm.LayoutMap(MESH, {"k": (None,)}, {r"blocks\.\d+$": ("batch", None)})
     show(make_plan([VariableSpec("k", (4,), "float32")], layout_map, layers=["blocks.0", "blocks.1"]))

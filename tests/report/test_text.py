@@ -113,7 +113,7 @@ def test_every_variable_is_in_exactly_one_row():
     assert plan.global_bytes == sum(row.global_bytes for row in rows)
 
 
-def test_models_are_told_apart():
+def test_models_are_distinguished():
     """Where a scope built several models, each row names its model; one model needs no name."""
     several = [VariableSpec("k", (8,), "float32", model=name) for name in ("teacher", "student")]
 

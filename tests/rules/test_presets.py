@@ -37,7 +37,7 @@ def test_a_preset_is_the_same_on_meshes_with_other_names(name: str):
 
 
 @pytest.mark.parametrize("name", presets.names())
-def test_a_dim_that_is_not_asked_for_cuts_nothing(name: str):
+def test_a_dim_that_is_not_asked_for_shards_nothing(name: str):
     """Each form is the one over both dims without the cuts over the other; activations have rules with `fsdp_dim`."""
     both = lm.LayoutMap.preset(name, MESH, model_dim="tp", fsdp_dim="data")
     model = lm.LayoutMap.preset(name, MESH, model_dim="tp")
@@ -70,7 +70,7 @@ def test_rules_of_ones_own_come_after_it_or_in_its_place():
     assert before == {**lm.LayoutMap.preset("llama", MESH, model_dim="tp")}
 
 
-def test_what_there_is_not_is_told():
+def test_what_there_is_not_is_reported():
     """With the presets there are, or the dims that the mesh has."""
     with pytest.raises(RuleError) as unknown:
         lm.LayoutMap.preset("lama", MESH)

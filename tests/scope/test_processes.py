@@ -52,7 +52,7 @@ def test_each_hears_what_all_say():
     assert [[""] * 3] * 3 == everywhere(3, lambda i, gather: gather_texts("", gather))
 
 
-def test_what_is_alike_is_not_told():
+def test_what_is_alike_is_not_reported():
     """The same words give nothing, others those of all; numbers are gathered along."""
     assert [([], [0, 1])] * 2 == everywhere(2, lambda i, gather: check_alike("same", gather, i))
     assert [(["0", "1"], [0, 0])] * 2 == everywhere(2, lambda i, gather: check_alike(str(i), gather))

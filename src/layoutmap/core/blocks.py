@@ -23,11 +23,11 @@ Ends = tuple[tuple[int, int], ...]
 """An index as a value that has a hash."""
 
 
-def whole_index(shape: Sequence[int]) -> Index:
+def full_index(shape: Sequence[int]) -> Index:
     """The index of everything.
 
     Example:
-        >>> whole_index((2, 3))
+        >>> full_index((2, 3))
         (slice(0, 2, None), slice(0, 3, None))
     """
     return tuple(slice(0, operator.index(n)) for n in shape)
@@ -107,7 +107,7 @@ def assemble(
         >>> assemble(halves, (4,), int, index=(slice(1, 3),))
         array([2, 3])
     """
-    wanted = whole_index(shape) if index is None else index
+    wanted = full_index(shape) if index is None else index
     result = np.empty(block_shape(wanted), dtype)
     places: list[Index] = []
     for place, values in blocks:

@@ -154,7 +154,7 @@ def test_the_scope_is_of_its_thread():
     assert "got mixed" in said[0]
 
 
-def test_values_are_read_whole():
+def test_values_are_read_gathered():
     """Whatever reads values reads those of the whole tensor, of a sum that waits or of a tensor that is cut."""
     values = torch.arange(8.0)
     with run_on():
@@ -260,7 +260,7 @@ def test_what_is_apart_moves_nothing(name):
     assert {} == collectives(function)
 
 
-def test_what_has_no_rule_is_computed_whole(monkeypatch):
+def test_what_has_no_rule_is_computed_gathered(monkeypatch):
     """A function that nobody has a rule for is computed on whole tensors, and a warning says so once."""
     monkeypatch.setattr(gathered, "_warned", set())
     x = torch.randint(5, (8,), generator=torch.Generator().manual_seed(0))
@@ -275,7 +275,7 @@ def test_what_has_no_rule_is_computed_whole(monkeypatch):
     assert __file__ == caught[0].filename
 
 
-def test_mistakes_are_told_as_torch_tells_them():
+def test_mistakes_raise_what_torch_raises():
     """What plain tensors cannot compute fails with the error of plain tensors."""
     x = place(torch.ones(8, 6), "batch", None)
     with (

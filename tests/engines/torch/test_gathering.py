@@ -62,7 +62,7 @@ def test_a_gradient_is_summed_up_once(placement, times):
     assert (times == whole(weight.grad)).all()
 
 
-def test_what_another_dim_cuts_too_is_left():
+def test_what_another_dim_shards_too_is_left():
     """An axis that two dims cut is not put together by the first dim alone where the second cuts more finely."""
     for specs in itertools.permutations((("batch", "model"), None, None)):
         assert not can_gather(weights([specs])[0], 0)

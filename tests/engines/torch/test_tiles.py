@@ -62,7 +62,7 @@ def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 18, seed: int 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(sorted(MAKERS)), st.sampled_from([1 << 10, 1 << 18]))
-def test_any_part_is_a_part_of_the_same_whole(data: Any, name: str, piece: int):
+def test_any_part_is_a_part_of_the_same_tensor(data: Any, name: str, piece: int):
     """Blocks at any index, made in any order and piece, agree with the whole."""
     whole = recipe_of(MAKERS[name]).global_value()
     ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in whole.shape]

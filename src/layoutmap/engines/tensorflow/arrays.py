@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, assemble, ends_of, whole_index
+from layoutmap.core.blocks import Ends, Index, NumpyArray, assemble, ends_of, full_index
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -128,7 +128,7 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
     layout = layout_of(tensor)
     shape = tuple(tensor.shape)
     if layout is None:
-        yield whole_index(shape), tensor.numpy()
+        yield full_index(shape), tensor.numpy()
         return
     places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
     seen: set[Ends] = set()

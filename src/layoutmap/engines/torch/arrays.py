@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, intersect, whole_index, within
+from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, intersect, within
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.checks import no_element_type, no_numbers
@@ -186,7 +186,7 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
 def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
     """The different pieces that this process holds, without a copy."""
     if not isinstance(array, DTensor):
-        yield whole_index(array.shape), array.detach()
+        yield full_index(array.shape), array.detach()
         return
     layout = layout_of(array)
     if layout is None:

@@ -1,6 +1,6 @@
 """One of two processes of TensorFlow or torch that train a Keras model, each with the whole batch.
 
-Run by test_keras_processes_whole_batch.py.
+Run by test_keras_processes_same_batch.py.
 """
 
 import importlib

@@ -8,7 +8,7 @@ from engines import several_processes
 
 PROCESSES = ("tensorflow", "torch")
 
-WORKER = Path(__file__).with_name("keras_whole_batch_process.py")
+WORKER = Path(__file__).with_name("keras_same_batch_process.py")
 
 
 def environments():

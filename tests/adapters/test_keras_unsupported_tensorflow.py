@@ -60,7 +60,7 @@ def make_map(rules):
         "Embedding",
     ],
 )
-def test_what_is_wanted_whole_is_put_together(layer, shape, rules):
+def test_what_is_wanted_replicated_is_gathered(layer, shape, rules):
     """A weight that DTensor's operation wants whole stays cut, trains like one device, and the plan tells the price."""
     dtype = "int32" if "e" in str(next(iter(rules)))[:1] else "float32"
     make_model = model_of(layer, shape, dtype)
@@ -122,7 +122,7 @@ def test_a_depthwise_convolution_predicts():
 
 
 @pytest.mark.parametrize("how", ["fit", "predict", "call"])
-def test_what_nobody_knew_is_told_in_words(how):
+def test_what_nobody_knew_is_explained_in_words(how):
     """A layer of one's own that DTensor cannot run ends in one of our errors, and no compiler text stands above it."""
 
     class Running(L.Layer):
