@@ -20,19 +20,6 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.protocol import Engine
 
-__all__ = [
-    "EngineCases",
-    "all_specs",
-    "assert_same_bits",
-    "assignment_of",
-    "few",
-    "numpy_dtype",
-    "random_values",
-    "recorded",
-    "some_specs",
-]
-
-
 few = settings(
     deadline=None,
     max_examples=settings().max_examples // 2,  # of the profile that is loaded: each example is many arrays

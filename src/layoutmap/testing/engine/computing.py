@@ -14,8 +14,6 @@ from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.testing.engine.cases import EngineCases, assert_same_bits, few, random_values, some_specs
 
-__all__ = ["ComputingLaws"]
-
 
 class ComputingLaws(EngineCases):
     """Calls, variables, values as numpy arrays, computing on a mesh."""

@@ -25,8 +25,6 @@ from layoutmap.testing.engine.cases import (
     some_specs,
 )
 
-__all__ = ["CreationLaws"]
-
 
 class CreationLaws(EngineCases):
     """Initial values."""

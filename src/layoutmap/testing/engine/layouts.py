@@ -12,8 +12,6 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines import engine_of_array
 from layoutmap.testing.engine.cases import EngineCases, all_specs, assignment_of, random_values, recorded
 
-__all__ = ["LayoutLaws"]
-
 
 class LayoutLaws(EngineCases):
     """Devices, meshes, and what an engine holds and refuses."""

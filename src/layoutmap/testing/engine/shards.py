@@ -23,8 +23,6 @@ from layoutmap.testing.engine.cases import (
     random_values,
 )
 
-__all__ = ["ShardLaws"]
-
 
 class ShardLaws(EngineCases):
     """Relayouts and shards."""
