@@ -387,7 +387,7 @@ def test_what_is_dead_is_forgotten():
         kept = keras.Sequential([keras.Input((4,)), L.Dense(8, name="d1")])
 
     assert [] == [ref() for ref in gone if ref() is not None]
-    assert 2 == len(scope.session._registry._records) == len(scope.plan)
+    assert 2 == len(scope.session.registry._records) == len(scope.plan)
     assert ("unsharded", "model") == kept.layers[0].kernel.layout.sharding_specs
 
 

@@ -55,14 +55,15 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
     """Have the scope know every variable that a step touches; returns them."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        session.optimizer_attached(optimizer)
+        session.registry.add_optimizer(optimizer)
     slots = list(optimizer.variables) if optimizer is not None else []
     weights = list(model.trainable_variables)
     variables = [*model.variables, *slots, *model.metrics_variables]
     for slot, parent in zip(slots, parents_by_name(slots, weights), strict=True):
-        if parent is not None and not session.knows(slot):
-            session.set_parent(slot, parent)
-    session.adopt(variables)
+        if parent is not None and not session.registry.knows(slot):
+            session.registry.set_parent(slot, parent)
+    for variable in variables:
+        session.registry.add(variable)
     return variables
 
 

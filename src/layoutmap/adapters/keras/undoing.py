@@ -28,7 +28,7 @@ def all_or_nothing(layer: Any, session: KerasSession) -> Generator[None]:
     except PlanError:
         for state in before:
             for variable in state.put_back():
-                session.forget(variable)
+                session.registry.forget(variable)
         session.materialize()  # nothing is pending; the scope's plan is again that of the old variables
         raise
 
