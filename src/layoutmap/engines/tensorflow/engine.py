@@ -47,7 +47,7 @@ from layoutmap.engines.tensorflow.arrays import (
 )
 from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, common_seeds, gathered
-from layoutmap.engines.tensorflow.programs import PieceProgram, trace
+from layoutmap.engines.tensorflow.programs import PieceProgram
 from layoutmap.engines.tensorflow.selfcheck import check_training
 from layoutmap.engines.tensorflow.variable import DVariable
 
@@ -176,7 +176,7 @@ class TensorFlowEngine:
         """
         leaves = tf.nest.flatten((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray)) for leaf in leaves):
-            program = trace(lambda _: function(*args, **kwargs), ())
+            program = PieceProgram(lambda _: function(*args, **kwargs), ())
             if not program.why_global:
                 shape = tuple(program.outputs[0].shape)
                 check_placed(layout, shape)
@@ -222,7 +222,7 @@ class TensorFlowEngine:
             if key in self._programs:
                 self._programs.move_to_end(key)
                 return self._programs[key]
-        program = trace(initializer.program.function, initializer.program.seed)
+        program = PieceProgram(initializer.program.function, initializer.program.seed)
         with self._lock:
             return remember(self._programs, key, program)
 

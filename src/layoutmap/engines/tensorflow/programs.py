@@ -246,15 +246,5 @@ def _names_of(op: Any) -> dict[str, str] | None:
     return {name: name if name in there else next(renamed) for name in names}
 
 
-def trace(function: Callable[[Any], Any], seed: Any) -> PieceProgram:
-    """Trace an initializer; computes nothing.
-
-    Args:
-        function: Computes the global value from the seed.
-        seed: A seed, or tensors nested like it.
-    """
-    return PieceProgram(function, seed)
-
-
 def _leaves(seed: Any) -> list[Any]:
     return [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]

@@ -69,7 +69,7 @@ class EngineCases:
 
     def assembled(self, array: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
         """Return the global values of an array, from its shards; fails where they leave gaps or overlap."""
-        return assemble(self.gathered(self.engine.to_shards(array)), shape, numpy_dtype(dtype))
+        return assemble(self.gathered(self.engine.to_shards(array)), shape, np.dtype(dtype))
 
     def held(self, specs: tuple[ShardingSpec, ...]) -> bool:
         """Whether the engine says it can hold such a layout."""
@@ -142,7 +142,7 @@ def random_values(shape: tuple[int, ...], dtype: str, seed: int) -> NumpyArray:
     rng = np.random.default_rng(seed)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
-    element = numpy_dtype(dtype)
+    element = np.dtype(dtype)
     flat = np.frombuffer(rng.bytes(math.prod(shape) * element.itemsize), element).copy()
     if len(flat) > 1 and not np.issubdtype(element, np.integer):
         flat[:2] = (-0.0, np.inf)
@@ -204,8 +204,3 @@ def recorded(values: NumpyArray, used: list[str], key: str) -> Initializer:
         return values
 
     return Initializer(global_value=value)
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The element type of a name; `bfloat16` is known to numpy once a framework has registered it."""
-    return np.dtype(name)

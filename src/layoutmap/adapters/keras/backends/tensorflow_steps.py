@@ -146,6 +146,9 @@ def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
         own["call"] = call
 
 
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "Case")
+
+
 def _written(graph: Any) -> set[Any]:
     """The handles, outside of a graph, of the variables that it writes to, in functions that it calls too."""
     written: set[Any] = set()
@@ -155,14 +158,7 @@ def _written(graph: Any) -> set[Any]:
             handle = op.inputs[0]
             if handle.ref() in inside:
                 written.add(inside[handle.ref()].ref())
-        elif op.type in (
-            "PartitionedCall",
-            "StatefulPartitionedCall",
-            "While",
-            "StatelessWhile",
-            "If",
-            "Case",
-        ):
+        elif op.type in _CALLS:
             # What a called function does is not looked into: taken as written to.
             written |= {
                 inside[i.ref()].ref() for i in op.inputs if i.ref() in inside and i.dtype == tf.resource

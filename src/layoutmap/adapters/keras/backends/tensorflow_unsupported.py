@@ -20,24 +20,15 @@ from layoutmap.core.unsupported import Unsupported
 
 L = keras.layers
 
-_NEED_REPLICATED_WEIGHTS = (
-    L.Conv1D,
-    L.Conv2D,
-    L.Conv3D,
-    L.Conv1DTranspose,
-    L.Conv2DTranspose,
-    L.Conv3DTranspose,
-    L.DepthwiseConv1D,
-    L.DepthwiseConv2D,
-    L.SeparableConv1D,
-    L.SeparableConv2D,
-    L.LSTMCell,
-    L.GRUCell,
-    L.SimpleRNNCell,
-    L.BatchNormalization,
-)
 _IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
 _CANNOT_TRAIN = (L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D)
+_CAN_HAVE_GROUPS = (L.Conv1D, L.Conv2D, L.Conv3D)
+_NEED_REPLICATED_WEIGHTS = (
+    *_CAN_HAVE_GROUPS,
+    *_CANNOT_TRAIN,
+    *(L.Conv1DTranspose, L.Conv2DTranspose, L.Conv3DTranspose),
+    *(L.LSTMCell, L.GRUCell, L.SimpleRNNCell, L.BatchNormalization),
+)
 
 
 def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:
@@ -77,7 +68,7 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
             fix="freeze the layer (trainable = False), use Conv2D, or train on another backend",
             severity="warning",
         )
-    if getattr(layer, "groups", 1) > 1 and isinstance(layer, _NEED_REPLICATED_WEIGHTS[:3]):
+    if getattr(layer, "groups", 1) > 1 and isinstance(layer, _CAN_HAVE_GROUPS):
         yield Unsupported(
             path,
             f"{kind} with groups may fail to train on TensorFlow's DTensor on CPU devices; it can predict",

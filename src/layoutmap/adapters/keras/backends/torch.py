@@ -31,7 +31,7 @@ from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.gradients import Gradients, finalize_gradients
+from layoutmap.engines.torch.gradients import Gradients
 
 _to_numpy = get_engine("torch").to_numpy
 _num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -98,7 +98,7 @@ class TorchBackend(Backend):
             held |= {id(variable): variable._value for variable in layer._trainable_variables}
         if self._gradients is not None:
             self._gradients.remove()
-        self._gradients = finalize_gradients(value for value in held.values() if value is not None)
+        self._gradients = Gradients(value for value in held.values() if value is not None)
 
     def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
         """Keras hands weights to numpy."""

@@ -22,7 +22,6 @@ from layoutmap.engines.torch.deferred_init.operations import (
 )
 from layoutmap.engines.torch.deferred_init.readers import (
     Computed,
-    Drawn,
     Filled,
     Fixed,
     Joined,
@@ -185,8 +184,8 @@ class History:
             if fill is None:
                 raise self._needs_all(step)
             if step.seed is not None:
-                return Drawn(Tiled(fill, view.geometry.shape, step.seed))
-            return Drawn(Stream(fill, view.numel, step.state, self._piece))
+                return Tiled(fill, view.geometry.shape, step.seed)
+            return Stream(fill, view.numel, step.state, self._piece)
         if packet in FILLED:
             return Filled(FILLED[packet], view.dtype)
         if packet in FILLED_WITH:

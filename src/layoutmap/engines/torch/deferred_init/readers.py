@@ -15,8 +15,6 @@ import torch
 
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Geometry
-from layoutmap.engines.torch.deferred_init.streams import Stream
-from layoutmap.engines.torch.deferred_init.tiles import Tiled
 
 
 class Reader:
@@ -30,7 +28,11 @@ class Reader:
         self._values = torch.empty(0)
 
     def read(self, run: Run) -> torch.Tensor:
-        """The values of some elements, not to be changed."""
+        """The values of some elements, not to be changed.
+
+        Raises:
+            ApartError: They are apart in a way that this reader does not know, or before those that it gave last.
+        """
         if self.consumers < 2:
             return self._compute(run)
         if self._run == run:
@@ -60,17 +62,6 @@ class Filled(Reader):
 
     def _compute(self, run: Run) -> torch.Tensor:
         return torch.empty(run.numel, dtype=self._dtype, device="cpu").fill_(self._value)
-
-
-class Drawn(Reader):
-    """Random numbers."""
-
-    def __init__(self, fill: Stream | Tiled) -> None:
-        super().__init__()
-        self._fill = fill
-
-    def _compute(self, run: Run) -> torch.Tensor:
-        return self._fill.read(run)
 
 
 class Fixed(Reader):

@@ -67,13 +67,7 @@ def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 _CLASSES = (
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
+    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
     "label_smoothing",
 )
 _TWO = "input target size_average reduce reduction"

@@ -92,19 +92,18 @@ def _is_replicated_where_indexed(target: Any, index: Any) -> bool:
 
 _NAMES = (
     *("__getitem__", "narrow", "select", "split", "chunk", "unbind", "tensor_split", "diagonal", "unfold"),
+    *("hsplit", "vsplit", "dsplit", "view", "view_as", "unflatten", "squeeze", "unsqueeze", "transpose"),
     *(
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "view",
-        "view_as",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "transpose",
         "permute",
+        "t",
+        "movedim",
+        "moveaxis",
+        "swapaxes",
+        "swapdims",
+        "expand",
+        "expand_as",
+        "split_with_sizes",
     ),
-    *("t", "movedim", "moveaxis", "swapaxes", "swapdims", "expand", "expand_as", "split_with_sizes"),
 )
 
 VIEWS = frozenset(
