@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -23,6 +23,7 @@ from layoutmap.adapters.keras.pending import end_pending, is_pending
 from layoutmap.adapters.keras.private import is_seed_state
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.initializers import Initializer
+from layoutmap.core.patches import temporarily
 from layoutmap.core.variables import Assignment
 
 
@@ -31,9 +32,7 @@ class Materializer:
 
     def __init__(self, session: KerasSession):
         self._session = session
-        self._undrawn: deque[weakref.ref[Any]] = (
-            deque()
-        )  # what may draw from a generator, in the order of making
+        self._undrawn = deque[weakref.ref[Any]]()  # what may draw from a generator, in the order of making
 
     def made(self, variable: Any) -> None:
         """Note a pending variable."""
@@ -85,16 +84,9 @@ class Materializer:
         for key, (variable, assignment) in keyed.items():
             self._first_value(variable, assignment, arrays[key])
 
-    @contextmanager
-    def _initializing(self) -> Iterator[None]:
+    def _initializing(self) -> AbstractContextManager[None]:
         """While open, what is drawn is drawn in turn."""
-        on_thread = self._session.on_thread
-        outer = on_thread.is_initializing
-        try:
-            on_thread.is_initializing = True
-            yield
-        finally:
-            on_thread.is_initializing = outer
+        return temporarily(self._session.on_thread, "is_initializing", True)
 
     def initialize_plainly(self, variable: Any) -> None:
         """Initialize a variable that belongs to no model as Keras does, and forget it."""

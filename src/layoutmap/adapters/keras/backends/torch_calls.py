@@ -17,6 +17,7 @@ from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
+from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, reduced
 from layoutmap.engines.torch.dtensor_ops.mode import computing
@@ -63,14 +64,12 @@ def running(session: KerasSession, values: Any) -> Generator[None]:
         session: The scope.
         values: What it is called with, on the mesh.
     """
-    session.on_thread.call_depth += 1
-    session.on_thread.sums_up = sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
-    try:
-        # The session's lock first, as where weights are made: two threads would else wait for each other.
-        with session.lock, on_mesh(session), SummingUp() if sums_up else nullcontext():
-            yield
-    finally:
-        session.on_thread.call_depth -= 1
+    here = session.on_thread
+    here.sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
+    sums = SummingUp() if here.sums_up else nullcontext()
+    # The session's lock first, as where weights are made: two threads would else wait for each other.
+    with temporarily(here, "call_depth", here.call_depth + 1), session.lock, on_mesh(session), sums:
+        yield
 
 
 def _is_running(session: KerasSession) -> bool:

@@ -18,6 +18,7 @@ from layoutmap.adapters.keras.training import (
     step_wraps,
 )
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 
 
@@ -44,15 +45,11 @@ class _Step:
         if build_for_step(model, session, data[0]):
             materialize_for_training(model, session)
         session.refuse_in_a_plan(model.name)
-        before = session.on_thread.model_in_step
-        session.on_thread.model_in_step = model
-        try:
+        with temporarily(session.on_thread, "model_in_step", model):
             check_same_batch(data, session)
             batches = [placed(batch, session) for batch in data]
             with self._same_draws(), running(session, batches):
                 results = self._step(batches)
-        finally:
-            session.on_thread.model_in_step = before
         with torch.no_grad():
             return plain(results)
 
