@@ -1,4 +1,4 @@
-"""A rule of `layout_map.activations` says how what a layer puts out lies, on every backend."""
+"""A rule of `layout_map.activations` says how a layer's output is placed, on every backend."""
 
 import textwrap
 
@@ -141,7 +141,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_a_rule_that_does_not_fit_says_so_at_the_first_call(kind):
-    """What a layer puts out is not known before; the error names its path."""
+    """A layer's output is not known before; the error names its path."""
     specs, message = ERRORS[kind]
     with make_map({r"blocks\.\d+\.up": specs}).scope(batch_dim="batch"):
         model = make_model()

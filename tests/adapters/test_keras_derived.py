@@ -72,7 +72,7 @@ def read(variable):
     return get_adapter("keras").read(variable)
 
 
-# The layer, the layout of its weight, what is done to it, and where each derived variable is cut.
+# The layer, the layout of its weight, what is done to it, and where each derived variable is sharded.
 CASES = {
     "dense lora": (dense, COLUMNS, lora, {"lora_kernel_a": (None, None), "lora_kernel_b": (None, "model")}),
     "dense lora, rows": (

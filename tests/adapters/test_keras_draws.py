@@ -1,4 +1,4 @@
-"""From Keras's initializers to draws: what is shared, and what the plan says is drawn whole."""
+"""From Keras's initializers to draws: what is shared, and what the plan says is initialized globally."""
 
 import importlib
 

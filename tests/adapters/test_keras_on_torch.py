@@ -180,7 +180,7 @@ class Attention(L.Layer):
     ("name", "rows"), [*((name, 7) for name in LAYERS), ("convolutions", 8), ("norms", 8)]
 )
 def test_layers_compute_as_on_one_device(name, rows):
-    """Outputs, gradients and a step agree, whatever is cut, also for a batch that does not divide."""
+    """Outputs, gradients and a step agree, whatever is sharded, also for a batch that does not divide."""
 
     def make_model():
         model = keras.Sequential([keras.Input((4, 4, 8)), *LAYERS[name]()])

@@ -95,7 +95,7 @@ def test_meshes_that_share_rows_or_leave_devices_out(told):
 
 
 def test_one_process_writes_a_file_and_all_read_it(told):
-    """Of equal names the first process writes, of different ones each; what comes back is whole and laid out."""
+    """Of equal names the first process writes, of different ones each; what comes back is complete and laid out."""
     (first, second), _ = told
 
     assert [(2, 1), (1, 0)] == [

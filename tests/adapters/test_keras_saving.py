@@ -238,7 +238,7 @@ def test_no_device_holds_more_than_a_shard_while_weights_are_loaded(load, tmp_pa
 
 
 def test_setting_weights_from_numpy_puts_no_global_value_on_a_device(monkeypatch):
-    """`set_weights` and `assign` cut a numpy array on the host, and each device gets its shard."""
+    """`set_weights` and `assign` shard a numpy array on the host, and each device gets its shard."""
     model = built(optimizer="sgd")
     seen = []
     plain_equal = keras.src.backend.common.variables.shape_equal

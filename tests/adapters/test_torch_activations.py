@@ -1,4 +1,4 @@
-"""Layouts for what layers put out, where batches do not divide and layers put out several tensors."""
+"""Layouts for layers' outputs, where batches do not divide and layers put out several tensors."""
 
 from __future__ import annotations
 

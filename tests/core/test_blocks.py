@@ -1,4 +1,4 @@
-"""Blocks of an array: cut it anyhow, put it together again."""
+"""Blocks of an array: split it anyhow, assemble it again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Index:
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Index]:
-    """All blocks of an array that is cut in two, again and again, not always along the same axis: no grid."""
+    """All blocks of an array that is sharded in two, again and again, not always along the same axis: no grid."""
     blocks = [full_index(shape)]
     for _ in range(draw(st.integers(0, 6))):
         block = blocks.pop(draw(st.integers(0, len(blocks) - 1)))
@@ -46,7 +46,7 @@ def numbered(shape: tuple[int, ...]) -> np.ndarray:
 
 @given(st.data(), array_shapes)
 def test_blocks_assembled_are_the_array(data: st.DataObject, shape: tuple[int, ...]):
-    """However an array is cut, any part of it is put together from its blocks, in any order."""
+    """However an array is sharded, any part of it is assembled from its blocks, in any order."""
     array = numbered(shape)
     blocks = data.draw(cuts(shape))
     wanted = data.draw(st.none() | indices(shape))
@@ -104,7 +104,7 @@ a block of shape (1,) does not fit its place [0:4]
 
 @given(strategies.layouts(), st.data())
 def test_the_distinct_shards_of_a_layout_are_the_array(layout, data: st.DataObject):
-    """The shards of all devices, each index once, put together are the tensor."""
+    """The shards of all devices, each index once, assembled are the tensor."""
     shape = data.draw(strategies.shapes(layout, max_side=2).filter(lambda shape: np.prod(shape) <= 4096))
     array = numbered(shape)
     shards = {

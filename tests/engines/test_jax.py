@@ -166,7 +166,7 @@ def test_other_layouts_are_other_programs():
     ],
 )
 def test_what_would_change_when_sharded_is_drawn_globally(name, function):
-    """A program that adds elements up is drawn whole, says why, and has the plain draw's bits."""
+    """A program that adds elements up is initialized globally, says why, and has the plain draw's bits."""
     seed = key_of(3)
     draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))
     made = created({"w": draw}, layout_on("x=2,y=4", ("y", "x"), None), (16, 16))["w"]
@@ -261,7 +261,7 @@ def test_natives_are_made_once():
 
 
 def test_arrays_that_jax_laid_out_have_a_layout():
-    """The layout of an array that was laid out by JAX's own means is told, also on a mesh with explicit axes."""
+    """The layout of an array that was laid out by JAX's own means is reported, also on a mesh with explicit axes."""
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     native = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("b", "a")))
     array = jax.device_put(np.arange(16.0, dtype=np.float32).reshape(8, 2), native)

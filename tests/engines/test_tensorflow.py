@@ -236,7 +236,7 @@ def normal(seed):
     ],
 )
 def test_what_would_change_when_sharded_is_drawn_globally(why, function):
-    """A program that needs more than single elements is drawn whole, says why, and has the plain draw's bits."""
+    """A program that needs more than single elements is initialized globally, says why, and has the plain bits."""
 
     def floats(seed):
         return tf.cast(function(seed), tf.float32)
@@ -253,7 +253,7 @@ def test_what_would_change_when_sharded_is_drawn_globally(why, function):
     [("ReadVariableOp", tf.Variable(0.3)), ("an array that it is not given", tf.fill([500], 0.3))],
 )
 def test_an_array_that_a_program_is_not_given_is_noticed(why, scale):
-    """A program that reads a variable or tensor from outside is drawn whole: that is not part of the program."""
+    """A program that reads a tensor from outside is initialized globally: that is not part of the program."""
     draw = drawn_by(why, lambda seed: normal(seed) * tf.reduce_max(scale))
     made = created(draw, layout_on("x=2", "x", None), (48, 48))
 
@@ -346,7 +346,7 @@ def test_tensorflows_layouts_are_ours():
 
 
 def test_tensors_that_tensorflow_laid_out_have_a_layout():
-    """The layout of a tensor that was laid out by TensorFlow's own means is told, with short device names."""
+    """The layout of a tensor that was laid out by TensorFlow's own means is reported, with short device names."""
     own_mesh = dtensor.create_mesh([("a", 2), ("b", 2)], devices=[f"CPU:{i}" for i in (4, 5, 6, 7)])
     tensor = dtensor.relayout(tf.ones((4, 4)), dtensor.Layout(["b", "unsharded"], own_mesh))
     mesh = Mesh([f"CPU:{i}" for i in (4, 5, 6, 7)], "a=2,b=2")

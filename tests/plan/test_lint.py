@@ -1,4 +1,4 @@
-"""Lint: what is probably not meant is told with its evidence and a fix, and what is meant is not."""
+"""Lint: what is probably not meant is reported with its evidence and a fix, and what is meant is not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FLAT = GOOD | {
     r".*(query|key|value)\.bias": ("model",),
     r".*output\.kernel": ("model", None),
 }
-# The other axis of each weight is cut over the dim that cuts the batch.
+# The other axis of each weight is sharded over the dim that shards the batch.
 BOTH = GOOD | {
     r".*embeddings": ("model", "data"),
     r".*(query|key|value)\.kernel": ("data", "model", None),
@@ -82,7 +82,7 @@ def found(plan, **options):
 
 @pytest.mark.parametrize("rules", [GOOD, FLAT, BOTH], ids=["heads", "flat", "both"])
 def test_a_map_as_it_is_meant_is_passed(rules):
-    """CouldShard over what layers put out, then over what they take in."""
+    """CouldShard over layers' outputs, then over what they take in."""
     plan = plan_of(rules, decoder(flat=rules is FLAT), free_activations=True)
 
     assert () == plan.errors
@@ -148,7 +148,7 @@ QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}
     ],
 )
 def test_an_axis_for_the_other_is_found(slip, found_at):
-    """A cut that divides, in a layout that can be made: the plan alone has nothing to say of it."""
+    """A sharding that divides, in a layout that can be made: the plan alone has nothing to say of it."""
     plan = plan_of(but(slip) | {r".*bias": (None,)}, [v for v in decoder() if "bias" not in v.path])
     kernels = {p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint()}
 
@@ -189,7 +189,7 @@ def test_heads_in_one_axis_are_not_split():
 
 
 def test_one_head_of_keys_that_no_mesh_divides_is_no_slip():
-    """It has to be whole where the queries' heads are cut."""
+    """It has to be replicated where the queries' heads are sharded."""
     variables = [
         weight("attention.query.kernel", (HIDDEN, HEADS, SIZE), "in.0", "out.0", "out.1"),
         *(
@@ -244,7 +244,7 @@ def test_a_dim_of_the_mesh_that_nothing_is_sharded_over_is_reported():
 
 
 def test_a_scale_with_a_rule_that_contradicts_its_kernel_is_reported():
-    """A scale that follows its kernel is right by itself, and one that is whole costs little."""
+    """A scale that follows its kernel is right by itself, and one that is replicated costs little."""
 
     def derived(layout):
         kernel = weight("up.kernel", (HIDDEN, WIDE), "in.0", "out.0")
@@ -259,7 +259,7 @@ def test_a_scale_with_a_rule_that_contradicts_its_kernel_is_reported():
 
 
 def test_repeated_blocks_are_reported_once():
-    """In the text, with the numbers of all of them, and the line below counts what is told."""
+    """In the text, with the numbers of all of them, and the line below counts what is reported."""
     text = str(plan_of(but({r".*up\.bias": ("data",)})).lint())
 
     assert text.startswith(

@@ -332,7 +332,7 @@ def test_every_variable_is_assigned_exactly_once_in_order(drawn):
 
 @given(strategies.plans())
 def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
-    """A rule is, if it matches the variable and not its parent; else each axis is cut as the parent's axes it is of."""
+    """A rule is, if it matches the variable and not its parent; else each axis is sharded as those of its parent."""
     _, layout_map, plan = drawn
     for a in plan.assignments:
         v = a.variable
@@ -447,7 +447,7 @@ def lora(path="up.lora_kernel_a", shape=(16, 8)):
 
 
 def test_a_rule_for_a_derived_variable_is_about_its_own_axes():
-    """Also where the parent has as many: what the rule cuts is cut, and an axis that does not divide is an error."""
+    """Also where the parent has as many: the rule counts, and an axis that does not divide is an error."""
     rules = {r"up\.kernel": ("model", None), r"up\.lora_kernel_a": (None, "model")}
     plan = plan_of([weight("up.kernel"), lora()], rules)
     uneven = plan_of([weight("up.kernel"), lora(shape=(16, 6))], rules)
@@ -474,7 +474,7 @@ def test_a_rule_of_another_rank_is_reported_with_the_shape_that_it_is_for():
 
 
 def test_an_exact_key_beats_a_rule_that_comes_before_for_a_derived_variable_too():
-    """As for any other variable, and the other is told as one that also matches."""
+    """As for any other variable, and the other is reported as one that also matches."""
     rules = {
         r"up\.kernel": ("model", None),
         r".*lora_kernel_a": (None, None),

@@ -208,7 +208,7 @@ def test_the_policy_holds(browser, show):
 
 
 def test_search(browser, show):
-    """Text anywhere in a path, an alias or a rule's pattern; a regex between slashes; a wrong regex is told."""
+    """Text anywhere in a path, an alias or a rule's pattern; a regex between slashes; a wrong regex is reported."""
     show(PLAN)
     for words, found in {
         "UP.bias": ["blocks.{0..2}.up.bias", "optimizer.*.momentum"],

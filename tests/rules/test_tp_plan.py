@@ -122,7 +122,7 @@ EXPERTS = {
 
 
 def test_experts_are_sharded_by_expert():
-    """An entry may name a parameter itself; the plan for expert parallelism cuts the first axis."""
+    """An entry may name a parameter itself; the plan for expert parallelism shards the first axis."""
     plan = {
         "mlp.experts": "ep_dispatch_experts",
         "mlp.experts.gate_up_proj": "grouped_gemm",
@@ -141,7 +141,7 @@ def test_experts_are_sharded_by_expert():
 
 
 def test_packed_weights_are_sharded_as_one_with_a_warning():
-    """The gate and the up projection in one tensor: a layout cannot cut each for itself."""
+    """The gate and the up projection in one tensor: a layout cannot shard each for itself."""
     plan = {
         "mlp.experts.gate_up_proj": "packed_colwise",
         "mlp.experts.down_proj": "rowwise",

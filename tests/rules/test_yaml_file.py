@@ -1,4 +1,4 @@
-"""Rules files: what is written is read back, and what is wrong is told by its place."""
+"""Rules files: what is written is read back, and what is wrong is reported by its place."""
 
 import copy
 import pickle

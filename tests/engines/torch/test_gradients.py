@@ -124,7 +124,7 @@ def test_sums_are_made_together():
             for name, number in counted.get_comm_counts().items()
             if number != usual.get_comm_counts().get(name, 0)
         }
-        # The one that is scattered is of the weight that the batch's dim cuts.
+        # The one that is scattered is of the weight that the batch's dim shards.
         assert {"all_reduce": len(MESH.shape), "reduce_scatter_tensor": 1} == added
         for parameter in without.parameters():
             parameter.grad = None

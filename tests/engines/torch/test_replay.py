@@ -242,7 +242,7 @@ WHOLE: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("why", WHOLE)
 def test_what_needs_the_global_tensor_says_why(why: str):
-    """A recipe that must draw the whole tensor names the operation that needs it."""
+    """A recipe that must draw the global tensor names the operation that needs it."""
     assert why == recipe_of(WHOLE[why]).why_global
 
 

@@ -145,7 +145,7 @@ RUNS = st.builds(
 @settings(max_examples=examples(200), deadline=None)
 @given(RUNS, st.integers(0, 30), st.integers(0, 30))
 def test_part_of_a_run(run: Run, low: int, high: int):
-    """The part of a run between two elements is those of its elements that lie there; rows that are cut are refused."""
+    """The part of a run between two elements is those of its elements that are there; parts of rows are refused."""
     places = run.places().tolist()
     assert run.numel == len(places)
     between = [place for place in places if low <= place < high]

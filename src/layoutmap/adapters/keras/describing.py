@@ -1,4 +1,4 @@
-"""What the core is told of a scope's layers and optimizers: every variable, by its object path, and every layer."""
+"""What the core knows of a scope's layers and optimizers: every variable, by its object path, and every layer."""
 
 from __future__ import annotations
 

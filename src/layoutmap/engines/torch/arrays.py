@@ -120,9 +120,9 @@ def layout_of(array: Any) -> Layout | None:
     """The layout of a DTensor, or `None` if it is on no mesh of named dims, or is a sum that is still to be reduced."""
     if not isinstance(array, DTensor):
         return None
-    said = getattr(array, _LAYOUT, None)
-    if said is not None and native_of(said) == (array.device_mesh, array.placements):
-        return said
+    noted = getattr(array, _LAYOUT, None)
+    if noted is not None and native_of(noted) == (array.device_mesh, array.placements):
+        return noted
     return layout_of_placements(array.device_mesh, array.placements, array.ndim)
 
 

@@ -126,7 +126,7 @@ def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: An
 
 
 def _batch_axis(name: str, tensor: Any) -> int | None:
-    """The axis of an argument along which examples of the batch lie, alone or with their heads."""
+    """The axis of an argument along which examples of the batch are, alone or with their heads."""
     if name in ("query", "key", "value"):
         return 1
     if name in ("key_padding_mask", "static_k", "static_v") or (name == "attn_mask" and tensor.ndim == 3):
