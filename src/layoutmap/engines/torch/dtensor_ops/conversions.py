@@ -5,7 +5,7 @@ What is random, or has no rule in DTensor, is computed on plain tensors: once in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ def everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
     if tensor.requires_grad and torch.is_grad_enabled():
         return _Everywhere.apply(tensor, mesh)
     return _everywhere(tensor, mesh)
+
+
+def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
+    """The same tensor, whose gradient is changed when it comes back."""
+    return _WithGradient.apply(value, change)
 
 
 def like(tensor: torch.Tensor, other: Any) -> Any:
@@ -105,3 +110,14 @@ class _Everywhere(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         return full_tensor(upstream[0]), None
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any, change: Callable[[Any], Any]) -> Any:
+        ctx.change = change
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return ctx.change(upstream[0]), None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced, with_gradient
 
 
 def mesh_of(tensors: Iterable[Any]) -> Any:
@@ -80,19 +80,10 @@ def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: I
         Partial() if dim in apart and placement.is_replicate() else placement
         for dim, placement in enumerate(placements)
     ]
-    return _ContiguousGradient.apply(placed(tensor, placements).to_local(grad_placements=gradient))
-
-
-class _ContiguousGradient(torch.autograd.Function):
     # DTensor keeps the strides of a gradient that it gathers, and not the order of its memory.
-
-    @staticmethod
-    def forward(ctx: Any, local: Any) -> Any:
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        return upstream[0].contiguous()
+    return with_gradient(
+        placed(tensor, placements).to_local(grad_placements=gradient), torch.Tensor.contiguous
+    )
 
 
 def join(local: Any, mesh: Any, axes: Mapping[int, int | None]) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.torch.dtensor_ops.conversions import reduced
+from layoutmap.engines.torch.dtensor_ops.conversions import reduced, with_gradient
 from layoutmap.engines.torch.private import tree_map
 
 _PRODUCTS = (
@@ -44,16 +44,4 @@ def with_summed_gradient(value: Any) -> Any:
     """The same value, whose gradient is summed up when it comes back."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value
-    return _SummedGradient.apply(value)
-
-
-class _SummedGradient(torch.autograd.Function):
-    """The same tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Any) -> Any:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        return reduced(upstream[0])
+    return with_gradient(value, reduced)
