@@ -80,12 +80,20 @@ def _words(generator: torch.Generator, words: int) -> None:
 
 
 def _following(block: Block) -> Block:
-    """The next block of words: numpy has the same generator."""
-    twister = np.random.MT19937()
-    twister.state = {"bit_generator": "MT19937", "state": {"key": block, "pos": _N}}
-    twister.random_raw()
-    state: Any = twister.state
-    return state["state"]["key"]
+    """The next block of words."""
+    made = np.empty_like(block)
+    old = np.append(block, np.uint32(0))
+    for start, stop in ((0, _N - _M), (_N - _M, 2 * (_N - _M)), (2 * (_N - _M), _N)):
+        if stop == _N:
+            old[_N] = made[0]
+        mixed = (old[start:stop] & np.uint32(0x80000000)) | (
+            old[start + 1 : stop + 1] & np.uint32(0x7FFFFFFF)
+        )
+        other = old[start + _M : stop + _M] if not start else made[start - (_N - _M) : stop - (_N - _M)]
+        made[start:stop] = (
+            other ^ (mixed >> np.uint32(1)) ^ np.where(mixed & np.uint32(1), np.uint32(_A), np.uint32(0))
+        )
+    return made
 
 
 def _ahead(block: Block, blocks: int) -> Block:
