@@ -64,7 +64,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.all: pyproject.toml | $(BIN)/python
-	$(PIP) -e '.[jax,torch,keras]' --group test --group tensorflow --group tensorboard --group torch --group dev
+	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group dev
 	$(PIP) --no-deps --group tf-keras --group keras-hub
 	@touch $(VENV)/.demo $@
 

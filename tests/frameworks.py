@@ -17,6 +17,9 @@ PACKAGE = ROOT / "src" / "layoutmap"
 FRAMEWORKS = {  # package -> the test process that loads it
     "jax": "jax",
     "flax": "jax",
+    "optax": "jax",
+    "equinox": "jax",
+    "haiku": "jax",
     "keras": "jax",
     "tensorflow": "tensorflow",
     "tf_keras": "tensorflow",

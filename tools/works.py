@@ -3,10 +3,10 @@
     python tools/works.py                    run the contracts and write the table
     python tools/works.py --check FILE ...   fail if the table is not what these JUnit files say
 
-The rows are the laws of `AdapterContract`, the columns the classes in the tests that inherit it. A cell says `yes` if
-the law passed there, and the reason in words if it was skipped. What Keras does in depth has a table of its own, of
-tests that run on each backend; it says `no` where a test shows that something is refused. `make test-all` checks
-the tables against its own results.
+The rows are the laws of `AdapterContract` and `ScopeContract`, the columns the classes in the tests that inherit them.
+A cell says `yes` if the law passed there, and the reason in words if it was skipped. What Keras does in depth has a
+table of its own, of tests that run on each backend; it says `no` where a test shows that something is refused. `make
+test-all` checks the tables against its own results.
 """
 
 from __future__ import annotations
@@ -26,21 +26,28 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 START, END = "<!-- works: made by tools/works.py -->", "<!-- /works -->"
 
-CONTRACTS = (
-    ("layoutmap.testing.adapter_contract", "AdapterContract"),
-    ("layoutmap.testing.engine_contract", "EngineContract"),
+ALL_ADAPTERS, WITH_SCOPES = (
+    ("layoutmap.testing.adapter_contract", name) for name in ("AdapterContract", "ScopeContract")
 )
+ALL_ENGINES = ("layoutmap.testing.engine_contract", "EngineContract")
 # Class of the tests -> column.
 ADAPTERS = {
     "TestKerasOnJax": "Keras 3 on JAX",
     "TestKerasOnTensorFlow": "Keras 3 on TensorFlow",
     "TestKerasOnTorch": "Keras 3 on PyTorch",
     "TestTorch": "torch.nn",
+    "TestNnx": "flax.nnx",
+    "TestPytrees": "pytrees of JAX",
 }
+WITHOUT_SCOPES = ("TestNnx", "TestPytrees")
 ENGINES = {"TestJaxEngine": "JAX", "TestTensorFlowEngine": "TensorFlow", "TestTorchEngine": "PyTorch"}
 LIMITS = "tests/adapters/test_keras_unsupported_tensorflow.py"
 FILES = {
-    "jax": ("tests/adapters/test_keras_contract.py", "tests/engines/test_jax.py"),
+    "jax": (
+        "tests/adapters/test_keras_contract.py",
+        "tests/adapters/test_jax_contract.py",
+        "tests/engines/test_jax.py",
+    ),
     "tensorflow": (
         "tests/adapters/test_keras_contract_tensorflow.py",
         "tests/engines/test_tensorflow.py",
@@ -223,17 +230,21 @@ def read(results: Path, outcomes: dict[tuple[str, str], str]) -> None:
 
 def table(outcomes: dict[tuple[str, str], str]) -> str:
     """One row for each law of adapters, and for all laws of engines together how many of them hold."""
-    adapters, engines = CONTRACTS
     rows = [_row("models", ADAPTERS.values()), _row("---", ["---"] * len(ADAPTERS))]
-    for law, sentence in laws(adapters):
+    for law, sentence in laws(ALL_ADAPTERS):
         rows.append(_row(sentence, [outcomes.get((test, law), "not run") for test in ADAPTERS]))
+    for law, sentence in laws(WITH_SCOPES):
+        said = dict.fromkeys(WITHOUT_SCOPES, "`build` only")
+        rows.append(
+            _row(sentence, [said.get(test) or outcomes.get((test, law), "not run") for test in ADAPTERS])
+        )
     rows += ["", _row("Keras in depth", BACKENDS.values()), _row("---", ["---"] * len(BACKENDS))]
     rows += [
         _row(what, [_shown(outcomes, tests, process) for process in BACKENDS])
         for what, tests in DEPTH.items()
     ]
     rows += ["", _row("arrays", ENGINES.values()), _row("---", ["---"] * len(ENGINES))]
-    all_laws = laws(engines)
+    all_laws = laws(ALL_ENGINES)
     counts = [sum(outcomes.get((test, law)) == "yes" for law, _ in all_laws) for test in ENGINES]
     rows.append(_row("laws of engines that hold", [f"{count} of {len(all_laws)}" for count in counts]))
     rows += ["", _row("on TensorFlow's DTensor", ["layers"]), _row("---", ["---"])]

@@ -4,12 +4,12 @@ import jax
 import pytest
 from keras_models import MODELS, RULES, batch, hooked
 
-from layoutmap.testing.adapter_contract import AdapterContract
+from layoutmap.testing.adapter_contract import ScopeContract
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
 
-class TestKerasOnJax(AdapterContract):
+class TestKerasOnJax(ScopeContract):
     library = "keras"
 
     def models(self):

@@ -6,13 +6,13 @@ import pytest
 import tensorflow as tf
 from keras_models import MODELS, RULES, batch, hooked
 
-from layoutmap.testing.adapter_contract import AdapterContract
+from layoutmap.testing.adapter_contract import ScopeContract
 
 PROCESSES = ("tensorflow",)
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
 
-class TestKerasOnTensorFlow(AdapterContract):
+class TestKerasOnTensorFlow(ScopeContract):
     library = "keras"
     meshes = ("model=8", "batch=2,model=4", "batch=4,model=2")  # DTensor compiles slowly
 

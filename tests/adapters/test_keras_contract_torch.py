@@ -6,7 +6,7 @@ import pytest
 import torch
 from keras_models import MODELS, RULES, batch, hooked
 
-from layoutmap.testing.adapter_contract import AdapterContract
+from layoutmap.testing.adapter_contract import ScopeContract
 
 PROCESSES = ("torch",)
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-class TestKerasOnTorch(AdapterContract):
+class TestKerasOnTorch(ScopeContract):
     library = "keras"
     meshes = ("model=8", "batch=2,model=4", "batch=4,model=2")  # simulated devices run one after the other
 

@@ -3,13 +3,13 @@
 import pytest
 from torch_models import MODELS, RULES, batch, hooked, num_tensors
 
-from layoutmap.testing.adapter_contract import AdapterContract
+from layoutmap.testing.adapter_contract import ScopeContract
 
 PROCESSES = ("torch",)
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
 
-class TestTorch(AdapterContract):
+class TestTorch(ScopeContract):
     library = "torch"
 
     def models(self):

@@ -23,8 +23,15 @@ __all__ = [
     "refuse",
 ]
 
-ADAPTERS = {"keras": "layoutmap.adapters.keras", "torch": "layoutmap.adapters.torch"}
-"""Library name -> its adapter's module. The name is also that of the package and of the extra that installs it."""
+ADAPTERS = {
+    "keras": "layoutmap.adapters.keras",
+    "torch": "layoutmap.adapters.torch",
+    "jax": "layoutmap.adapters.jax",
+}
+"""Library name -> its adapter's module. The name is also that of the package and of the extra that installs it.
+
+The last one is for what the others do not own: its models may be of any type.
+"""
 
 
 REFUSED = {
@@ -110,7 +117,10 @@ def others_refused(adapter: Adapter) -> Generator[None]:
 def find_adapter(model: Any) -> Adapter | None:
     """The adapter of the library that made a model; `None`: no adapter knows the object."""
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
-    adapters = (get_adapter(name) for name in ADAPTERS if name in packages)
+    names = [name for name in ADAPTERS if name in packages] or [
+        name for name in ("jax",) if name in sys.modules
+    ]
+    adapters = map(get_adapter, names)
     return next((adapter for adapter in adapters if adapter.owns(model)), None)
 
 

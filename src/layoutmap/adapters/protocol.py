@@ -7,7 +7,7 @@ gets its value, and how the library trains. It knows no rule, no mesh and no dev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -101,11 +101,19 @@ class Session(Protocol):
     """The name of the library's adapter."""
 
     def defer(self) -> AbstractContextManager[None]:
-        """While open, variables are made without values; the outermost one materializes them at its end."""
+        """While open, variables are made without values; the outermost one materializes them at its end.
+
+        Raises:
+            ScopeError: The library cannot defer what is made in a block; `build` is the way then.
+        """
         ...
 
-    def take(self, model: Any) -> None:
-        """Lay out a model that exists, and look after it as if it had been built here."""
+    def build(self, make: Callable[[], Any]) -> Any:
+        """Return the model that a function makes, materialized; it may be another object than the function returns."""
+        ...
+
+    def take(self, model: Any) -> Any:
+        """Lay out a model that exists, as if it had been built here; returns it, or what takes its place."""
         ...
 
     def made(self, model: Any) -> bool:

@@ -249,8 +249,7 @@ def apply(
     adapter = adapter_of_model(model)
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress}
     opened = _open(layout_map, adapter, check_batches=check_batches, **options)
-    opened.session.take(model)
-    return model
+    return opened.session.take(model)
 
 
 def _adapter(library: str | None) -> Adapter:
@@ -301,27 +300,35 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
 
 
 def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
-    with opened.session.defer(), others_refused(opened.adapter):
-        model = make_model()
-        if model is None:
-            raise ScopeError(
-                "the function returned no model",
-                why="it may have made one, and build and plan have only what it returns",
-                fix="end it with: return model",
-            )
-        owner = adapter_of_model(model).name
-        if owner != opened.adapter.name:
-            raise ScopeError(
-                f"{type(model).__name__}: a {owner} model is built in a scope for {opened.adapter.name} models",
-                why="a scope works inside one library",
-                fix=f"pass library={owner!r}",
-            )
-        if not opened.session.made(model):
-            raise ScopeError(
-                f"{type(model).__name__}: the function returned a model that existed before",
-                facts={"model": getattr(model, "name", "")},
-                why="what is laid out here is what is made while the function runs; the model is as it was",
-                fix="make the model inside the function, or lay out the one that exists: layout_map.apply(model)",
-            )
-        opened.session.complete(model, inputs)
+    def make() -> Any:
+        with others_refused(opened.adapter):
+            return _made(opened, make_model, inputs)
+
+    return opened.session.build(make)
+
+
+def _made(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+    """Call the function that makes a model, and check what it returns."""
+    model = make_model()
+    if model is None:
+        raise ScopeError(
+            "the function returned no model",
+            why="it may have made one, and build and plan have only what it returns",
+            fix="end it with: return model",
+        )
+    owner = adapter_of_model(model).name
+    if owner != opened.adapter.name:
+        raise ScopeError(
+            f"{type(model).__name__}: a {owner} model is built in a scope for {opened.adapter.name} models",
+            why="a scope works inside one library",
+            fix=f"pass library={owner!r}",
+        )
+    if not opened.session.made(model):
+        raise ScopeError(
+            f"{type(model).__name__}: the function returned a model that existed before",
+            facts={"model": getattr(model, "name", "")},
+            why="what is laid out here is what is made while the function runs; the model is as it was",
+            fix="make the model inside the function, or lay out the one that exists: layout_map.apply(model)",
+        )
+    opened.session.complete(model, inputs)
     return model

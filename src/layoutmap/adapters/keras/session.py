@@ -413,8 +413,13 @@ class Session(KerasSession):
 
     # -- models that exist, and models to be
 
-    def take(self, model: Any) -> None:
-        """Lay out a model that exists, and look after it as if it had been built here."""
+    def build(self, make: Callable[[], Any]) -> Any:
+        """Return the model that a function makes, materialized."""
+        with self.defer():
+            return make()
+
+    def take(self, model: Any) -> Any:
+        """Lay out a model that exists, and look after it as if it had been built here; returns it."""
         for layer in model._flatten_layers():
             self._take_layer(layer)
         for found in find_variables(model):
@@ -424,6 +429,7 @@ class Session(KerasSession):
                 wrap_optimizer(model.optimizer, self)
             adopt_for_training(model, self)
         self.materialize()
+        return model
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""

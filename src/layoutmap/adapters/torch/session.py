@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -341,10 +341,16 @@ class TorchSession:
 
     # -- models that exist, and models to be
 
-    def take(self, model: torch.nn.Module) -> None:
-        """Lay out a model that exists, and look after it as if it had been built here."""
+    def build(self, make: Callable[[], Any]) -> Any:
+        """Return the model that a function makes, materialized."""
+        with self.defer():
+            return make()
+
+    def take(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Lay out a model that exists, and look after it as if it had been built here; returns it."""
         with _suspended(current()):
             self._materialize([model], is_new=False)
+        return model
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""

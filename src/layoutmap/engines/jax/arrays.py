@@ -78,10 +78,11 @@ def from_blocks(
 
 
 def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once, with both ends."""
+    """The shards that this process holds, each index once, with both ends; of random keys, their data."""
     seen: set[Ends] = set()
-    for shard in array.addressable_shards:
-        index = with_ends(shard.index, array.shape)
+    data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    for shard in data.addressable_shards:
+        index = with_ends(shard.index[: array.ndim], array.shape)
         if ends_of(index) not in seen:
             seen.add(ends_of(index))
             yield index, np.asarray(shard.data)

@@ -156,8 +156,15 @@ class JaxEngine:
         return array
 
     def to_numpy(self, array: Any) -> NumpyArray:
-        """Return all values of an array, gathered from all processes that hold some; they must all ask."""
+        """Return all values of an array, gathered from all processes that hold some; they must all ask.
+
+        Of random keys, which numpy cannot hold, it returns their data.
+        """
         layout = self.layout_of(array)
+        if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            if layout is not None:
+                array = self.relayout(array, Layout.replicated(layout.mesh, layout.rank))
+            return np.asarray(jax.random.key_data(array).addressable_data(0))
         if layout is not None and not array.is_fully_addressable:
             array = self.relayout(array, Layout.replicated(layout.mesh, layout.rank))
             return np.asarray(next(iter(array.addressable_shards)).data)

@@ -12,7 +12,7 @@ operand is sharded. A program with such an operation cannot be computed in shard
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,23 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_
 def trace(function: Callable[[Any], Any], seed: Any) -> ClosedJaxpr:
     """The operations of a program, for seeds like this one; nothing is computed."""
     return jax.make_jaxpr(function)(seed)
+
+
+def closed_of(
+    eqns: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any], consts: Mapping[Any, Any] | None = None
+) -> ClosedJaxpr:
+    """Some operations as a program of their own.
+
+    Args:
+        eqns: The operations, in order.
+        takes: The variables that it is called with.
+        gives: The variables that it returns.
+        consts: The values of constant variables.
+    """
+    consts = consts or {}
+    debug_info = jax.make_jaxpr(lambda *_: [])(*(0 for _ in (*consts, *takes))).jaxpr.debug_info
+    jaxpr = Jaxpr(list(consts), list(takes), list(gives), list(eqns), debug_info=debug_info)
+    return ClosedJaxpr(jaxpr, list(consts.values()))
 
 
 def why_global(closed: ClosedJaxpr) -> str:
@@ -166,9 +183,7 @@ def _needs(group: Sequence[Any]) -> list[Any]:
 def _compiled(
     group: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any], out_shardings: Any
 ) -> Callable[..., Sequence[Any]]:
-    debug_info = jax.make_jaxpr(lambda *_: [])(*(0 for _ in takes)).jaxpr.debug_info
-    closed = ClosedJaxpr(Jaxpr([], list(takes), list(gives), list(group), debug_info=debug_info), [])
-    return jax.jit(jaxpr_as_fun(closed), out_shardings=out_shardings)
+    return jax.jit(jaxpr_as_fun(closed_of(group, takes, gives)), out_shardings=out_shardings)
 
 
 def _sharding_of(aval: Any, result_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:

@@ -1,0 +1,128 @@
+"""Models of JAX: modules of flax.nnx, and every pytree of arrays (Equinox, haiku, dicts, dataclasses).
+
+The layout of an array is `layoutmap.dtensor.fetch_layout(array)`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+from layoutmap.adapters.jax.models import is_nnx
+from layoutmap.adapters.jax.session import JaxSession
+from layoutmap.adapters.jax.tracing import is_array
+from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, train_with
+from layoutmap.adapters.jax.variables import Variable
+from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.core.errors import ScopeError
+from layoutmap.engines import get_engine
+
+__all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
+
+
+class JaxAdapter:
+    """Knows flax.nnx and pytrees; see `layoutmap.adapters.protocol`."""
+
+    name = "jax"
+    other_inits = ()
+    engine_name = "jax"
+
+    def check(self) -> None:
+        """Nothing: what is traced is made in functions, which work anywhere."""
+
+    def owns(self, model: Any) -> bool:
+        """Return whether an object is a module of flax.nnx, or a pytree with an array in it."""
+        if isinstance(model, TrainState) or is_nnx(model):
+            return True
+        return any(map(is_array, jax.tree.leaves(model)))
+
+    def refused(self, library: str) -> AbstractContextManager[None]:
+        """Nothing: arrays of JAX that are made while a scope of another library is open are no model yet."""
+        return nullcontext()
+
+    def begin(self, context: ScopeContext) -> JaxSession:
+        """Return a session for one scope."""
+        return JaxSession(context)
+
+    @contextmanager
+    def undisturbed(self) -> Generator[None]:
+        """Put the random states of Python and numpy back afterwards; those of JAX are values of the program."""
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that programs seed
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+    def set_seed(self, seed: int) -> None:
+        """Seed Python and numpy; a program of JAX has its seeds in its keys."""
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+
+    def complete(self, model: Any, batch: Any) -> None:
+        """Nothing: a model of JAX has its arrays when it is made, and its optimizer's state begins with a step."""
+
+    def variables(self, model: Any) -> dict[str, Variable]:
+        """Return the arrays of a model by path, and those of its optimizer's state, in a fixed order."""
+        leaves = arrays_of(model).leaves
+        values = [leaf.value for leaf in leaves]
+        found: dict[str, Variable] = {}
+        for number, leaf in enumerate(leaves):
+
+            def replace(value: Any, number: int = number) -> None:
+                current = [leaf.value for leaf in arrays_of(model).leaves]
+                put_values(model, [*current[:number], value, *current[number + 1 :]])
+
+            found[leaf.path] = Variable(leaf.path, values[number], replace)
+        if isinstance(model, TrainState):
+            found |= model.slots()
+        return found
+
+    def read(self, variable: Variable) -> Any:
+        """Return the global value of a variable, as a numpy array."""
+        return variable.read()
+
+    def write(self, variable: Variable, value: Any) -> None:
+        """Give a variable a value, of JAX or of numpy; it keeps its layout."""
+        variable.write(value)
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        """Return what a model returns for a batch, in inference; nested as the model nests it."""
+        return _as_numpy(_trained(model).steps.outputs(batch))
+
+    def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the loss of a batch, and its gradient for each weight by path."""
+        loss, gradients = _trained(model).steps.gradients(batch)
+        return {"loss": float(loss)}, _as_numpy(gradients)
+
+    def train_step(self, model: Any, batch: Any) -> dict[str, float]:
+        """Take one step of the optimizer that `train_with` was called with; returns the loss before it."""
+        return {"loss": float(_trained(model).steps.step(batch))}
+
+
+def _trained(model: Any) -> TrainState:
+    if isinstance(model, TrainState):
+        return model
+    raise ScopeError(
+        f"{type(model).__name__}: it is not known how it is called and trained",
+        why="models of JAX carry no loss and no optimizer",
+        fix="return layoutmap.adapters.jax.train_with(model, loss=.., optimizer=..) from make_model()",
+    )
+
+
+def _as_numpy(output: Any) -> Any:
+    """Return arrays of numpy in dicts and lists, as a model nests its outputs."""
+    if isinstance(output, Mapping):
+        return {str(name): _as_numpy(value) for name, value in output.items()}
+    leaves = [get_engine("jax").to_numpy(leaf) for leaf in jax.tree.leaves(output)]
+    return leaves[0] if isinstance(output, jax.Array) else leaves
+
+
+def adapter() -> JaxAdapter:
+    """Return the adapter."""
+    return JaxAdapter()

@@ -1,0 +1,99 @@
+"""Modules of flax.nnx: their variables by path, what each is for, and shared ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from flax import nnx
+
+from layoutmap.adapters.jax import pytrees
+from layoutmap.adapters.jax.pytrees import Leaf, Parts, kind_of
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.variables import Kind
+
+
+def take_apart(model: nnx.Module) -> Parts:
+    """Return a module as the arrays of its variables."""
+    _note_arrays(model)
+    graph, state = nnx.split(model)
+    variables = {tuple(map(str, path)): each for path, each in nnx.to_flat_state(state)}
+    shared = [[tuple(map(str, path)) for path in paths] for paths in nnx.find_duplicates(model)]
+
+    def leaf(keys: Sequence[str], value: Any) -> Leaf:
+        length = next(n for n in range(len(keys) + 1) if tuple(keys[:n]) in variables)
+        variable = variables[tuple(keys[:length])]
+        if not isinstance(variable, nnx.Variable):
+            return Leaf(_path(keys), value, kind_of(value))
+        inner = keys[length + 1 :]  # without "value", the attribute of the variable that holds it
+        path = (*keys[:length], *inner)
+        aliases = tuple(_path(other) for other in _other_paths(path, shared))
+        return Leaf(_path(path), value, _kind_of(variable, value), aliases, _annotation(variable))
+
+    parts = pytrees.take_apart(state, leaf)
+
+    def put_together(arrays: Sequence[Any]) -> nnx.Module:
+        return nnx.merge(graph, parts.put_together(arrays))
+
+    return Parts(parts.leaves, put_together)
+
+
+def _note_arrays(model: nnx.Module) -> None:
+    """Have a module take traced arrays that are its own attributes for arrays, as it does with arrays that have values.
+
+    Flax 0.12.8 takes them for static values, here and in `nnx.eval_shape` and `nnx.jit`, and loses them.
+
+    Raises:
+        ScopeError: One is in a container that flax does not look into.
+    """
+    for path, node in [*nnx.iter_graph(model)]:
+        if isinstance(node, jax.core.Tracer) and path:
+            owner = functools.reduce(_child, path[:-1], model)
+            if isinstance(owner, nnx.Pytree) and isinstance(path[-1], str):
+                setattr(owner, path[-1], nnx.data(node))
+        elif not isinstance(node, (nnx.Pytree, nnx.Variable)) and any(
+            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(node)
+        ):
+            raise ScopeError(
+                f"{_path(path)}: an array is in a {type(node).__name__}, which flax takes for a static value",
+                why="flax.nnx looks for variables in modules, nnx.List and nnx.Dict, and in nothing else",
+                fix="assign nnx.List(..), nnx.Dict(..) or nnx.data(..) to the attribute",
+            )
+
+
+def _child(node: Any, key: Any) -> Any:
+    return getattr(node, key) if isinstance(key, str) and hasattr(node, key) else node[key]
+
+
+def put_values(model: nnx.Module, values: Sequence[Any]) -> None:
+    """Give the variables of a module other arrays, in the order of its parts; it stays the same object."""
+    nnx.update(model, pytrees.take_apart(nnx.state(model)).put_together(values))
+
+
+def _path(keys: Sequence[Any]) -> str:
+    return ".".join(map(str, keys))
+
+
+def _other_paths(
+    path: Sequence[str], shared: Sequence[Sequence[tuple[str, ...]]]
+) -> Iterator[tuple[str, ...]]:
+    for first, *others in shared:
+        if tuple(path[: len(first)]) == first:
+            yield from ((*other, *path[len(first) :]) for other in others)
+
+
+def _kind_of(variable: nnx.Variable[Any], value: Any) -> Kind:
+    if isinstance(variable, nnx.RngState):
+        return Kind.RNG
+    return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
+
+
+def _annotation(variable: nnx.Variable[Any]) -> str:
+    metadata = variable.get_metadata()
+    for name in ("out_sharding", "sharding", "sharding_names"):
+        if metadata.get(name):
+            return str(metadata[name])
+    return ""

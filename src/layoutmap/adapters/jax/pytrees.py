@@ -1,0 +1,108 @@
+"""Pytrees: their arrays by path, and what makes a pytree of other arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layoutmap.adapters.jax.tracing import is_array, is_key
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.variables import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An array of a model.
+
+    Args:
+        path: Its path.
+        value: The array.
+        kind: What it is for.
+        aliases: Its other paths, if it is in several places.
+        annotation: What the model's own code says of its layout.
+    """
+
+    path: str
+    value: Any
+    kind: Kind
+    aliases: tuple[str, ...] = ()
+    annotation: str = ""
+
+
+Describe = Callable[[Sequence[str], Any], Leaf]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model as its arrays.
+
+    Args:
+        leaves: The arrays, in a fixed order.
+        put_together: Makes a model of other arrays, in that order.
+    """
+
+    leaves: Sequence[Leaf]
+    put_together: Callable[[Sequence[Any]], Any]
+
+
+def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
+    """Return a pytree as its arrays; what is no array stays where it is.
+
+    Args:
+        tree: The pytree.
+        describe: Makes a leaf of the keys that lead to an array, as text, and the array. `None`: the path is the keys
+            joined by dots; what rounds is a weight, random keys are random states, and all else is state.
+
+    Raises:
+        ScopeError: Two arrays have one path.
+    """
+    found, tree_def = jax.tree_util.tree_flatten_with_path(tree)
+    values = [value for _, value in found]
+    places = [place for place, value in enumerate(values) if is_array(value)]
+    leaves = [(describe or _leaf)([*map(_key_text, found[p][0])], values[p]) for p in places]
+    _check_distinct(leaves, tree)
+
+    def put_together(arrays: Sequence[Any]) -> Any:
+        filled = list(values)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return jax.tree_util.tree_unflatten(tree_def, filled)
+
+    return Parts(leaves, put_together)
+
+
+def _leaf(keys: Sequence[str], value: Any) -> Leaf:
+    return Leaf(".".join(keys), value, kind_of(value))
+
+
+def kind_of(value: Any) -> Kind:
+    """Return what an array is for, as far as the array itself says it."""
+    if is_key(value):
+        return Kind.RNG
+    return Kind.WEIGHT if jnp.issubdtype(value.dtype, jnp.inexact) else Kind.STATE
+
+
+def _key_text(key: Any) -> str:
+    """Return one part of a path: the name of an attribute, the key of a dict, a number in a sequence."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _check_distinct(leaves: Sequence[Leaf], model: Any) -> None:
+    paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
+    twice = (
+        next((path for path in paths if paths.count(path) > 1), None) if len({*paths}) < len(paths) else None
+    )
+    if twice is not None:
+        raise ScopeError(
+            f"{twice}: two arrays of the model have this path",
+            facts={"model": type(model).__name__},
+            why="the keys that lead to an array are joined by dots, and here different keys give one text",
+            fix='name one of them differently: a key with a dot, as in {"a.b": ..}, is like two keys, "a" and "b"',
+        )

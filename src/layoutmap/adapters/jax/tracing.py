@@ -1,0 +1,247 @@
+"""What a function that makes a model would compute, and from it how each array gets its first value.
+
+JAX models are made by functions that compute arrays at once. Here such a function is traced, so that it computes none,
+and each array that it returns becomes an initializer: the operations that lead to it, and no others. Whole numbers and
+random keys that they begin with are its seeds. Arrays of equal operations (those of a model's equal blocks) have equal
+programs, which an engine compiles once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.initializers import Initializer, Program
+from layoutmap.engines.jax.programs import closed_of, why_global
+
+_MAX_SEED_SIZE = 1024
+"""Elements of the largest array that is computed beforehand and passed to programs."""
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array, of JAX or of numpy, or stands for one in a plan."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)
+    return isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def is_key(value: Any) -> bool:
+    """Return whether an array holds random keys."""
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[Any]]:
+    """Trace a function that makes a model.
+
+    Args:
+        make: Makes something, and returns it and arrays: traced ones, or ones that existed.
+
+    Returns:
+        What it made, and for each array the one that existed, or the `Traced` one.
+
+    Raises:
+        ScopeError: The function needs the value of an array, which has none here.
+    """
+    made: list[Any] = []
+
+    def run() -> list[Any]:
+        made[:] = make()
+        return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
+
+    try:
+        closed = jax.make_jaxpr(run)()
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise ScopeError(
+            "the function that makes the model reads the value of an array that it computes",
+            facts={"jax": str(error).strip().partition("\n")[0]},
+            why="it is traced, so that no array is made before its layout is known: arrays have shapes and no values",
+            fix="compute that value with numpy; or make the model plainly, and lay it out: layout_map.apply(model)",
+        ) from error
+    operations = Operations(closed)
+    results = iter(closed.jaxpr.outvars)
+    model, arrays = made
+    return model, [
+        Traced(operations, next(results)) if isinstance(value, jax.core.Tracer) else value for value in arrays
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """An array that a traced function would compute."""
+
+    operations: Operations
+    result: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its global shape."""
+        return tuple(self.result.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Its element type."""
+        return self.result.aval.dtype
+
+    def why_global(self) -> str:
+        """Return why one device must compute its global value; empty if it need not."""
+        return "" if self.is_seed else self.operations.slice(self.result).why_global
+
+    @property
+    def is_seed(self) -> bool:
+        """Whether it is computed beforehand: a random key, or a few whole numbers."""
+        return self.operations.is_seed(self.result)
+
+    def seed(self) -> jax.Array:
+        """Compute it, if it is a seed."""
+        return self.operations.seeds([self.result])[0]
+
+    def initializer(self) -> Initializer:
+        """Return its initializer."""
+        part = self.operations.slice(self.result)
+        seed = self.operations.seeds(part.takes)
+
+        def global_value() -> jax.Array:
+            with jax.core.eval_context():
+                return part.run(seed)
+
+        return Initializer(global_value, Program(part.key, seed, part.run), recipe=part.text)
+
+
+@dataclass(frozen=True, eq=False)
+class _Slice:
+    """The operations that lead to one array from its seeds."""
+
+    closed: ClosedJaxpr
+    takes: Sequence[Any]
+    key: Hashable
+
+    @functools.cached_property
+    def why_global(self) -> str:
+        return why_global(self.closed)
+
+    def run(self, seed: Sequence[Any]) -> Any:
+        """Compute the array, one operation after the other, as the function itself does."""
+        return jaxpr_as_fun(self.closed)(*seed)[0]
+
+    def text(self) -> str:
+        return str(self.closed)
+
+
+class Operations:
+    """The operations of a traced function."""
+
+    def __init__(self, closed: ClosedJaxpr):
+        jaxpr = closed.jaxpr
+        self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._eqns = jaxpr.eqns
+        self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        reads = (*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars))
+        self._used = {var for var in reads if not isinstance(var, Literal)}
+        self._seed_eqns: list[Any] = []
+        self._seeds: set[Any] = {var for var in jaxpr.constvars if _may_be_seed(var.aval)}
+        for eqn in jaxpr.eqns:
+            from_seeds = all(isinstance(v, Literal) or v in self._seeds for v in eqn.invars)
+            if from_seeds and not eqn.effects and all(_may_be_seed(v.aval) for v in eqn.outvars):
+                self._seed_eqns.append(eqn)
+                self._seeds.update(eqn.outvars)
+        self._slices: dict[Any, _Slice] = {}
+
+    def is_seed(self, var: Any) -> bool:
+        """Return whether a value is computed beforehand."""
+        return isinstance(var, Literal) or var in self._seeds
+
+    def seeds(self, wanted: Sequence[Any]) -> list[Any]:
+        """Return the values of seeds."""
+        return [
+            jnp.asarray(var.val, _dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
+            for var in wanted
+        ]
+
+    @functools.cached_property
+    def _seed_values(self) -> dict[Any, Any]:
+        """All seeds, each operation on its own, so that each has the bits of the function itself."""
+        values = {var: self._consts[var] for var in self._consts if var in self._seeds}
+        made = [var for eqn in self._seed_eqns for var in eqn.outvars if var in self._used]
+        takes = list(values)
+        with jax.core.eval_context():
+            results = jaxpr_as_fun(closed_of(self._seed_eqns, takes, made))(*values.values())
+        return values | dict(zip(made, results, strict=True))
+
+    def slice(self, result: Any) -> _Slice:
+        """Return the operations that lead to a value, from its seeds."""
+        if result not in self._slices:
+            eqns, needs = self._leading_to(result)
+            takes = [var for var in needs if var in self._seeds]
+            consts = {var: self._consts[var] for var in needs if var not in self._seeds}
+            closed = closed_of(eqns, takes, [result], consts)
+            self._slices[result] = _Slice(closed, takes, _key_of(closed))
+        return self._slices[result]
+
+    def _leading_to(self, result: Any) -> tuple[list[Any], list[Any]]:
+        """Return the operations that lead to a value from seeds and constants, in order, and these."""
+        numbers: set[int] = set()
+        needs: dict[Any, None] = {}
+        todo = [result]
+        while todo:
+            var = todo.pop()
+            number = None if var in self._seeds else self._makers.get(var)
+            if number is None:
+                needs[var] = None
+            elif number not in numbers:
+                numbers.add(number)
+                todo.extend(v for v in self._eqns[number].invars if not isinstance(v, Literal))
+        order = sorted(needs, key=lambda var: self._makers.get(var, -1))
+        return [self._eqns[number] for number in sorted(numbers)], order
+
+
+def _dtype(var: Any) -> Any:
+    return var.aval.dtype
+
+
+def _may_be_seed(aval: Any) -> bool:
+    return not jnp.issubdtype(aval.dtype, jnp.inexact) and math.prod(aval.shape) <= _MAX_SEED_SIZE
+
+
+def _key_of(closed: ClosedJaxpr) -> Hashable:
+    """Return what is equal for slices that compute the same from their seeds."""
+    jaxpr = closed.jaxpr
+    numbers: dict[Any, int] = {}
+
+    def names(variables: Iterable[Any]) -> tuple[Hashable, ...]:
+        return tuple(
+            (v.aval, np.asarray(v.val).tobytes())
+            if isinstance(v, Literal)
+            else (v.aval, numbers.setdefault(v, len(numbers)))
+            for v in variables
+        )
+
+    consts = tuple(id(const) for const in closed.consts)
+    takes = names((*jaxpr.constvars, *jaxpr.invars))
+    steps = tuple(
+        (
+            eqn.primitive,
+            names(eqn.invars),
+            names(eqn.outvars),
+            tuple(map(_hashable, sorted(eqn.params.items()))),
+        )
+        for eqn in jaxpr.eqns
+    )
+    return consts, takes, steps, names(jaxpr.outvars)
+
+
+def _hashable(parameter: tuple[str, Any]) -> Hashable:
+    try:
+        hash(parameter)
+    except TypeError:
+        return parameter[0], repr(parameter[1])
+    return parameter

@@ -1,0 +1,233 @@
+"""How a model is trained, said once: what calls it, its loss and its optimizer.
+
+JAX programs keep these in their own step. `check_parity` runs a step itself, so it has to know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from layoutmap.adapters.jax import models
+from layoutmap.adapters.jax.models import is_nnx, take_apart
+from layoutmap.adapters.jax.pytrees import Parts
+from layoutmap.adapters.jax.variables import Variable
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.variables import Kind
+from layoutmap.engines import get_engine
+
+
+class TrainState:
+    """A model, how it is called and trained, and the state of its optimizer. `train_with` makes it.
+
+    Attributes:
+        model: The model: a module of flax.nnx, or any pytree. Each step replaces a pytree by another one.
+        opt_state: The optimizer's state; `None` before the first step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[..., Any] | None,
+        loss: Callable[[Any, Any], Any] | None,
+        optimizer: Any,
+    ):
+        self.model = model
+        self.forward = forward
+        self.loss = loss
+        self.optimizer = optimizer
+        self.opt_state: Any = None
+        self.policy: LayoutPolicy | None = None
+        self._steps: Steps | None = None
+
+    @property
+    def steps(self) -> Steps:
+        """Its compiled functions."""
+        self._steps = self._steps or Steps(self)
+        return self._steps
+
+    def slots(self) -> dict[str, Variable]:
+        """Return the arrays of the optimizer's state by path: the weight's, and what the optimizer calls them."""
+        if self.opt_state is None:
+            return {}
+        found, tree_def = jax.tree_util.tree_flatten_with_path(self.opt_state)
+        slots: dict[str, Variable] = {}
+        weights = {*self.steps.trained}
+        for number, (keys, value) in enumerate(found):
+            names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys]
+            names.sort(key=lambda name: name not in weights)  # the weight first
+            path = ".".join(("optimizer", *names))
+
+            def replace(new: Any, number: int = number) -> None:
+                leaves = jax.tree.leaves(self.opt_state)
+                leaves[number] = new
+                self.opt_state = jax.tree.unflatten(tree_def, leaves)
+
+            slots[path] = Variable(path, value, replace)
+        return slots
+
+    def __repr__(self) -> str:
+        return f"<TrainState: {type(self.model).__name__}>"
+
+
+def train_with(
+    model: Any,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: Any = None,
+    forward: Callable[..., Any] | None = None,
+) -> TrainState:
+    """Say how a model is trained, for `layoutmap.check_parity`; a program's own step does not need it.
+
+    Args:
+        model: A module of flax.nnx, or any pytree of arrays.
+        loss: Called with what the model returns and the targets of a batch, returns a number.
+        optimizer: An optimizer of optax; `None`: no steps are taken.
+        forward: Called with the model and its inputs, returns its output; `None`: the model is called itself.
+
+    Returns:
+        The model with what was said of it: what `make_model` of `check_parity` returns.
+
+    Example:
+        >>> from flax import nnx
+        >>> train_with(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), loss=lambda y, target: ((y - target) ** 2).mean())
+        <TrainState: Linear>
+    """
+    return TrainState(model, forward, loss, optimizer)
+
+
+def arrays_of(model: Any) -> Parts:
+    """Return the parts of a model, which may be in a `TrainState`."""
+    return take_apart(model.model if isinstance(model, TrainState) else model)
+
+
+def put_values(model: Any, values: Sequence[Any]) -> Any:
+    """Return a model with other arrays: the same object, unless it is a pytree, which cannot be changed."""
+    if isinstance(model, TrainState):
+        model.model = put_values(model.model, values)
+        return model
+    return models.put_values(model, values)
+
+
+class Steps:
+    """The compiled functions of one `TrainState`.
+
+    Args:
+        state: The state. Its model keeps its structure.
+    """
+
+    def __init__(self, state: TrainState):
+        self._state = state
+        self._parts = take_apart(state.model)
+        self.trained = [
+            leaf.path
+            for leaf in self._parts.leaves
+            if leaf.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
+        ]
+        self._gradients = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
+        self._update = jax.jit(self._updated)
+        self._forward = jax.jit(self._outputs)
+
+    def outputs(self, batch: Any) -> Any:
+        """Return what the model returns for a batch, in inference."""
+        return self._forward(self._values(), self._placed(_inputs(batch)))
+
+    def gradients(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the loss of a batch and its gradients; nothing is changed."""
+        weights, others = self._apart(self._values())
+        (loss, _), gradients = self._gradients(
+            weights, others, self._placed(_with_targets(batch, self._state))
+        )
+        return loss, gradients
+
+    def step(self, batch: Any) -> Any:
+        """Take one step of the optimizer; returns the loss before it."""
+        state = self._state
+        if state.optimizer is None:
+            raise ScopeError(
+                f"{type(state.model).__name__}: no optimizer is known for it",
+                why="models of JAX do not carry one",
+                fix="say it: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
+            )
+        values = self._values()
+        weights, others = self._apart(values)
+        if state.opt_state is None:
+            state.opt_state = state.optimizer.init(weights)
+        batch = self._placed(_with_targets(batch, state))
+        weights, others, state.opt_state, loss = self._update(weights, others, state.opt_state, batch)
+        new = weights | others
+        engine = get_engine("jax")
+        layouts = {path: engine.layout_of(value) for path, value in values.items()}
+        put_values(
+            state,
+            [
+                value if (to := layouts[path]) is None else engine.relayout(value, to)
+                for path, value in ((leaf.path, new[leaf.path]) for leaf in self._parts.leaves)
+            ],
+        )
+        return loss
+
+    def _values(self) -> dict[str, Any]:
+        return {leaf.path: leaf.value for leaf in take_apart(self._state.model).leaves}
+
+    def _apart(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        weights = {path: values[path] for path in self.trained}
+        return weights, {path: value for path, value in values.items() if path not in weights}
+
+    def _model(self, values: Mapping[str, Any]) -> Any:
+        return self._parts.put_together([values[leaf.path] for leaf in self._parts.leaves])
+
+    def _outputs(self, values: Mapping[str, Any], inputs: Any) -> Any:
+        model = self._model(values)
+        if is_nnx(model):
+            model.eval()
+        return self._call(model, inputs)
+
+    def _call(self, model: Any, inputs: Any) -> Any:
+        call = self._state.forward
+        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+        return model(*args, **kwargs) if call is None else call(model, *args, **kwargs)
+
+    def _loss(self, weights: Mapping[str, Any], others: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
+        inputs, targets = batch
+        model = self._model({**weights, **others})
+        output = self._call(model, inputs)
+        loss = self._state.loss
+        value = output if loss is None else loss(output, targets)
+        after = {leaf.path: leaf.value for leaf in take_apart(model).leaves}
+        return value, {path: after[path] for path in others}
+
+    def _updated(self, weights: Any, others: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
+        (loss, others), gradients = jax.value_and_grad(self._loss, has_aux=True)(weights, others, batch)
+        updates, opt_state = self._state.optimizer.update(gradients, opt_state, weights)
+        weights = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
+        return weights, others, opt_state, loss
+
+    def _placed(self, batch: Any) -> Any:
+        policy, engine = self._state.policy, get_engine("jax")
+        if policy is None:
+            return jax.tree.map(jnp.asarray, batch)
+        return jax.tree.map(lambda x: engine.relayout(np.asarray(x), policy.batch_layout(np.shape(x))), batch)
+
+
+def _inputs(batch: Any) -> Any:
+    """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
+    inputs = batch if isinstance(batch, Mapping) else batch[0]
+    return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
+
+
+def _with_targets(batch: Any, state: TrainState) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping) or len(batch) < 2:
+        if state.loss is not None:
+            raise ScopeError(
+                "the batch has no targets for the loss",
+                why="a loss that is called with outputs and targets needs both",
+                fix="pass (inputs, targets), the inputs as a mapping if they have names",
+            )
+        return _inputs(batch), ()
+    return _inputs(batch), batch[1]

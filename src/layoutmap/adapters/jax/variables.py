@@ -1,0 +1,71 @@
+"""A variable of a JAX model: its path, and the array that the model holds under it now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.core
+
+from layoutmap.adapters.jax.tracing import is_key
+from layoutmap.core.errors import PlanError
+from layoutmap.core.layout import Layout
+from layoutmap.engines import get_engine
+
+
+@dataclass(slots=True)
+class Variable:
+    """An array of a model, or of its optimizer's state.
+
+    Args:
+        path: Its path.
+        array: The array.
+        replace: Puts another array in its place.
+    """
+
+    path: str
+    array: Any
+    replace: Callable[[Any], None]
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout.
+
+        Raises:
+            AttributeError: It has none.
+        """
+        layout = get_engine("jax").layout_of(self.array)
+        if layout is None:
+            raise AttributeError(f"{self.path} is a plain array and has no layout")
+        return layout
+
+    def read(self) -> Any:
+        """Return the global value, as a numpy array; of random keys, their data.
+
+        Raises:
+            PlanError: It has none.
+        """
+        self._check()
+        return get_engine("jax").to_numpy(self.array)
+
+    def write(self, value: Any) -> None:
+        """Give it a value, of JAX or of numpy; it keeps its layout.
+
+        Raises:
+            PlanError: It is only planned.
+        """
+        self._check()
+        if is_key(self.array) and not is_key(value):
+            value = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=jax.random.key_impl(self.array))
+        layout = get_engine("jax").layout_of(self.array)
+        self.array = jax.numpy.asarray(value) if layout is None else get_engine("jax").relayout(value, layout)
+        self.replace(self.array)
+
+    def _check(self) -> None:
+        if isinstance(self.array, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            raise PlanError(
+                f"{self.path}: only a plan, it has no values",
+                why="the function that made the model was traced, and what it made in there has shapes only",
+                fix="use what layout_map.build returns",
+            )
