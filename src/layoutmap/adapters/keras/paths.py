@@ -15,7 +15,7 @@ the order in which they were assigned. The rest are its aliases.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,12 @@ def find_variables(root: Any) -> list[Found]:
             found[id(variable)] = Found(variable, path, is_seed=is_seed)
         elif path != known.path and path not in known.aliases and len(known.aliases) < _MOST_ALIASES:
             known.aliases.append(path)
-    every = list(found.values())
+    return with_distinct_paths(found.values())
+
+
+def with_distinct_paths(found: Iterable[Found]) -> list[Found]:
+    """Variables of a model, those of one path numbered."""
+    every = list(found)
     for each, path in zip(every, distinct([each.path for each in every]), strict=True):
         each.path = path
     return every

@@ -188,17 +188,6 @@ class Session(KerasSession):
             if not getattr(layer, "built", True) and not private.is_default(layer.build)
         ]
 
-    def _describe(self) -> list[Entry]:
-        """Return all variables of the scope: those of the models first, in the order of the models, then the rest."""
-        registry = self.registry
-        return describe(
-            registry.layers(),
-            registry.optimizers(),
-            registry.variables(),
-            registry.parent_of,
-            registry.kind_of,
-        )
-
     # -- materializing
 
     def _outside(self) -> AbstractContextManager[Any]:
@@ -233,15 +222,12 @@ class Session(KerasSession):
 
         Of several processes, what one has forgotten all have: they describe the same variables.
         """
-        if self.context.across or not self._loose() <= self._kept:
+        if self.context.across or not loose(self.registry) <= self._kept:
             gc.collect()
-            self._kept = self._loose()
-
-    def _loose(self) -> set[int]:
-        return loose(self.registry.layers(), self.registry.optimizers(), self.registry.variables())
+            self._kept = loose(self.registry)
 
     def _materialize(self, waiting: list[Any]) -> None:
-        entries = self._describe()
+        entries = describe(self.registry)
         assignments = self._assign(entries, complete=not self.unbuilt())
         if not self.context.plan_only:
             self._take_existing()
@@ -357,7 +343,7 @@ class Session(KerasSession):
         """
         with self.lock, self._outside():
             if self.registry.version != self._version_planned and not self._planned_ahead.is_current():
-                entries = self._describe()
+                entries = describe(self.registry)
                 found = self._assign(entries, complete=False)
                 pairs = zip(entries, found, strict=True)
                 self._planned_ahead.fill({id(e.variable): a for e, a in pairs})
@@ -407,7 +393,7 @@ class Session(KerasSession):
         if found is not None:
             return found
         if not self._specs.is_current():  # slots, metrics, seeds: few are read before all is known
-            self._specs.fill({id(e.variable): e.spec for e in self._describe()})
+            self._specs.fill({id(e.variable): e.spec for e in describe(self.registry)})
         spec = self._specs.get(variable)
         return Entry(variable, spec) if spec else describe_alone(variable, self.registry.kind_of(variable))
 
