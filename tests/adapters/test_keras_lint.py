@@ -138,13 +138,13 @@ def test_the_two_faults_of_keras_hubs_map_for_llama_are_found():
     assert () == lm.plan(make, fixed).lint().problems
 
 
-# What may as well be cut along the other axis: tables, what makes logits, and experts that are one array.
+# What may as well be sharded along the other axis: tables, what makes logits, and experts that are one array.
 EITHER = r"embeddings|relative_attention_bias|logits|predictions|expert_feedforward"
 
 
 @pytest.mark.parametrize("name", few(hub_models.FAMILIES, "llama"))
 def test_a_familys_rules_are_passed_and_each_other_order_of_a_kernels_specs_is_found(name):
-    """A cut along another axis that divides is a valid layout: the plan has no problem, and lint tells it."""
+    """A sharded along another axis that divides is a valid layout: the plan has no problem, and lint reports it."""
     config = hub_models.TINY[name] | {"num_layers": 1}
     if name == "gemma":  # its gates are half as wide as it says, and should not be as wide as the model
         config |= {"intermediate_dim": 128}

@@ -205,7 +205,7 @@ def test_a_tied_weight_has_one_path_and_an_alias_and_rules_match_either():
     assert ("model", "unsharded") == model.embedding.embeddings.layout.sharding_specs
 
 
-def test_two_rules_that_disagree_on_a_tied_weight_are_told():
+def test_two_rules_that_disagree_on_a_tied_weight_are_reported():
     """Where its two paths are given different layouts, the first rule wins and the plan says so."""
     rules = {r"output_embedding\..*": ("model", None), r"embedding\..*": (None, "model")}
     plan = lm.plan(Tied, lm.LayoutMap(lm.create_mesh("model=2"), rules), inputs=np.zeros((1, 2), "int32"))
@@ -283,7 +283,7 @@ def test_a_layer_alone_goes_by_its_name():
     assert ("unsharded", "model") == layer.kernel.layout.sharding_specs
 
 
-def test_two_models_in_one_scope_are_told_apart():
+def test_two_models_in_one_scope_are_distinguished():
     """Equal paths in two models get the same layout each, and the plan names the model."""
     layout_map = lm.LayoutMap(lm.create_mesh("model=2"), {r"d1\.kernel": (None, "model")})
     with layout_map.scope() as scope:

@@ -38,32 +38,6 @@ import keras
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.patches import Closing
 
-__all__ = [
-    "ATTRIBUTES",
-    "CLONING",
-    "NAMES",
-    "BaseOptimizer",
-    "CommonVariable",
-    "Functional",
-    "H5IOStore",
-    "Layer",
-    "Names",
-    "after_stateless_scope",
-    "check_keras",
-    "dataset_of",
-    "draw_seed",
-    "global_seed_state",
-    "in_stateless_scope",
-    "in_symbolic_scope",
-    "is_default",
-    "is_global_seed",
-    "is_seed_state",
-    "outermost_layer",
-    "to_snake_case",
-    "without_number",
-    "without_value",
-]
-
 TESTED = "3.15"
 
 
@@ -199,9 +173,6 @@ def _codes_in(module: str) -> dict[str, types.CodeType]:
 
 def check_keras(more: Names = ()) -> None:
     """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
-
-    Args:
-        more: See `check_names`.
 
     Raises:
         ScopeError: Keras is not one this adapter works with.

@@ -164,20 +164,10 @@ class ShardedProgram:
             return values[self._result]
         return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
 
-    @property
-    def seed_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and types of the arrays of a seed."""
-        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._closed.in_avals]  # type: ignore[attr-defined]
-
-    @property
-    def num_steps(self) -> int:
-        """How many programs are compiled."""
-        return len(self._steps)
-
-    def lower(self, seed: Any) -> list[Any]:
+    def lower(self) -> list[Any]:
         """Each step lowered, to look at what the compiler makes of it."""
         jaxpr = self._closed.jaxpr
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, jax.tree.leaves(seed), strict=True))
+        values: dict[Any, Any] = {var: jnp.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars}  # type: ignore[attr-defined]
         values.update(zip(jaxpr.constvars, self._closed.consts, strict=True))
         lowered: list[Any] = []
         for step in self._steps:
