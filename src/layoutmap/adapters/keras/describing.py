@@ -16,6 +16,7 @@ from layoutmap.adapters.keras.private import is_global_seed, is_seed_state, with
 from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.adapters.keras.training import parents_by_name
+from layoutmap.core.match import KERAS
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
 
@@ -178,4 +179,4 @@ def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[
 def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
-    return Entry(variable, VariableSpec(path, shape, dtype, kind, **rest))
+    return Entry(variable, VariableSpec(path, shape, dtype, kind, name=f"{KERAS}{variable.path}", **rest))
