@@ -333,6 +333,12 @@ def test_a_module_of_linen_and_a_module_of_nnx_are_taken_as_flax_returns_their_a
     assert {"bias$": (None,), "kernel$": ("batch", "model")} == {
         p: axes_of(layout) for p, layout in ours.items()
     }
+    assert {"bias": P(None), "kernel": P("batch", "model")} == nnx.to_pure_dict(
+        ours.to_partition_specs(state)
+    )
+    tree = linen.to_partition_specs(nn.meta.unbox(boxed))
+    assert tree == nn.meta.unbox(linen.to_partition_specs(boxed))
+    assert P("model", "batch") == tree["params"]["down"]["kernel"]
 
 
 # -- JAX

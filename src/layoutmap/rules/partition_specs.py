@@ -75,7 +75,8 @@ def shapes_of(parameters: Any, where: str) -> dict[str, Shape]:
                 f"{where}: {path}: no shape",
                 facts={"given": brief(leaf)},
                 why="a PartitionSpec says nothing of an array's last axes, and a layout has a spec for each",
-                fix="give the array's shape, or anything with a shape: jax.eval_shape(init, ...) returns such a tree",
+                fix="give the array's shape, or anything with a shape: jax.eval_shape(init, ...) returns such a tree, "
+                "and nn.meta.unbox(tree) one without the boxes of flax",
             )
         found[path] = tuple(shape)
     return found

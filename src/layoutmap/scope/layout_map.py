@@ -31,6 +31,8 @@ class LayoutMap(RuleSet):
 
     `activations` is a dict of the same kind, from regex over a layer's path to the layout of the layer's output.
 
+    A rule that begins with `keras:` is one over what Keras calls a variable; see `from_keras`.
+
     `re.match` anchors the start of the path and not its end: `d1\\.kernel` also matches `d1.kernel_scale`. End a
     pattern with `$` to exclude that.
 

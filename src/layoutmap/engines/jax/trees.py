@@ -15,18 +15,19 @@ from layoutmap.engines.jax.devices import named_sharding, partition_spec
 
 def variables_of(tree: Any) -> list[VariableSpec]:
     """The arrays of a pytree, by path; a random key is a random state."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [_variable(_path(keys), leaf) for keys, leaf in leaves if _is_array(leaf)]
+    found: list[VariableSpec] = []
 
+    def note(path: str, leaf: Any) -> None:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        found.append(VariableSpec(path, leaf.shape, str(leaf.dtype), Kind.RNG if is_key else Kind.WEIGHT))
 
-def _variable(path: str, leaf: Any) -> VariableSpec:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return VariableSpec(path, leaf.shape, str(leaf.dtype), Kind.RNG if is_key else Kind.WEIGHT)
+    _mapped(tree, note)
+    return found
 
 
 def partition_specs(tree: Any, layout_of: Callable[[str], Layout]) -> Any:
     """The tree with a `PartitionSpec` for each array, by path, and `None` for each leaf that is none."""
-    return _mapped(tree, lambda path: partition_spec(layout_of(path)))
+    return _mapped(tree, lambda path, _: partition_spec(layout_of(path)))
 
 
 def named_shardings(tree: Any, layout_of: Callable[[str], Layout]) -> Any:
@@ -35,18 +36,23 @@ def named_shardings(tree: Any, layout_of: Callable[[str], Layout]) -> Any:
     Raises:
         MeshError: The machine does not have the devices.
     """
-    return _mapped(tree, lambda path: named_sharding(layout_of(path)))
+    return _mapped(tree, lambda path, _: named_sharding(layout_of(path)))
 
 
-def _mapped(tree: Any, made: Callable[[str], Any]) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: made(_path(keys)) if _is_array(leaf) else None, tree
-    )
+def _mapped(tree: Any, made: Callable[[str, Any], Any]) -> Any:
+    """The tree with what is made of each array and its path: its keys joined by dots."""
+
+    def of_leaf(keys: Any, leaf: Any) -> Any:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        # The array in a variable of nnx or in a box of linen has the path of that.
+        return jax.tree.map(
+            lambda each: made(path, each) if hasattr(each, "shape") and hasattr(each, "dtype") else None, leaf
+        )
+
+    return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=_is_flax_box)
 
 
-def _path(keys: Any) -> str:
-    return jax.tree_util.keystr(keys, simple=True, separator=".")
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+def _is_flax_box(node: Any) -> bool:
+    """Whether this is a variable of flax.nnx or a box of flax.linen; found out without loading flax."""
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(node).__mro__}
+    return not kinds.isdisjoint(("flax.Variable", "flax.AxisMetadata"))
