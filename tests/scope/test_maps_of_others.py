@@ -22,6 +22,7 @@ from layoutmap.core.errors import MeshError, PlanError, RuleError
 from layoutmap.core.variables import VariableSpec
 from layoutmap.rules import zoo
 from layoutmap.scope.plan import make_plan
+from layoutmap.testing import strategies
 
 MESH = lm.create_mesh("batch=2,model=4")
 DIMS = ("batch", "model")
@@ -138,12 +139,24 @@ def test_names_in_a_model_that_exists_are_as_they_are():
     assert ["dense_4/kernel"] == [v.path for v in model.weights if v.value.sharding.spec == P("model", None)]
 
 
+def test_a_weight_that_is_read_before_all_are_known_has_the_layout_of_its_name():
+    """Its value is made by itself then."""
+    layout_map = lm.LayoutMap.from_keras(
+        keras_map({"early/kernel": (None, "model"), "early/bias": ("model",)})
+    )
+    with layout_map.scope(batch_dim="batch"):
+        layer = keras.layers.Dense(8, name="early")
+        layer.build((4,))
+        early = layer.kernel.value.sharding.spec
+
+    assert (P(None, "model"), P("model")) == (early, layer.bias.value.sharding.spec)
+
+
 def test_the_map_of_keras_hub_for_llama_3_shows_its_hole():
     """Its second table of tokens has no rule: 2.1 GB on each device of an 8B model; a rule by object path closes it."""
     theirs = keras_hub.models.Llama3Backbone.get_layout_map(device_mesh())
     layout_map = lm.LayoutMap.from_keras(theirs)
-    make = zoo.model("llama3_8b").make
-    plan = lm.plan(make, layout_map)
+    plan = lm.plan(zoo.model("llama3_8b").make, layout_map)
     holes = {p.subject: plan[p.subject].shard_bytes for p in plan.warnings if p.kind == "no rule"}
     path = "token_embedding.reverse_embeddings"
 
@@ -160,7 +173,7 @@ def test_the_map_of_keras_hub_for_llama_3_shows_its_hole():
     }
 
     layout_map[r".*\.reverse_embeddings$"] = ("batch", "model")
-    closed = lm.plan(make, layout_map)
+    closed = make_plan([a.variable for a in plan.assignments], layout_map)
     assert path not in {p.subject for p in closed.problems}
     assert plan.device_bytes - closed.device_bytes == 2_101_346_304 * 7 // 8
 
@@ -353,37 +366,34 @@ TREE = {
     "key": jax.random.key(0),
     "activation": jax.nn.relu,
 }
-SPECS = st.permutations([None, "batch", "model", ("batch", "model")]).map(lambda specs: specs[0])
 
 
-@st.composite
-def maps(draw):
-    """Layout maps with rules for some of the tree's arrays; a dim shards one axis."""
-    kernel = draw(
-        st.sampled_from([("batch", "model"), (None, ("model", "batch")), (None, None), ("model", None)])
-    )
-    rules = {r"blocks\.\d\.kernel": kernel, r"blocks\.1.*": (draw(SPECS),), r".*bias": (draw(SPECS),)}
-    return lm.LayoutMap(
-        MESH, {p: rules[p] for p in draw(st.permutations(list(rules))) if p != r"blocks\.1.*"}
-    )
+@given(strategies.plans())
+def test_a_plan_goes_to_specs_and_back(planned):
+    """From any map that fits to PartitionSpecs by path, and back to a map, are the same layouts for the same paths."""
+    _, _, plan = planned
+    if plan.errors:
+        return
+    back = lm.LayoutMap.from_partition_specs(plan.to_partition_specs(), plan.mesh, plan)
+
+    assert {path: a.layout for path, a in plan.items()} == {path: back[path] for path in plan}
 
 
-@given(maps())
-def test_a_map_goes_to_a_tree_of_specs_and_back(layout_map):
-    """The same layouts for the same paths, by PartitionSpecs and by NamedShardings; what is no array has none."""
-    paths = [f"blocks.{i}.{name}" for i in range(2) for name in ("kernel", "bias")]
-    wanted = {path: layout_map[path] for path in paths}
-    arrays = {name: TREE[name] for name in ("blocks", "scale")}
-    trees = layout_map.to_partition_specs(TREE), layout_map.to_named_shardings(TREE)
-
-    for tree in trees:
+@given(
+    st.sampled_from([("batch", "model"), (None, ("model", "batch")), (None, None), ("model", None)]),
+    st.sampled_from([None, "batch", ("batch", "model")]),
+)
+def test_a_map_goes_to_a_tree_and_back(kernel, bias):
+    """By PartitionSpecs and by NamedShardings, with the same layouts for the same paths; what is no array has none."""
+    layout_map = lm.LayoutMap(MESH, {r"blocks\.\d\.kernel": kernel, "blocks.*bias": (bias,)})
+    for tree in layout_map.to_partition_specs(TREE), layout_map.to_named_shardings(TREE):
         assert tree["activation"] is None
-        kept = {name: tree[name] for name in arrays}
-        back = lm.LayoutMap.from_partition_specs(kept, MESH, arrays)
-        assert wanted == {path: back[path] for path in paths}
-        assert () == back["scale"].sharding_specs
-        plan = lm.LayoutMap(MESH, layout_map)
-        assert kept == plan.to_partition_specs(arrays) or kept == plan.to_named_shardings(arrays)
+        arrays = {name: leaf for name, leaf in TREE.items() if name != "activation"}
+        back = lm.LayoutMap.from_partition_specs({name: tree[name] for name in arrays}, MESH, arrays)
+        paths = [f"blocks.{i}.{name}" for i in range(2) for name in ("kernel", "bias")]
+
+        assert {path: layout_map[path] for path in paths} == {path: back[path] for path in paths}
+        assert back["scale"].sharding_specs == back["key"].sharding_specs == ()
 
 
 def test_arrays_are_where_their_shardings_say():
