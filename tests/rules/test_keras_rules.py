@@ -78,7 +78,6 @@ def test_two_regexes_that_match_one_name_are_an_error():
 
     assert """\
 mlp.up.kernel: 2 of Keras's rules match its name
-  name                    keras:mlp/dense/kernel
   rule 1  keras:.*kernel  (model, unsharded)
   rule 2  keras:mlp.*     (unsharded, model)
   why                     Keras refuses a name that several keys of a layout map match, whichever comes first

@@ -117,7 +117,7 @@ REFUSED = {
     "another array": ({"d.kernal": ()}, "d.kernal is none of the arrays", "did you mean d.kernel?"),
     "a text": ({"d.kernel": "tensor"}, "'tensor' is no PartitionSpec", 'write PartitionSpec(None, "model")'),
     "a number": ({"d.kernel": 3}, "3 is no PartitionSpec", "or a tuple"),
-    "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 cannot be said in a layout", "leave it out"),
+    "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 cannot be expressed in a layout", "leave it out"),
     "too many": ({"d.bias": ("fsdp", None)}, "2 entries for an array of 1 axes", "leave entries out"),
     "a dim": ({"d.bias": ("model",)}, "spec 'model' of axis 0 is not allowed", "use one of 'fsdp', 'tensor'"),
     "a dim twice": ({"d.kernel": ("fsdp", "fsdp")}, "spec 'fsdp' of axis 1 is not allowed", "leave axis 1"),

@@ -235,7 +235,7 @@ def test_a_map_goes_to_keras_and_back(rules, names):
     assert [a.layout for a in plan.assignments] == [a.layout for a in again.assignments]
 
 
-def test_what_keras_cannot_say_is_refused_by_name():
+def test_what_keras_cannot_express_is_refused_by_name():
     """Axes over several dims, outputs of layers, names that are not unique, plans of no Keras model, other meshes."""
 
     def plan(rules=None, names=("a/kernel", "b/kernel"), mesh=MESH, **more):
@@ -246,11 +246,13 @@ def test_what_keras_cannot_say_is_refused_by_name():
         return make_plan(variables, lm.LayoutMap(mesh, rules, **more), layers=["block"])
 
     cases = {
-        plan({".*": (("batch", "model"), None)}): "the layout ((batch, model), unsharded) cannot be said",
-        plan(activations={"block": ("batch",)}): "the layouts of 1 outputs of layers cannot be said",
+        plan(
+            {".*": (("batch", "model"), None)}
+        ): "the layout ((batch, model), unsharded) cannot be expressed",
+        plan(activations={"block": ("batch",)}): "the layouts of 1 outputs of layers cannot be expressed",
         plan({"v.0": ("model", None)}, ("a", "a")): "two layouts for the name a: (model, unsharded) and",
-        plan(names=("",)): "a variable without a name of Keras's cannot be said",
-        lm.Plan.from_json(plan().to_json()): "a variable without a name of Keras's cannot be said",
+        plan(names=("",)): "a variable that has no name in Keras cannot be expressed",
+        lm.Plan.from_json(plan().to_json()): "a variable that has no name in Keras cannot be expressed",
     }
     for each, what in cases.items():
         with pytest.raises(PlanError) as refused:
@@ -437,7 +439,7 @@ def refused_specs():
     }
 
 
-def test_what_a_layout_cannot_say_is_refused_by_name():
+def test_what_a_layout_cannot_express_is_refused_by_name():
     """What, where, why and the fix, for each of them."""
     for what, spec in refused_specs().items():
         with pytest.raises(RuleError, match=re.escape(what)) as refused:

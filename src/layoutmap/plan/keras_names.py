@@ -1,4 +1,4 @@
-"""The layouts of a plan by what Keras calls its variables; what Keras's own layout map cannot say is refused."""
+"""The layouts of a plan by what Keras calls its variables; what Keras's own layout map cannot express is refused."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ def layouts_by_name(plan: PlanTable) -> dict[str, Layout]:
     """The layouts of all variables, by `variable.path` of Keras.
 
     Raises:
-        PlanError: The plan has errors, or Keras's layout map cannot say some of it.
+        PlanError: The plan has errors, or Keras's layout map cannot express some of it.
     """
     plan.check()
     if plan.activations:
         raise _refused(
             f"the layouts of {len(plan.activations)} outputs of layers",
             listed([match.path for match in plan.activations]),
-            "Keras knows a layer by the names of what calls it, and a plan by its object path",
-            "plan with a map without activations, and add theirs to what Keras gets, under name/of/layer/output",
+            "Keras knows a layer by the names of the layers that call it, and a plan knows it by its object path",
+            "plan with a map without activations, and add their layouts to Keras's map, as name/of/layer/output",
         )
     found: dict[str, Layout] = {}
     for path, assignment in plan.items():
         name, layout = assignment.variable.name.removeprefix(KERAS), assignment.layout
         if not name:
             raise _refused(
-                "a variable without a name of Keras's",
+                "a variable that has no name in Keras",
                 path,
-                "the plan is none of a Keras model, or it was read from a file, which has no such names",
+                "the plan is not of a Keras model, or it was read from a file, which has no such names",
                 "make the plan here: lm.plan(make_model, layout_map).to_keras()",
             )
         if any(isinstance(spec, tuple) for spec in layout.sharding_specs):
@@ -51,5 +51,8 @@ def layouts_by_name(plan: PlanTable) -> dict[str, Layout]:
 
 def _refused(what: str, where: str, why: str, fix: str) -> PlanError:
     return PlanError(
-        f"to_keras: {what} cannot be said in Keras's layout map", facts={"where": where}, why=why, fix=fix
+        f"to_keras: {what} cannot be expressed in Keras's layout map",
+        facts={"where": where},
+        why=why,
+        fix=fix,
     )

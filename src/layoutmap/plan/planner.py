@@ -160,7 +160,7 @@ class _Planning:
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in (*answers, *names), r.number))
         if len(named) > 1 and rule == named[0] and rule.pattern not in names:
-            self._add(variable, [_problem_of_contradiction(variable, names, named)])
+            self._add(variable, [_problem_of_contradiction(variable, named)])
         if len({r.layout for r in winners.values()}) > 1:
             problem = Problem(
                 "tied",
@@ -237,13 +237,13 @@ def _paths_of(variable: VariableSpec) -> list[str]:
     return [variable.path, *(path for path in variable.aliases if not is_named(path))]
 
 
-def _problem_of_contradiction(variable: VariableSpec, names: Sequence[str], rules: Sequence[Rule]) -> Problem:
+def _problem_of_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
     return Problem(
         "contradiction",
         "error",
         variable.path,
         f"{variable.path}: {len(rules)} of Keras's rules match its name",
-        (("name", ", ".join(names)), *((str(rule), str(rule.layout)) for rule in rules)),
+        tuple((str(rule), str(rule.layout)) for rule in rules),
         "Keras refuses a name that several keys of a layout map match, whichever comes first",
         f"make one of them narrower, or add a rule that is the path itself: layout_map[{variable.path!r}]",
     )
@@ -376,7 +376,7 @@ def _problems_of_rules(
     of: str,
 ) -> Iterator[Problem]:
     """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
-    candidates: dict[bool, Candidates] = {}
+    candidates: dict[bool, tuple[int, Candidates]] = {}
     for rule in rules.rules:
         if won[rule.number]:
             continue
@@ -394,19 +394,20 @@ def _problems_of_rules(
             )
             continue
         named = is_named(rule.pattern)
-        tried = [path for path in paths if is_named(path) == named]
         if named not in candidates:
-            candidates[named] = Candidates(tried, _MOST_COMPARISONS)
-        near = candidates[named].nearest(rule.pattern)
+            tried = [path for path in paths if is_named(path) == named]
+            candidates[named] = len(tried), Candidates(tried, _MOST_COMPARISONS)
+        count, candidate_paths = candidates[named]
+        near = candidate_paths.nearest(rule.pattern)
         yield Problem(
             "unused rule",
             "warning",
             rule.pattern,
             f"{name}: matches no {of}",
             (("near misses", ", ".join(near)),),
-            f"re.fullmatch finds it in none of the {len(tried)} names that Keras gives"
+            f"re.fullmatch finds it in none of the {count} names that Keras gives"
             if named
-            else f"re.match finds it at the start of none of the {len(tried)} paths",
+            else f"re.match finds it at the start of none of the {count} paths",
             f"did you mean {path_pattern(near[:1])}? else delete it" if near else "fix it, or delete it",
         )
 

@@ -80,15 +80,15 @@ def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[A
             why="neither it nor a layout in it has a device_mesh",
             fix='pass one: LayoutMap.from_keras(keras_map, lm.create_mesh("batch=2,model=4"))',
         )
-    found = dict.fromkeys(map(_mesh_of, theirs))
-    if mesh is None and len(found) > 1:
+    found = [mesh] if mesh else list(dict.fromkeys(map(_mesh_of, theirs)))
+    if len(found) > 1:
         raise RuleError(
             f"from_keras: its layouts are on {len(found)} meshes",
             facts={"meshes": "; ".join(map(str, found))},
             why="one program runs all variables of a model on one mesh",
             fix="make the map on one DeviceMesh, or pass a mesh",
         )
-    return mesh or next(iter(found)), rules
+    return found[0], rules
 
 
 def _is_keras_map(value: Any) -> bool:

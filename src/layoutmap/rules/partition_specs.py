@@ -1,8 +1,8 @@
 """PartitionSpecs of JAX as rules: those of single arrays, and those that are given by regexes, as EasyLM does.
 
-A `PartitionSpec` has an entry for each of an array's first axes and is silent of the rest, and a rule has one for each
-axis: so all of these need the arrays' shapes. What comes out is a rule for exactly these arrays; those that differ only
-in the numbers of repeated blocks have one together. No JAX is loaded: a spec is whatever is iterated as one.
+A `PartitionSpec` has an entry for each of an array's first axes and says nothing of the rest, and a rule has one for
+each axis: so all of these need the arrays' shapes. What comes out is a rule for exactly these arrays; those that differ
+only in the numbers of repeated blocks share one. No JAX is loaded: a spec is whatever is iterated as one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import as_int, kind_of
 from layoutmap.core.errors import RuleError, brief, listed
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import path_regex, path_shape
@@ -70,7 +70,7 @@ def shapes_of(parameters: Any, where: str) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
     for path, leaf in leaves(parameters, where).items():
         shape = leaf.variable.shape if isinstance(leaf, Assignment) else getattr(leaf, "shape", leaf)
-        if not _is_list(shape) or not all(isinstance(n, int) for n in shape):
+        if not _is_list(shape) or any(as_int(n) is None for n in shape):
             raise RuleError(
                 f"{where}: {path}: no shape",
                 facts={"given": brief(leaf)},
@@ -90,13 +90,13 @@ def read_spec(given: Any, where: str) -> Specs:
     """
     memory = getattr(given, "memory_kind", None)
     if memory not in (None, "device"):
-        raise _unsayable(
+        raise _not_expressed(
             where, f"memory kind {memory!r}", "a layout says on which devices a shard is, in their memory"
         )
     spec: Any = getattr(given, "spec", given)
     for name in ("unreduced", "reduced"):
         if dims := getattr(spec, name, None):
-            raise _unsayable(
+            raise _not_expressed(
                 where, f"{name}={sorted(dims)}", "a variable's layout has no sums that are still to be made"
             )
     if spec is None:
@@ -118,12 +118,12 @@ def _entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
     why = _ENTRIES
     if str(entry) == _FREE:
         why = f"it leaves the axis to JAX's compiler, and a layout says where each axis is: {_ENTRIES}"
-    raise _unsayable(where, f"entry {brief(entry)} of axis {axis}", why)
+    raise _not_expressed(where, f"entry {brief(entry)} of axis {axis}", why)
 
 
-def _unsayable(where: str, what: str, why: str) -> RuleError:
+def _not_expressed(where: str, what: str, why: str) -> RuleError:
     return RuleError(
-        f"{where}: {what} cannot be said in a layout", why=why, fix="leave it out of what is taken over"
+        f"{where}: {what} cannot be expressed in a layout", why=why, fix="leave it out of what is taken over"
     )
 
 
@@ -171,7 +171,7 @@ def specs_of_tree(tree: Any, shapes: Mapping[str, Shape], mesh: Mesh, where: str
     for path, given in leaves(tree, where).items():
         check_known(path, shapes, where)
         theirs: Any = getattr(given, "mesh", None)
-        if theirs is not None and dict(theirs.shape) != mesh.dim_sizes:
+        if theirs is not None and list(theirs.shape.items()) != list(mesh.dim_sizes.items()):
             raise RuleError(
                 f"{where}: {path}: its sharding is on another mesh",
                 facts={"map's": str(mesh), "its": ", ".join(f"{n}={s}" for n, s in theirs.shape.items())},
@@ -188,7 +188,7 @@ def check_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
         near = nearest(path, shapes, 1)
         raise RuleError(
             f"{where}: {path} is none of the arrays",
-            why=f"no one of the {len(shapes)} shapes has this path",
+            why=f"none of the {len(shapes)} shapes has this path",
             fix=f"did you mean {near[0]}?" if near else "take it out, or give its shape",
         )
 

@@ -151,10 +151,11 @@ class LayoutMap(RuleSet):
         Its keys are regexes over `variable.path`, the names of layers joined by slashes. They are kept as they are,
         as rules that begin with `keras:`, and mean what they mean to Keras 3.15: an exact name comes first, else the
         regex that matches all of the name; two that match one name are an error of the plan; and axes that a layout
-        leaves out are unsharded. Where Keras adds a number to a name that nobody gave, it counts from the begin of the
-        scope, as in a process in which nothing was made before.
+        leaves out are unsharded. Where Keras adds a number to a name that nobody gave, it counts from the beginning of
+        the scope, as in a process in which nothing was made before.
 
-        Rules over object paths can be added. The first rule that matches a variable wins, of either sort.
+        Rules over object paths can be added. A rule that is exactly a variable's path or name wins, else the first rule
+        that matches it, of either sort.
 
         Args:
             keras_map: The map.
@@ -194,7 +195,7 @@ class LayoutMap(RuleSet):
             The map. Its rules match these paths, and those of further blocks that differ from them in numbers only.
 
         Raises:
-            RuleError: A spec does not fit its array, has no array, or says what a layout cannot.
+            RuleError: A spec does not fit its array, has no array, or says what a layout cannot express.
 
         Example:
             >>> specs = {"d1": {"kernel": (None, "model"), "bias": ()}}
@@ -224,7 +225,7 @@ class LayoutMap(RuleSet):
 
         Raises:
             RuleError: There is no rule for an array, or a rule is none, does not fit its array or says what a layout
-                cannot.
+                cannot express.
 
         Warns:
             LayoutMapWarning: A rule decides nothing.

@@ -190,8 +190,8 @@ class Plan(PlanTable):
             A `keras.distribution.LayoutMap`.
 
         Raises:
-            PlanError: Keras cannot say some of it: an axis that is sharded over several dims, outputs of layers, two
-                variables of one name; or the plan is not of a Keras model, or was read from a file.
+            PlanError: Keras's map cannot express some of it: an axis that is sharded over several dims, outputs of
+                layers, two variables of one name; or the plan is not of a Keras model, or was read from a file.
 
         Example:
             >>> import keras, layoutmap as lm

@@ -31,11 +31,11 @@ def keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: Any) -> An
 
 
 def _checked(mesh: Mesh, device_mesh: Any) -> Any:
-    dims = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
-    if dims != mesh.dim_sizes:
+    dims = list(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
+    if dims != list(mesh.dim_sizes.items()):
         raise MeshError(
             "to_keras: the DeviceMesh is another mesh",
-            facts={"plan's": str(mesh), "its": ", ".join(f"{name}={size}" for name, size in dims.items())},
+            facts={"plan's": str(mesh), "its": ", ".join(f"{name}={size}" for name, size in dims)},
             why="layouts that fit one mesh need not fit another",
             fix="pass a DeviceMesh of the plan's dims, or plan on its dims",
         )
