@@ -17,6 +17,7 @@ from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.adapters.keras.training import parents_by_name
+from layoutmap.core.match import KERAS
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
 
@@ -160,4 +161,4 @@ def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[
 def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
-    return Entry(variable, VariableSpec(path, shape, dtype, kind, **rest))
+    return Entry(variable, VariableSpec(path, shape, dtype, kind, name=f"{KERAS}{variable.path}", **rest))

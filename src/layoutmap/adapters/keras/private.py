@@ -193,6 +193,30 @@ def without_number(name: str) -> str:
     return prefix if number.isdecimal() and 0 < int(number) < counts.get(prefix, 0) else name
 
 
+def counts_of_names() -> dict[str, int]:
+    """How many names of each sort Keras has made up so far in this process."""
+    return dict(global_state.get_global_attribute(_COUNTS) or {})
+
+
+def as_if_first(path: str, before: dict[str, int]) -> str:
+    """A path of Keras's as it would be in a process that had made nothing before.
+
+    Args:
+        path: The path, as in `dense_7/kernel`.
+        before: What `counts_of_names` was.
+    """
+    counts = counts_of_names()
+
+    def renumbered(name: str) -> str:
+        prefix, _, number = name.rpartition("_")
+        first = before.get(prefix, 0)
+        if not first or not number.isdecimal() or not first <= int(number) < counts.get(prefix, 0):
+            return name
+        return f"{prefix}_{int(number) - first}" if int(number) > first else prefix
+
+    return "/".join(map(renumbered, path.split("/")))
+
+
 class without_value(Closing):
     """Variables made in here get a shape, a type and an initializer, and no value; Keras's own list forgets them."""
 

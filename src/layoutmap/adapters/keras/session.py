@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -75,6 +76,7 @@ class Session(KerasSession):
         self._kept: set[int] = set()  # what was loose when garbage was last collected
         self._is_materializing = False
         self._failed = False
+        self._names_before = private.counts_of_names()
 
     @property
     def engine(self) -> Engine:
@@ -262,13 +264,22 @@ class Session(KerasSession):
 
     def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
         return self.context.assign(
-            [e.spec for e in entries],
+            [self._named(e.spec) for e in entries],
             {e.spec.key: why for e in entries if (why := self._why_global(e))},
             unsupported_of(self.backend, self.registry.layers(), entries),
             complete,
             [path for path, _ in layer_paths(self.registry.layers())] if self.policy.activations else None,
             self.backend.chooses_layouts,
         )
+
+    def _named(self, spec: VariableSpec) -> VariableSpec:
+        """A variable with the name that Keras gives it where the scope is the first thing in a process.
+
+        The numbers that Keras adds to names count what was made before. A plan and what is then built have the same.
+        """
+        prefix, _, path = spec.name.partition(":")
+        name = f"{prefix}:{private.as_if_first(path, self._names_before)}"
+        return spec if name == spec.name else replace(spec, name=name)
 
     # -- activations
 
@@ -355,7 +366,7 @@ class Session(KerasSession):
 
     def _assignment_of(self, entry: Entry) -> Assignment:
         """Return the layout of a variable that gets its value before all are planned, or as planned ahead."""
-        return self._planned_ahead.get(entry.variable) or self.context.assign_one(entry.spec)
+        return self._planned_ahead.get(entry.variable) or self.context.assign_one(self._named(entry.spec))
 
     def refuse_in_a_plan(self, name: str) -> None:
         """Raise if this is a dry run, in which nothing gets a value.
