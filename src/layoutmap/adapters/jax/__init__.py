@@ -1,0 +1,1 @@
+"""What the adapters of JAX's model libraries share."""
