@@ -34,7 +34,7 @@ def specs_of(shape):
 def plain_params(seed=0):
     random = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda shape: jnp.asarray(random.normal(size=shape).astype("float32")), SHAPES, is_leaf=is_shape
+        lambda shape: jnp.asarray((random.normal(size=shape) / 8).astype("float32")), SHAPES, is_leaf=is_shape
     )
 
 
