@@ -201,12 +201,6 @@ class JitStep:
                 inner = objects.read()
             leaves += inner or ()
             signature = objects.signature
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            raise ScopeError(
-                f"{self._name}: it is called inside of another traced function",
-                why="a compiled step places its arguments, which have no place while they are traced",
-                fix=f"call the function itself there: {self._name}.__wrapped__(...)",
-            )
         if signature is None or signature.where != where or signature.tree != tree:
             signature = self._signature(args, kwargs, tree, where, objects)
             if objects is not None:
@@ -260,6 +254,12 @@ class JitStep:
 
     def _program(self, signature: _Signature, leaves: list[Any]) -> _Program:
         """The program for these leaves; those off the mesh are placed, in the list."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise ScopeError(
+                f"{self._name}: it is called inside of another traced function",
+                why="a compiled step places its arguments, which have no place while they are traced",
+                fix=f"call the function itself there: {self._name}.__wrapped__(...)",
+            )
         mesh = self._mesh(signature, leaves)
         places = {}
         for number, leaf in enumerate(leaves):
