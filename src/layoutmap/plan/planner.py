@@ -14,10 +14,11 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import path_pattern, path_shape
-from layoutmap.core.uneven import Uneven, derived_layout, fitted
+from layoutmap.core.uneven import Uneven, derived_layout, fitted, sharded_further
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity, in_order
+from layoutmap.plan.slots import is_sharded_further, note_of_zero, problems_of_slot
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules.keras_rules import is_named, layout_for
 from layoutmap.rules.near_misses import Candidates
@@ -38,6 +39,8 @@ def make_table(
     complete: bool = True,
     layers: Sequence[str] | None = None,
     free_activations: bool = False,
+    given: Mapping[tuple[str, str], Layout] | None = None,
+    zero_dim: str | None = None,
 ) -> PlanTable:
     """Match every variable, collect every problem; pure.
 
@@ -49,6 +52,8 @@ def make_table(
         complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
         layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
         free_activations: Whether a compiler chooses the layouts of activations without a rule.
+        given: The layouts of variables that have one already, by `key`; the rules are not asked for these.
+        zero_dim: The mesh dim over which slots are sharded further than their weights; `None`: they are not.
 
     Raises:
         PlanError: The layout map has no mesh, so nothing can be laid out.
@@ -60,9 +65,11 @@ def make_table(
             why="it was made without one and has no rule",
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
-    planning = _Planning(variables, layout_map, mesh, global_init or {})
+    planning = _Planning(variables, layout_map, mesh, global_init or {}, given or {}, zero_dim)
     assignments = planning.assignments()
     problems = planning.problems
+    if zero_dim is not None:
+        problems.append(note_of_zero(assignments, zero_dim))
     if complete:
         paths = [path for v in planning.variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
         problems += _problems_of_rules(layout_map, planning.won, planning.beaten, paths, "variable")
@@ -87,12 +94,16 @@ class _Planning:
         layout_map: RuleSet,
         mesh: Mesh,
         global_init: Mapping[tuple[str, str], str],
+        given: Mapping[tuple[str, str], Layout],
+        zero_dim: str | None,
     ) -> None:
         self.has_named = any(is_named(rule.pattern) for rule in layout_map.rules)
         self.variables = [_with_its_name(v) for v in variables] if self.has_named else variables
         self.layout_map = layout_map
         self.mesh = mesh
         self.global_init = global_init
+        self.given = given
+        self.zero_dim = zero_dim
         self.several_models = has_several_models(variables)
         self.problems: list[Problem] = []
         self.won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
@@ -113,14 +124,20 @@ class _Planning:
             asked, match, uneven = self._asked(variable)
             layout = fitted(asked, variable.shape, uneven)
             assignment = Assignment(variable, layout, match, self.global_init.get(key, ""))
+            self._add(variable, _problems_of(assignment, asked))
+            if self.zero_dim is not None and is_sharded_further(variable):
+                assignment = replace(
+                    assignment, layout=sharded_further(layout, variable.shape, self.zero_dim)
+                )
             self._done[key] = assignment
             if match and match.rule:
                 self._count(match.rule, match.others, variable.path)
-            self._add(variable, _problems_of(assignment, asked))
         return self._done[key]
 
     def _asked(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
         """The layout that is asked for, what the map said (`None`: it was not asked), and what may be done to it."""
+        if variable.key in self.given:
+            return self.given[variable.key], None, "error"
         if variable.follows:
             match = self._meant(variable)
             if match is None:
@@ -265,6 +282,7 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
             yield replace(problem, fix=f'{problem.fix}, or say uneven="shrink"')
         else:
             yield _of_taken(error, assignment, axis)
+    yield from problems_of_slot(variable)
     if match is not None and not (match.rule or match.is_rest) and variable.kind in _NEED_A_RULE:
         near = ", ".join(match.near_misses)
         yield Problem(

@@ -18,6 +18,7 @@ from layoutmap.rules.partition_specs import rules_by_path, searched_specs, shape
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
 from layoutmap.scope.context import Scope
+from layoutmap.scope.optimizers import apply_optimizer, build_optimizer, plan_optimizer
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, plan, scope
 
@@ -355,6 +356,106 @@ class LayoutMap(RuleSet):
     def apply(self, model: Any, **options: Any) -> Any:
         """Lay out a model that exists; see `layoutmap.apply`."""
         return apply(model, self, **options)
+
+    def plan_optimizer(self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None) -> Plan:
+        """Say where the state of an optimizer would go: the dry run of `build_optimizer`. Computes nothing.
+
+        Args:
+            tx: See `build_optimizer`.
+            params: See `build_optimizer`. Parameters without a layout, such as the `jax.ShapeDtypeStruct`s of
+                `jax.eval_shape`, get that of their rule.
+            wrt: See `build_optimizer`.
+            zero_dim: See `build_optimizer`.
+
+        Returns:
+            The plan of the parameters and of all slots, each with its parameter. Slots of several elements that
+            follow no parameter are replicated, and among its problems.
+
+        Raises:
+            LayoutError: A parameter is no array.
+            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            ScopeError: There is no such dim, or `tx` is no optimizer.
+
+        Example:
+            >>> import jax, optax
+            >>> layout_map = LayoutMap("batch=2,model=4", {r".*kernel": (None, "model")})
+            >>> params = {"up": {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}}
+            >>> plan = layout_map.plan_optimizer(optax.adafactor(1e-3), params)
+            >>> [(slot, str(plan[slot].layout)) for slot in plan if "v_" in slot]
+            [('optimizer.up.kernel.0.v_row', '(unsharded,)'), ('optimizer.up.kernel.0.v_col', '(model,)')]
+        """
+        return plan_optimizer(self, tx, params, wrt=wrt, zero_dim=zero_dim)
+
+    def build_optimizer(
+        self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
+    ) -> Any:
+        """Make the state of an optimizer of optax, each leaf straight in its layout.
+
+        A leaf belongs to the parameter whose path is in its own, and its axes are laid out as the axes of the parameter
+        that they are made of: moments as the parameter, Adafactor's rows and columns as what is left of it. All else,
+        such as step counts, is replicated.
+
+        Args:
+            tx: The optimizer: anything with `init` and `update`, as in `optax.adamw(1e-3)`.
+            params: The parameters, in layouts: a pytree of arrays, a state of `flax.nnx`, or a module of it.
+            wrt: For a module: which of its variables are parameters; `None` means `nnx.Param`.
+            zero_dim: A mesh dim over which slots are sharded further than their parameters, along the first axis that
+                divides, as ZeRO-1 does; mostly that of the batch. `None`: they are not.
+            strict: Whether what is only worth a warning, a large slot that follows no parameter, is an error.
+
+        Returns:
+            The state, as `tx.init(params)` returns it, with the same values. For a module an `nnx.Optimizer`.
+
+        Raises:
+            LayoutError: A parameter is no array, or has no layout.
+            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            PlanError: `strict`, and there are warnings.
+            ScopeError: There is no such dim, `tx` is no optimizer, or its `init` cannot be traced.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> layout_map = LayoutMap(lm.create_mesh("batch=2,model=4"))
+            >>> layout = lm.Layout([None, "model"], layout_map.mesh)
+            >>> params = {"up": {"kernel": lm.dtensor.relayout(jnp.ones((64, 256)), layout)}}
+            >>> state = layout_map.build_optimizer(optax.adam(1e-3), params)
+            >>> print(lm.dtensor.fetch_layout(state[0].mu["up"]["kernel"]))
+            (unsharded, model)
+            >>> state = layout_map.build_optimizer(optax.adam(1e-3), params, zero_dim="batch")
+            >>> print(lm.dtensor.fetch_layout(state[0].mu["up"]["kernel"]))
+            (batch, model)
+        """
+        return build_optimizer(self, tx, params, wrt=wrt, zero_dim=zero_dim, strict=strict)
+
+    def apply_optimizer(
+        self, state: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
+    ) -> Any:
+        """Lay out the state of an optimizer that exists: the same plan, with the values that it has.
+
+        Args:
+            state: The state, as `tx.init` or a checkpoint gave it; or an `nnx.Optimizer`, which is changed in place.
+            params: See `build_optimizer`.
+            wrt: See `build_optimizer`; `None` means that of an `nnx.Optimizer`.
+            zero_dim: See `build_optimizer`.
+            strict: See `build_optimizer`.
+
+        Returns:
+            The state in its layouts, or the `nnx.Optimizer`.
+
+        Raises:
+            LayoutError: A parameter is no array, or has no layout.
+            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            PlanError: `strict`, and there are warnings.
+            ScopeError: There is no such dim.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> layout_map = LayoutMap(lm.create_mesh("model=4"))
+            >>> params = [lm.dtensor.relayout(jnp.ones(8), lm.Layout(["model"], layout_map.mesh))]
+            >>> state = layout_map.apply_optimizer(optax.adam(1e-3).init([jnp.ones(8)]), params)
+            >>> print(lm.dtensor.fetch_layout(state[0].mu[0]))
+            (model,)
+        """
+        return apply_optimizer(self, state, params, wrt=wrt, zero_dim=zero_dim, strict=strict)
 
     def _repr_html_(self) -> str:
         shown = [(self, "rule"), (self.activations, "activation rule")]
