@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import layoutmap as lm
 from layoutmap.core.errors import MeshError, PlanError, RuleError
-from layoutmap.core.variables import VariableSpec
+from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.rules import zoo
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
@@ -88,8 +88,14 @@ def unnamed(hidden=8):
     outputs = keras.layers.Dense(hidden)(inputs)
     for _ in range(2):
         outputs = keras.layers.Dense(hidden)(outputs)
-    model = keras.Model(inputs, outputs)
+    return keras.Model(inputs, outputs)
+
+
+def trained():
+    """Such a model with the slots of an optimizer."""
+    model = unnamed()
     model.compile(optimizer="adam", loss="mse")
+    model.optimizer.build(model.trainable_variables)
     return model
 
 
@@ -97,15 +103,15 @@ NUMBERED = {"dense/kernel": (None, "model"), "dense_1/kernel": ("model", None), 
 
 
 def placed_by_keras(theirs, make):
-    """The sharding of each weight where Keras itself lays them out, in a process that has made nothing before."""
+    """The axes of each variable where Keras itself lays them out, in a process that has made nothing before."""
     keras.backend.clear_session()
     with keras.distribution.ModelParallel(layout_map=theirs, batch_dim_name="batch").scope():
-        model = make()
-        return [(v.path, v.value.sharding.spec) for v in model.weights]
+        return placed(make())
 
 
 def placed(model):
-    return [v.value.sharding.spec for v in model.weights]
+    slots = model.optimizer.variables if getattr(model, "optimizer", None) else []
+    return {v.path: padded(v.value.sharding.spec, len(v.shape)) for v in [*model.weights, *slots]}
 
 
 def padded(spec, rank):
@@ -115,17 +121,29 @@ def padded(spec, rank):
 def test_numbers_of_names_are_those_of_a_process_that_has_made_nothing_before():
     """However much was built before, so that a plan and the model built by it have the same layouts, those of Keras."""
     theirs = keras_map(NUMBERED)
-    expected = [padded(spec, 1 + path.endswith("kernel")) for path, spec in placed_by_keras(theirs, unnamed)]
+    expected = placed_by_keras(theirs, unnamed)
     layout_map = lm.LayoutMap.from_keras(theirs)
     layout_map.rest = "replicated"
     unnamed(16)
     plans = [lm.plan(unnamed, layout_map) for _ in range(2)]
     built = layout_map.build(unnamed, batch_dim="batch")
 
-    assert [(None, "model"), (None,), ("model", None), ("model",), (None, None), ("model",)] == expected
-    assert [expected] * 2 == [[axes_of(a.layout) for a in plan.assignments[:6]] for plan in plans]
-    assert expected == [tuple(spec) for spec in placed(built)]
+    assert {
+        "dense/kernel": (None, "model"),
+        "dense/bias": (None,),
+        "dense_1/kernel": ("model", None),
+        "dense_1/bias": ("model",),
+        "dense_2/kernel": (None, None),
+        "dense_2/bias": ("model",),
+    } == expected
+    assert [expected] * 2 == [by_name(plan) for plan in plans]
+    assert list(expected.values()) == list(placed(built).values())
     assert ("keras:dense_2/bias",) == plans[1]["dense_2.bias"].variable.aliases
+
+
+def by_name(plan):
+    named = [a for a in plan.assignments if a.variable.name]
+    return {a.variable.name.removeprefix("keras:"): axes_of(a.layout) for a in named}
 
 
 def test_names_in_a_model_that_exists_are_as_they_are():
@@ -207,12 +225,18 @@ def test_keras_lays_a_model_out_as_the_plan_that_it_was_given_says():
         r"dense_1\.kernel": ("model", "batch"),
         r".*\.bias": ("model",),
     }
-    plan = lm.plan(unnamed, lm.LayoutMap(MESH, rules))
-    placed = placed_by_keras(plan.to_keras(), unnamed)
+    plan = lm.plan(trained, lm.LayoutMap(MESH, rules))
+    expected = placed_by_keras(plan.to_keras(), trained)
 
-    assert [axes_of(a.layout) for a in plan.assignments[:6]] == [
-        padded(spec, 1 + path.endswith("kernel")) for path, spec in placed
-    ]
+    slots = {
+        f"adam/{a.variable.path.removeprefix('optimizer.').replace('.', '_')}": axes_of(a.layout)
+        for a in plan.assignments
+        if a.variable.kind is Kind.SLOT
+    }
+    ours = by_name(plan) | slots  # and metrics
+    assert expected == {name: ours[name] for name in expected}
+    assert {"loss/total", "loss/count"} == ours.keys() - expected.keys()
+    assert ("model", "batch") == slots["adam/dense_1_kernel_velocity"]
 
 
 @given(st.dictionaries(KEYS, AXES, max_size=4), st.lists(NAMES, unique=True, min_size=1))
@@ -245,7 +269,12 @@ def test_what_keras_cannot_express_is_refused_by_name():
         ]
         return make_plan(variables, lm.LayoutMap(mesh, rules, **more), layers=["block"])
 
+    weight = VariableSpec("v", (8, 8), "float32", name="keras:v")
+    slot = VariableSpec("s", (8,), "float32", Kind.SLOT, parent="v", axes=((0,),), parent_shape=(8, 8))
     cases = {
+        make_plan(
+            [weight, slot], lm.LayoutMap(MESH, {"v$": ("model", None)})
+        ): "the layout (model,) of an optimizer's slot",
         plan(
             {".*": (("batch", "model"), None)}
         ): "the layout ((batch, model), unsharded) cannot be expressed",

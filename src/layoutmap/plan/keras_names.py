@@ -5,11 +5,12 @@ from __future__ import annotations
 from layoutmap.core.errors import PlanError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import KERAS
+from layoutmap.core.variables import Kind
 from layoutmap.plan.table import PlanTable
 
 
 def layouts_by_name(plan: PlanTable) -> dict[str, Layout]:
-    """The layouts of all variables, by `variable.path` of Keras.
+    """The layouts of all variables but slots, by `variable.path` of Keras.
 
     Raises:
         PlanError: The plan has errors, or Keras's layout map cannot express some of it.
@@ -25,6 +26,15 @@ def layouts_by_name(plan: PlanTable) -> dict[str, Layout]:
     found: dict[str, Layout] = {}
     for path, assignment in plan.items():
         name, layout = assignment.variable.name.removeprefix(KERAS), assignment.layout
+        if assignment.variable.kind is Kind.SLOT:
+            if assignment.variable.axes is None or layout.is_fully_replicated():
+                continue  # Keras lays it out so by itself
+            raise _refused(
+                f"the layout {layout} of an optimizer's slot",
+                path,
+                "Keras gives a slot the layout of its weight if it has its shape, and replicates others",
+                "plan the model without its optimizer",
+            )
         if not name:
             raise _refused(
                 "a variable that has no name in Keras",

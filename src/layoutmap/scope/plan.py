@@ -181,6 +181,7 @@ class Plan(PlanTable):
         """Return the layouts as a layout map of Keras's own, for `keras.distribution.ModelParallel`.
 
         It has a key for each variable of the plan: what Keras calls it in a process in which nothing was made before.
+        Slots of optimizers have none, since Keras gives them the layouts of their weights.
 
         Args:
             device_mesh: The `keras.distribution.DeviceMesh`, of the plan's dims; `None`: it is made of the devices of
@@ -191,7 +192,8 @@ class Plan(PlanTable):
 
         Raises:
             PlanError: Keras's map cannot express some of it: an axis that is sharded over several dims, outputs of
-                layers, two variables of one name; or the plan is not of a Keras model, or was read from a file.
+                layers, two variables of one name, slots of another shape than their weight; or the plan is not of a
+                Keras model, or was read from a file.
 
         Example:
             >>> import keras, layoutmap as lm

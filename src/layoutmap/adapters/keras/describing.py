@@ -161,4 +161,5 @@ def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[
 def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
-    return Entry(variable, VariableSpec(path, shape, dtype, kind, name=f"{KERAS}{variable.path}", **rest))
+    name = "" if kind is Kind.SLOT else f"{KERAS}{variable.path}"  # rules do not apply to a slot
+    return Entry(variable, VariableSpec(path, shape, dtype, kind, name=name, **rest))

@@ -277,8 +277,8 @@ class Session(KerasSession):
 
         The numbers that Keras adds to names count what was made before. A plan and what is then built have the same.
         """
-        prefix, _, path = spec.name.partition(":")
-        name = f"{prefix}:{private.as_if_first(path, self._names_before)}"
+        prefix, sign, path = spec.name.partition(":")
+        name = f"{prefix}{sign}{private.as_if_first(path, self._names_before)}"
         return spec if name == spec.name else replace(spec, name=name)
 
     # -- activations
