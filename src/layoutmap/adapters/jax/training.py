@@ -15,6 +15,7 @@ import numpy as np
 from layoutmap.adapters.jax import models
 from layoutmap.adapters.jax.models import is_nnx, take_apart
 from layoutmap.adapters.jax.pytrees import Parts
+from layoutmap.adapters.jax.steps import jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.policy import LayoutPolicy
@@ -130,7 +131,7 @@ class Steps:
             if leaf.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
         ]
         self._gradients = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
-        self._update = jax.jit(self._updated)
+        self._update = jax.jit(self._updated) if state.policy is None else jit_step(self._updated)
         self._forward = jax.jit(self._outputs)
 
     def outputs(self, batch: Any) -> Any:
@@ -154,22 +155,13 @@ class Steps:
                 why="models of JAX do not carry one",
                 fix="say it: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
             )
-        values = self._values()
-        weights, others = self._apart(values)
+        weights, others = self._apart(self._values())
         if state.opt_state is None:
             state.opt_state = state.optimizer.init(weights)
         batch = self._placed(_with_targets(batch, state))
         weights, others, state.opt_state, loss = self._update(weights, others, state.opt_state, batch)
         new = weights | others
-        engine = get_engine("jax")
-        layouts = {path: engine.layout_of(value) for path, value in values.items()}
-        put_values(
-            state,
-            [
-                value if (to := layouts[path]) is None else engine.relayout(value, to)
-                for path, value in ((leaf.path, new[leaf.path]) for leaf in self._parts.leaves)
-            ],
-        )
+        put_values(state, [new[leaf.path] for leaf in self._parts.leaves])
         return loss
 
     def _values(self) -> dict[str, Any]:
