@@ -128,7 +128,7 @@ PYTREES = {
 MODELS = NNX | PYTREES
 RULES = {
     "language": {
-        r"table\.embedding": ("model", None),
+        r"(table|head)\.embedding": ("model", None),
         r".*\.(query|key|value)\.kernel": (None, "model", None),
         r".*\.out\.kernel": ("model", None, None),
         r".*\.up\.kernel": (None, "model"),

@@ -80,9 +80,10 @@ def _path(keys: Sequence[Any]) -> str:
 def _other_paths(
     path: Sequence[str], shared: Sequence[Sequence[tuple[str, ...]]]
 ) -> Iterator[tuple[str, ...]]:
-    for first, *others in shared:
-        if tuple(path[: len(first)]) == first:
-            yield from ((*other, *path[len(first) :]) for other in others)
+    for paths in shared:
+        own = next((p for p in paths if tuple(path[: len(p)]) == p), None)
+        if own is not None:
+            yield from ((*other, *path[len(own) :]) for other in paths if other != own)
 
 
 def _kind_of(variable: nnx.Variable[Any], value: Any) -> Kind:

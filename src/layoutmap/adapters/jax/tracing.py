@@ -1,9 +1,9 @@
 """What a function that makes a model would compute, and from it how each array gets its first value.
 
 JAX models are made by functions that compute arrays at once. Here such a function is traced, so that it computes none,
-and each array that it returns becomes an initializer: the operations that lead to it, and no others. Whole numbers and
-random keys that they begin with are its seeds. Arrays of equal operations (those of a model's equal blocks) have equal
-programs, which an engine compiles once.
+and each array that it returns becomes an initializer: the operations that lead to it, and no others. Small arrays that
+they begin with, random keys and numbers, are its seeds: they are computed one operation after the other, as eager JAX
+does. Arrays of equal operations (those of a model's equal blocks) have equal programs, which an engine compiles once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from layoutmap.adapters.jax.private import short_messages
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
-from layoutmap.engines.jax.programs import closed_of, why_global
+from layoutmap.engines.jax.programs import closed_of, undisturbed, why_global
 
 _MAX_SEED_SIZE = 1024
 """Elements of the largest array that is computed beforehand and passed to programs."""
@@ -60,7 +60,7 @@ def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        with short_messages():
+        with undisturbed(), short_messages():
             closed = jax.make_jaxpr(run)()
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
@@ -68,6 +68,15 @@ def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[
             facts={"jax": str(error).strip().partition("\n")[0]},
             why="it is traced, so that no array is made before its layout is known: arrays have shapes and no values",
             fix="compute that value with numpy; or make the model plainly, and lay it out: layout_map.apply(model)",
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # of flax, which may not be installed
+            raise
+        raise ScopeError(
+            "the function that makes the model changes an object of flax that was made outside of it",
+            facts={"flax": str(error).strip().partition(" (http")[0]},
+            why="each draw changes the counter of nnx.Rngs, and what is traced may change only what is made there",
+            fix="make it inside of the function: layout_map.build(lambda: Model(nnx.Rngs(0)))",
         ) from error
     operations = Operations(closed)
     results = iter(closed.jaxpr.outvars)
@@ -100,7 +109,7 @@ class Traced:
 
     @property
     def is_seed(self) -> bool:
-        """Whether it is computed beforehand: a random key, or a few whole numbers."""
+        """Whether it is small, and computed beforehand."""
         return self.operations.is_seed(self.result)
 
     def seed(self) -> jax.Array:
@@ -113,7 +122,7 @@ class Traced:
         seed = self.operations.seeds(part.takes)
 
         def global_value() -> jax.Array:
-            with jax.core.eval_context():
+            with undisturbed():
                 return part.run(seed)
 
         return Initializer(global_value, Program(part.key, seed, part.run), recipe=part.text)
@@ -154,6 +163,7 @@ class Operations:
                 self._seed_eqns.append(eqn)
                 self._seeds.update(eqn.outvars)
         self._slices: dict[Any, _Slice] = {}
+        self._numbers: dict[Any, Literal] = {}
         self._whys: dict[Hashable, str] = {}
 
     def is_seed(self, var: Any) -> bool:
@@ -164,7 +174,7 @@ class Operations:
         """Return the values of seeds."""
         return [
             jnp.asarray(var.val, _dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
-            for var in wanted
+            for var in (self._numbers.get(var, var) for var in wanted)
         ]
 
     @functools.cached_property
@@ -173,7 +183,7 @@ class Operations:
         values = {var: self._consts[var] for var in self._consts if var in self._seeds}
         made = [var for eqn in self._seed_eqns for var in eqn.outvars if var in self._used]
         takes = list(values)
-        with jax.core.eval_context():
+        with undisturbed():
             results = jaxpr_as_fun(closed_of(self._seed_eqns, takes, made))(*values.values())
         return values | dict(zip(made, results, strict=True))
 
@@ -181,7 +191,9 @@ class Operations:
         """Return the operations that lead to a value, from its seeds."""
         if result not in self._slices:
             eqns, needs = self._leading_to(result)
-            takes = [var for var in needs if var in self._seeds]
+            eqns, numbers = _with_numbers_as_arguments(eqns)
+            takes = [*numbers, *(var for var in needs if var in self._seeds)]
+            self._numbers.update(numbers)
             consts = {var: self._consts[var] for var in needs if var not in self._seeds}
             closed = closed_of(eqns, takes, [result], consts)
             key = _key_of(closed)
@@ -211,8 +223,25 @@ def _dtype(var: Any) -> Any:
     return var.aval.dtype
 
 
+def _with_numbers_as_arguments(eqns: Sequence[Any]) -> tuple[list[Any], dict[Any, Literal]]:
+    """Return operations that take the numbers in them as arguments, as eager JAX does, and these numbers.
+
+    The compiler multiplies by the inverse where it is to divide by a number that it knows, which rounds differently.
+    """
+    numbers: dict[Any, Literal] = {}
+
+    def argument(var: Any) -> Any:
+        if not isinstance(var, Literal) or not jnp.issubdtype(_dtype(var), jnp.inexact):
+            return var
+        new = Var(var.aval)
+        numbers[new] = var
+        return new
+
+    return [eqn.replace(invars=[*map(argument, eqn.invars)]) for eqn in eqns], numbers
+
+
 def _may_be_seed(aval: Any) -> bool:
-    return not jnp.issubdtype(aval.dtype, jnp.inexact) and math.prod(aval.shape) <= _MAX_SEED_SIZE
+    return math.prod(aval.shape) <= _MAX_SEED_SIZE
 
 
 def _key_of(closed: ClosedJaxpr) -> Hashable:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,17 +15,6 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, with_ends
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.jax.devices import Device
-
-
-@contextmanager
-def undisturbed() -> Generator[None]:
-    """Leave what a program may have entered: any tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit`."""
-    with jax.core.eval_context(), ExitStack() as stack:
-        if not jax.sharding.get_abstract_mesh().empty:
-            stack.enter_context(jax.set_mesh(None))  # type: ignore[arg-type]
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            stack.enter_context(jax.disable_jit(False))
-        yield
 
 
 def dtype_of(name: str, path: str) -> np.dtype[Any]:

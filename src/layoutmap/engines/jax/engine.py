@@ -37,11 +37,11 @@ from layoutmap.engines.checks import (
     checked_reader,
     remember,
 )
-from layoutmap.engines.jax.arrays import canonical, dtype_of, from_blocks, ready, shards_of, undisturbed
+from layoutmap.engines.jax.arrays import canonical, dtype_of, from_blocks, ready, shards_of
 from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, device_names
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
-from layoutmap.engines.jax.programs import ShardedProgram, trace, why_global
+from layoutmap.engines.jax.programs import ShardedProgram, trace, undisturbed, why_global
 
 
 class JaxEngine:

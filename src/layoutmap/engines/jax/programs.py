@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
@@ -44,6 +46,17 @@ On CPU devices `atan` does not (measured with JAX 0.10.2), and so nothing that i
 """
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+
+
+@contextmanager
+def undisturbed() -> Generator[None]:
+    """Leave what a program may have entered: any tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit`."""
+    with jax.core.eval_context(), ExitStack() as stack:
+        if not jax.sharding.get_abstract_mesh().empty:
+            stack.enter_context(jax.set_mesh(None))  # type: ignore[arg-type]
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            stack.enter_context(jax.disable_jit(False))
+        yield
 
 
 def trace(function: Callable[[Any], Any], seed: Any) -> ClosedJaxpr:
