@@ -1,6 +1,7 @@
 """Compiled steps leave everything in its layout, and compute what one device computes."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from cases import few
+from engines import several_processes
 from optax_optimizers import MESH, OPTIMIZERS, laid_out, misplaced, plain_params
 
 import layoutmap as lm
@@ -245,3 +247,20 @@ def test_what_is_refused(layout_map):
         ("LayoutError", "args[0]['scale']: the step changes its shape"),
         ("ScopeError", "step: it is called inside of another traced function"),
     ] == told
+
+
+@pytest.mark.long
+def test_each_process_brings_its_rows(tmp_path):
+    """Two processes, each with its rows of the batches, get the losses of one device, and move nothing."""
+    tx, losses = optax.adamw(1e-2), []
+    params = plain_params()
+    state = tx.init(params)
+    for number in range(2):
+        params, state, metrics = jax.jit(make_step(tx))(params, state, batch(number))
+        losses.append(float(metrics["loss"]))
+    (port,) = several_processes.free_ports(1)
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    worker = Path(__file__).with_name("jit_step_process.py")
+    for told, _ in several_processes.run(worker, tmp_path, [environment] * 2, f"127.0.0.1:{port}"):
+        np.testing.assert_allclose(losses, told["losses"], rtol=1e-5)
+        assert [] == told["misplaced"]
