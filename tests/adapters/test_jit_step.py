@@ -264,3 +264,21 @@ def test_each_process_brings_its_rows(tmp_path):
     for told, _ in several_processes.run(worker, tmp_path, [environment] * 2, f"127.0.0.1:{port}"):
         np.testing.assert_allclose(losses, told["losses"], rtol=1e-5)
         assert [] == told["misplaced"]
+
+
+def test_a_mesh_of_explicit_axes_stays_one():
+    """Parameters on a mesh as `jax.make_mesh` makes it, of type Explicit, have slots there, and stay there."""
+    mesh = jax.make_mesh((2, 4), ("batch", "model"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    params, tx = {"kernel": jax.device_put(np.ones((40, 64), np.float32), sharding)}, optax.adam(1e-2)
+    state = lm.LayoutMap(MESH).build_optimizer(tx, params)
+
+    @functools.partial(lm.jit_step, batch_dim="batch")
+    def step(params, state, x):
+        gradients = jax.grad(lambda p: ((x @ p["kernel"]) ** 2).mean())(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = step(params, state, batch())
+    found = [leaf.sharding for leaf in (params["kernel"], state[0].mu["kernel"])]
+    assert [sharding] * 2 == found
