@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -230,6 +231,7 @@ def test_what_is_refused(layout_map):
         (lm.jit_step(step, batch_dim="batch"), (params, batch(0, 5))),
         (lm.jit_step(step, batch_dim="data"), (params,)),
         (lm.jit_step(step, donate_argnums=1), (params,)),
+        (lm.jit_step(step), (params, jax.nn.relu)),
         (lm.jit_step(grown, donate_argnums=0), (params,)),
         (jax.jit(lm.jit_step(step)), (params,)),
     ):
@@ -244,6 +246,7 @@ def test_what_is_refused(layout_map):
         ("LayoutError", "step: args[1]: axis 0 cannot be split evenly"),
         ("ScopeError", "step: batch_dim 'data' is no dim of the mesh"),
         ("ScopeError", "step: there is no argument 1"),
+        ("LayoutError", "step: args[1] is no array"),
         ("LayoutError", "args[0]['scale']: the step changes its shape"),
         ("ScopeError", "step: it is called inside of another traced function"),
     ] == told
@@ -264,6 +267,28 @@ def test_each_process_brings_its_rows(tmp_path):
     for told, _ in several_processes.run(worker, tmp_path, [environment] * 2, f"127.0.0.1:{port}"):
         np.testing.assert_allclose(losses, told["losses"], rtol=1e-5)
         assert [] == told["misplaced"]
+
+
+def test_a_module_of_equinox(layout_map):
+    """The arrays of an Equinox module are parameters by their attributes' paths, and train as on one device."""
+    plain, static = eqx.partition(eqx.nn.MLP(16, 4, 64, 1, key=jax.random.key(0)), eqx.is_array)
+    params, tx = laid_out(plain, layout_map.mesh), optax.sgd(1e-1, momentum=0.9)
+    state, plain_state = layout_map.build_optimizer(tx, params), tx.init(plain)
+    assert {"layers.0.weight", "layers.1.bias"} < set(layout_map.plan_optimizer(tx, params))
+
+    def step(params, state, x):
+        gradients = jax.grad(lambda p: (jax.vmap(eqx.combine(p, static))(x) ** 2).mean())(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = lm.jit_step(step, donate_argnums=(0, 1), batch_dim="batch")
+    for number in range(2):
+        x = batch(number)[:, :16]
+        plain, plain_state = jax.jit(step)(plain, plain_state, x)
+        params, state = compiled(params, state, x)
+    assert [] == misplaced((params, state))
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_a_mesh_of_explicit_axes_stays_one():

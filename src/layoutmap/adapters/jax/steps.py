@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Arguments, path_text
+from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -73,8 +74,8 @@ def jit_step(
         The compiled step, called as the function is.
 
     Raises:
-        LayoutError: No argument has a layout, a batch cannot be split evenly, or a donated argument is returned with
-            another shape. From the call, as all that follow.
+        LayoutError: An argument is no array, none has a layout, a batch cannot be split evenly, or a donated argument
+            is returned with another shape. From the call, as all that follow.
         MeshError: Arguments are on two meshes.
         ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, or
             the step changes more of it than arrays.
@@ -208,6 +209,11 @@ class JitStep:
         program = self._last
         if program is None or program.signature is not signature or not program.takes(leaves):
             self._last = program = self._program(signature, leaves)
+            if objects is not None:  # those that were off the mesh are on it from now on
+                start = signature.num_plain
+                objects.write(
+                    {number - start: leaves[number] for number in program.places if number >= start}
+                )
         out, changed = program(leaves)
         if objects is not None:
             objects.write(changed)
@@ -264,6 +270,12 @@ class JitStep:
         places = {}
         for number, leaf in enumerate(leaves):
             sharding = getattr(leaf, "sharding", None)
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+                raise LayoutError(
+                    f"{self._name}: {signature.names[number]} is no array",
+                    why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
+                    fix="pass the arrays only, as in eqx.partition(model, eqx.is_array), or bind it: functools.partial",
+                )
             if sharding is None or 1 == len(sharding.device_set) < mesh.size:
                 is_batch = self._is_batch(signature, number, leaf)
                 if is_batch:
@@ -314,6 +326,8 @@ class JitStep:
 
     def _is_batch(self, signature: _Signature, number: int, leaf: Any) -> bool:
         """Whether a leaf that is not on the mesh is a batch."""
+        if number >= signature.num_plain:
+            return False
         if signature.batches is not None:
             return signature.batches[number]
         if isinstance(leaf, np.ndarray):
