@@ -96,17 +96,21 @@ def test_a_step_is_traced_once_for_each_signature(layout_map):
     @functools.partial(lm.jit_step, batch_dim="batch")
     def step(params, scale, x):
         traces.append(x.shape)
-        return jax.tree.map(lambda p: p * scale, params), x.sum()
+        return jax.tree.map(lambda p: p * scale, params), x.sum(1)
 
     params = laid_out(plain_params(), layout_map.mesh)
-    for rows in (4, 4, 8, 4, 8):
-        params, _ = step(params, 0.5, batch(0, rows))
+    found = []
+    for rows in (4, 8, 8, 4):
+        params, sums = step(params, 0.5, batch(0, rows))
+        found += layouts(sums)
     replicated = jax.tree.map(
         lambda p: lm.dtensor.relayout(p, lm.Layout.replicated(layout_map.mesh, p.ndim)), params
     )
     for _ in range(2):
-        replicated, _ = step(replicated, 0.25, batch(0, 4))
+        replicated, sums = step(replicated, 0.25, batch(0, 4))
+        found += layouts(sums)
     assert [(4, 40), (8, 40), (4, 40)] == traces
+    assert ["(batch,)"] * 6 == found
     assert all(p.sharding.is_fully_replicated for p in jax.tree.leaves(replicated))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -108,7 +108,8 @@ class _Signature:
         tree: The tree of all arguments that are no objects, which have `None` in it.
         where: Where the objects are: positions and names.
         structure: What the objects are like.
-        paths: The paths of all leaves, those of objects last.
+        paths: The key paths of the leaves that are no object's.
+        names: The paths of all leaves, as text; those of objects are last.
         num_plain: How many of the leaves are no object's.
         donated: For each leaf, whether it is donated.
         batches: For each leaf, whether it is a batch; `None`: numpy arrays are.
@@ -143,18 +144,20 @@ class _Program:
     avals: list[Any]
     places: dict[int, tuple[NamedSharding, bool, tuple[int, ...]]]
 
-    def takes(self, leaves: list[Any]) -> bool:
-        """Whether it is for these leaves, after those off the mesh have been placed."""
+    def placed(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """The leaves, those off the mesh placed; `None`: the program is not for them."""
+        leaves = list(leaves)
         for number, (sharding, is_batch, shape) in self.places.items():
             leaf = leaves[number]
             if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
                 if np.shape(leaf) != shape:
-                    return False
+                    return None
                 leaves[number] = _placed(leaf, sharding, is_batch)
         try:
-            return [x.sharding for x in leaves] == self.shardings and [x.aval for x in leaves] == self.avals
+            same = [x.sharding for x in leaves] == self.shardings and [x.aval for x in leaves] == self.avals
         except AttributeError:  # a leaf that is no array of JAX, where there was one before
-            return False
+            return None
+        return leaves if same else None
 
     def __call__(self, leaves: list[Any]) -> Any:
         return self.compiled(*_parted(leaves, self.signature.donated))
@@ -207,14 +210,16 @@ class JitStep:
             if objects is not None:
                 objects.signature = signature
         program = self._last
-        if program is None or program.signature is not signature or not program.takes(leaves):
-            self._last = program = self._program(signature, leaves)
+        placed = program.placed(leaves) if program is not None and program.signature is signature else None
+        if program is None or placed is None:
+            placed = leaves
+            self._last = program = self._program(signature, placed)
             if objects is not None:  # those that were off the mesh are on it from now on
                 start = signature.num_plain
                 objects.write(
-                    {number - start: leaves[number] for number in program.places if number >= start}
+                    {number - start: placed[number] for number in program.places if number >= start}
                 )
-        out, changed = program(leaves)
+        out, changed = program(placed)
         if objects is not None:
             objects.write(changed)
         return out
@@ -284,14 +289,16 @@ class JitStep:
                 places[number] = target, is_batch, np.shape(leaf)
                 leaves[number] = _placed(leaf, target, is_batch)
         shardings, avals = [x.sharding for x in leaves], [x.aval for x in leaves]
-        key = (signature, tuple(shardings), tuple(avals))
+        batches = [n for n, (_, is_batch, _) in places.items() if is_batch]
+        batches += [n for n, is_batch in enumerate(signature.batches or ()) if is_batch]
+        rows = frozenset(leaves[n].shape[0] for n in batches if leaves[n].shape and self._batch_dim)
+        key = (signature, tuple(shardings), tuple(avals), rows)
         if key not in self._programs:
-            batches = [n for n, (_, is_batch, _) in places.items() if is_batch]
-            batches += [n for n, is_batch in enumerate(signature.batches or ()) if is_batch]
-            rows = {leaves[n].shape[0] for n in batches if leaves[n].shape and self._batch_dim}
             compiled = self._compiled(signature, leaves, native, rows)
             self._programs[key] = _Program(signature, compiled, shardings, avals, places)
-        return self._programs[key]
+        program = self._programs[key]
+        program.places.update(places)
+        return program
 
     def _mesh(self, signature: _Signature, leaves: Sequence[Any]) -> tuple[Mesh, Any]:
         first: tuple[str, Any, Mesh] | None = None
@@ -356,7 +363,7 @@ class JitStep:
                 fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
             )
 
-    def _compiled(self, signature: _Signature, leaves: list[Any], native: Any, rows: set[int]) -> Any:
+    def _compiled(self, signature: _Signature, leaves: list[Any], native: Any, rows: Set[int]) -> Any:
         """The step, compiled with the shardings of its results."""
         num_plain, donated = signature.num_plain, signature.donated
 
