@@ -1,13 +1,16 @@
 """Compiled steps leave everything in its layout, and compute what one device computes."""
 
 import functools
+from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from cases import few
+from engines import several_processes
 from optax_optimizers import MESH, OPTIMIZERS, laid_out, misplaced, plain_params
 
 import layoutmap as lm
@@ -93,17 +96,21 @@ def test_a_step_is_traced_once_for_each_signature(layout_map):
     @functools.partial(lm.jit_step, batch_dim="batch")
     def step(params, scale, x):
         traces.append(x.shape)
-        return jax.tree.map(lambda p: p * scale, params), x.sum()
+        return jax.tree.map(lambda p: p * scale, params), x.sum(1)
 
     params = laid_out(plain_params(), layout_map.mesh)
-    for rows in (4, 4, 8, 4, 8):
-        params, _ = step(params, 0.5, batch(0, rows))
+    found = []
+    for rows in (4, 8, 8, 4):
+        params, sums = step(params, 0.5, batch(0, rows))
+        found += layouts(sums)
     replicated = jax.tree.map(
         lambda p: lm.dtensor.relayout(p, lm.Layout.replicated(layout_map.mesh, p.ndim)), params
     )
     for _ in range(2):
-        replicated, _ = step(replicated, 0.25, batch(0, 4))
+        replicated, sums = step(replicated, 0.25, batch(0, 4))
+        found += layouts(sums)
     assert [(4, 40), (8, 40), (4, 40)] == traces
+    assert ["(batch,)"] * 6 == found
     assert all(p.sharding.is_fully_replicated for p in jax.tree.leaves(replicated))
 
 
@@ -228,6 +235,7 @@ def test_what_is_refused(layout_map):
         (lm.jit_step(step, batch_dim="batch"), (params, batch(0, 5))),
         (lm.jit_step(step, batch_dim="data"), (params,)),
         (lm.jit_step(step, donate_argnums=1), (params,)),
+        (lm.jit_step(step), (params, jax.nn.relu)),
         (lm.jit_step(grown, donate_argnums=0), (params,)),
         (jax.jit(lm.jit_step(step)), (params,)),
     ):
@@ -242,6 +250,64 @@ def test_what_is_refused(layout_map):
         ("LayoutError", "step: args[1]: axis 0 cannot be split evenly"),
         ("ScopeError", "step: batch_dim 'data' is no dim of the mesh"),
         ("ScopeError", "step: there is no argument 1"),
+        ("LayoutError", "step: args[1] is no array"),
         ("LayoutError", "args[0]['scale']: the step changes its shape"),
         ("ScopeError", "step: it is called inside of another traced function"),
     ] == told
+
+
+@pytest.mark.long
+def test_each_process_brings_its_rows(tmp_path):
+    """Two processes, each with its rows of the batches, get the losses of one device, and move nothing."""
+    tx, losses = optax.adamw(1e-2), []
+    params = plain_params()
+    state = tx.init(params)
+    for number in range(2):
+        params, state, metrics = jax.jit(make_step(tx))(params, state, batch(number))
+        losses.append(float(metrics["loss"]))
+    (port,) = several_processes.free_ports(1)
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    worker = Path(__file__).with_name("jit_step_process.py")
+    for told, _ in several_processes.run(worker, tmp_path, [environment] * 2, f"127.0.0.1:{port}"):
+        np.testing.assert_allclose(losses, told["losses"], rtol=1e-5)
+        assert [] == told["misplaced"]
+
+
+def test_a_module_of_equinox(layout_map):
+    """The arrays of an Equinox module are parameters by their attributes' paths, and train as on one device."""
+    plain, static = eqx.partition(eqx.nn.MLP(16, 4, 64, 1, key=jax.random.key(0)), eqx.is_array)
+    params, tx = laid_out(plain, layout_map.mesh), optax.sgd(1e-1, momentum=0.9)
+    state, plain_state = layout_map.build_optimizer(tx, params), tx.init(plain)
+    assert {"layers.0.weight", "layers.1.bias"} < set(layout_map.plan_optimizer(tx, params))
+
+    def step(params, state, x):
+        gradients = jax.grad(lambda p: (jax.vmap(eqx.combine(p, static))(x) ** 2).mean())(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = lm.jit_step(step, donate_argnums=(0, 1), batch_dim="batch")
+    for number in range(2):
+        x = batch(number)[:, :16]
+        plain, plain_state = jax.jit(step)(plain, plain_state, x)
+        params, state = compiled(params, state, x)
+    assert [] == misplaced((params, state))
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mesh_of_explicit_axes_stays_one():
+    """Parameters on a mesh as `jax.make_mesh` makes it, of type Explicit, have slots there, and stay there."""
+    mesh = jax.make_mesh((2, 4), ("batch", "model"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    params, tx = {"kernel": jax.device_put(np.ones((40, 64), np.float32), sharding)}, optax.adam(1e-2)
+    state = lm.LayoutMap(MESH).build_optimizer(tx, params)
+
+    @functools.partial(lm.jit_step, batch_dim="batch")
+    def step(params, state, x):
+        gradients = jax.grad(lambda p: ((x @ p["kernel"]) ** 2).mean())(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = step(params, state, batch())
+    found = [leaf.sharding for leaf in (params["kernel"], state[0].mu["kernel"])]
+    assert [sharding] * 2 == found

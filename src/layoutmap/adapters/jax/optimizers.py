@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
 from layoutmap.core.arguments import kind_of
@@ -98,8 +99,11 @@ def describe(init: Callable[[Any], Any], params: Any) -> OptimizerVariables:
 
 def make_state(init: Callable[[Any], Any], params: Any, layouts: Sequence[Layout]) -> Any:
     """Return an optimizer's state, each leaf computed straight in its layout."""
-    tree = jax.tree.structure(jax.eval_shape(init, params))
-    shardings = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
+    tree, native = jax.tree.structure(jax.eval_shape(init, params)), get_engine("jax").native
+    shardings = [native(layout, layout.rank) for layout in layouts]
+    mesh = next((p.sharding.mesh for p in jax.tree.leaves(params)), None)
+    if mesh is not None:  # the parameters' own, whose axes may be of type Explicit
+        shardings = [NamedSharding(mesh, sharding.spec) for sharding in shardings]
     return jax.block_until_ready(jax.jit(init, out_shardings=jax.tree.unflatten(tree, shardings))(params))
 
 

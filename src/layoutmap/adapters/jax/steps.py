@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -13,10 +13,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Arguments, path_text
+from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -73,8 +74,8 @@ def jit_step(
         The compiled step, called as the function is.
 
     Raises:
-        LayoutError: No argument has a layout, a batch cannot be split evenly, or a donated argument is returned with
-            another shape. From the call, as all that follow.
+        LayoutError: An argument is no array, none has a layout, a batch cannot be split evenly, or a donated argument
+            is returned with another shape. From the call, as all that follow.
         MeshError: Arguments are on two meshes.
         ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, or
             the step changes more of it than arrays.
@@ -107,7 +108,8 @@ class _Signature:
         tree: The tree of all arguments that are no objects, which have `None` in it.
         where: Where the objects are: positions and names.
         structure: What the objects are like.
-        paths: The paths of all leaves, those of objects last.
+        paths: The key paths of the leaves that are no object's.
+        names: The paths of all leaves, as text; those of objects are last.
         num_plain: How many of the leaves are no object's.
         donated: For each leaf, whether it is donated.
         batches: For each leaf, whether it is a batch; `None`: numpy arrays are.
@@ -142,18 +144,20 @@ class _Program:
     avals: list[Any]
     places: dict[int, tuple[NamedSharding, bool, tuple[int, ...]]]
 
-    def takes(self, leaves: list[Any]) -> bool:
-        """Whether it is for these leaves, after those off the mesh have been placed."""
+    def placed(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """The leaves, those off the mesh placed; `None`: the program is not for them."""
+        leaves = list(leaves)
         for number, (sharding, is_batch, shape) in self.places.items():
             leaf = leaves[number]
             if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
                 if np.shape(leaf) != shape:
-                    return False
+                    return None
                 leaves[number] = _placed(leaf, sharding, is_batch)
         try:
-            return [x.sharding for x in leaves] == self.shardings and [x.aval for x in leaves] == self.avals
+            same = [x.sharding for x in leaves] == self.shardings and [x.aval for x in leaves] == self.avals
         except AttributeError:  # a leaf that is no array of JAX, where there was one before
-            return False
+            return None
+        return leaves if same else None
 
     def __call__(self, leaves: list[Any]) -> Any:
         return self.compiled(*_parted(leaves, self.signature.donated))
@@ -206,9 +210,16 @@ class JitStep:
             if objects is not None:
                 objects.signature = signature
         program = self._last
-        if program is None or program.signature is not signature or not program.takes(leaves):
-            self._last = program = self._program(signature, leaves)
-        out, changed = program(leaves)
+        placed = program.placed(leaves) if program is not None and program.signature is signature else None
+        if program is None or placed is None:
+            placed = leaves
+            self._last = program = self._program(signature, placed)
+            if objects is not None:  # those that were off the mesh are on it from now on
+                start = signature.num_plain
+                objects.write(
+                    {number - start: placed[number] for number in program.places if number >= start}
+                )
+        out, changed = program(placed)
         if objects is not None:
             objects.write(changed)
         return out
@@ -260,24 +271,36 @@ class JitStep:
                 why="a compiled step places its arguments, which have no place while they are traced",
                 fix=f"call the function itself there: {self._name}.__wrapped__(...)",
             )
-        mesh = self._mesh(signature, leaves)
+        mesh, native = self._mesh(signature, leaves)
         places = {}
         for number, leaf in enumerate(leaves):
             sharding = getattr(leaf, "sharding", None)
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+                raise LayoutError(
+                    f"{self._name}: {signature.names[number]} is no array",
+                    why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
+                    fix="pass the arrays only, as in eqx.partition(model, eqx.is_array), or bind it: functools.partial",
+                )
             if sharding is None or 1 == len(sharding.device_set) < mesh.size:
                 is_batch = self._is_batch(signature, number, leaf)
-                target = self._target(mesh, leaf, is_batch, signature.names[number])
+                if is_batch:
+                    self._check_rows(mesh, native, np.shape(leaf), signature.names[number])
+                target = _sharding(native, np.ndim(leaf), self._batch_dim if is_batch else None)
                 places[number] = target, is_batch, np.shape(leaf)
                 leaves[number] = _placed(leaf, target, is_batch)
         shardings, avals = [x.sharding for x in leaves], [x.aval for x in leaves]
-        key = (signature, tuple(shardings), tuple(avals))
+        batches = [n for n, (_, is_batch, _) in places.items() if is_batch]
+        batches += [n for n, is_batch in enumerate(signature.batches or ()) if is_batch]
+        rows = frozenset(leaves[n].shape[0] for n in batches if leaves[n].shape and self._batch_dim)
+        key = (signature, tuple(shardings), tuple(avals), rows)
         if key not in self._programs:
-            rows = {leaves[n].shape[0] for n, (_, is_batch, shape) in places.items() if is_batch and shape}
-            compiled = self._compiled(signature, leaves, mesh, rows if self._batch_dim else set())
+            compiled = self._compiled(signature, leaves, native, rows)
             self._programs[key] = _Program(signature, compiled, shardings, avals, places)
-        return self._programs[key]
+        program = self._programs[key]
+        program.places.update(places)
+        return program
 
-    def _mesh(self, signature: _Signature, leaves: Sequence[Any]) -> Mesh:
+    def _mesh(self, signature: _Signature, leaves: Sequence[Any]) -> tuple[Mesh, Any]:
         first: tuple[str, Any, Mesh] | None = None
         for name, leaf in zip(signature.names, leaves, strict=True):
             layout = get_engine("jax").layout_of(leaf)
@@ -288,7 +311,7 @@ class JitStep:
             elif leaf.sharding.mesh != first[1]:
                 raise MeshError(
                     f"{self._name}: {first[0]} and {name} are on two meshes",
-                    facts={first[0]: str(first[2]), name: str(layout.mesh)},
+                    facts={first[0]: str(first[1]), name: str(leaf.sharding.mesh)},
                     why="a step computes on one mesh",
                     fix="lay them out on one",
                 )
@@ -298,7 +321,7 @@ class JitStep:
                 why="a step keeps the layouts of its arguments, and none of these is on a mesh",
                 fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
             )
-        mesh = first[2]
+        _, native, mesh = first
         if self._batch_dim is not None and self._batch_dim not in mesh:
             raise ScopeError(
                 f"{self._name}: batch_dim {self._batch_dim!r} is no dim of the mesh",
@@ -306,10 +329,12 @@ class JitStep:
                 why="batches are sharded over it",
                 fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
             )
-        return mesh
+        return mesh, native
 
     def _is_batch(self, signature: _Signature, number: int, leaf: Any) -> bool:
         """Whether a leaf that is not on the mesh is a batch."""
+        if number >= signature.num_plain:
+            return False
         if signature.batches is not None:
             return signature.batches[number]
         if isinstance(leaf, np.ndarray):
@@ -324,26 +349,21 @@ class JitStep:
             warnings.warn(warning, stacklevel=level_of_user())
         return False
 
-    def _target(self, mesh: Mesh, leaf: Any, is_batch: bool, name: str) -> NamedSharding:
-        engine, shape, dim = get_engine("jax"), np.shape(leaf), self._batch_dim
-        if not is_batch or dim is None or not shape:
-            return engine.native(Layout.replicated(mesh, len(shape)), len(shape))
-        layout = Layout.batch_sharded(mesh, dim, len(shape))
-        sharding = engine.native(layout, len(shape))
-        if sharding.is_fully_addressable and layout.uneven_axes(
-            shape
-        ):  # else these are the rows of one process
-            error, size = layout.uneven_error(shape, 0, f"{self._name}: {name}"), mesh.dim_size(dim)
-            rows = shape[0] - shape[0] % size
+    def _check_rows(self, mesh: Mesh, native: Any, shape: tuple[int, ...], name: str) -> None:
+        """Check that a batch can be split evenly; of several processes each has rows of its own, which JAX checks."""
+        if not shape or self._batch_dim is None or native.is_multi_process:
+            return
+        layout, size = Layout.batch_sharded(mesh, self._batch_dim, len(shape)), mesh.dim_size(self._batch_dim)
+        if layout.uneven_axes(shape):
+            error, rows = layout.uneven_error(shape, 0, f"{self._name}: {name}"), shape[0] - shape[0] % size
             raise LayoutError(
                 error.what,
                 facts=error.facts,
-                why=f"{error.why}, the devices of {dim}",
+                why=f"{error.why}, the devices of {self._batch_dim}",
                 fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
             )
-        return sharding
 
-    def _compiled(self, signature: _Signature, leaves: list[Any], mesh: Mesh, rows: set[int]) -> Any:
+    def _compiled(self, signature: _Signature, leaves: list[Any], native: Any, rows: Set[int]) -> Any:
         """The step, compiled with the shardings of its results."""
         num_plain, donated = signature.num_plain, signature.donated
 
@@ -368,7 +388,6 @@ class JitStep:
         parted = _parted(leaves, donated)
         # JAX traces a function once for both.
         out, changed = jax.jit(run, donate_argnums=0).eval_shape(*parted)
-        engine = get_engine("jax")
         arguments = Arguments(
             signature.tree,
             signature.paths,
@@ -378,10 +397,7 @@ class JitStep:
         )
 
         def otherwise(shape: tuple[int, ...]) -> NamedSharding:
-            layout = Layout.replicated(mesh, len(shape))
-            if shape and shape[0] in rows and self._batch_dim is not None:
-                layout = Layout.batch_sharded(mesh, self._batch_dim, len(shape))
-            return engine.native(layout, len(shape))
+            return _sharding(native, len(shape), self._batch_dim if shape and shape[0] in rows else None)
 
         shardings = (
             arguments.shardings_of(out, otherwise),
@@ -411,6 +427,11 @@ def _parted(leaves: Sequence[Any], donated: Sequence[bool]) -> tuple[list[Any], 
     for leaf, donate in zip(leaves, donated, strict=True):
         (given if donate else kept).append(leaf)
     return given, kept
+
+
+def _sharding(native: Any, rank: int, dim: str | None = None) -> NamedSharding:
+    """The sharding of an array that is replicated, or whose first axis is sharded over a dim."""
+    return NamedSharding(native, PartitionSpec(*[dim, *[None] * (rank - 1)] if rank else ()))
 
 
 def _placed(leaf: Any, sharding: NamedSharding, is_batch: bool) -> jax.Array:
