@@ -163,7 +163,7 @@ def test_a_library_without_an_adapter():
 
     assert str(caught.value) == textwrap.dedent("""\
         there is no adapter 'sonnet'
-          why   the adapters are 'keras', 'torch'
+          why   the adapters are 'keras', 'torch', 'jax'
           fix   use one of them""")
 
 
