@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from html import escape
 
 from layoutmap.core.escaping import escaped
 
@@ -41,6 +40,8 @@ def text_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Contai
 
 def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Rows of text as an HTML table; everything is escaped."""
+    from html import escape
+
     top = "".join(f'<th style="{_CELL}">{escape(cell)}</th>' for cell in head)
     body = "".join(
         "<tr>" + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows

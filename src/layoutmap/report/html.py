@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from layoutmap.core.text_table import html_table
 from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
@@ -13,6 +11,8 @@ from layoutmap.report.text import ACTIVATION_COLUMNS, COLUMNS, activation_cells,
 
 def plan_html(plan: PlanTable) -> str:
     """A plan as a table, with its errors and warnings below."""
+    from html import escape
+
     rows = [row_cells(row) for row in plan_rows(plan)]
     found = "".join(
         f"<pre>{p.severity}: {escape(str(p))}</pre>" for p in group_problems(plan.errors + plan.warnings)

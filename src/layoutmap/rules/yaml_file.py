@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.core.errors import RuleError, brief
@@ -162,7 +161,9 @@ def from_yaml(text: str) -> RulesFields:
 
 def schema() -> str:
     """The JSON Schema of a rules file: its form, and not whether its patterns and dims are right."""
-    return Path(__file__).with_name("schema.json").read_text(encoding="utf-8")
+    from importlib.resources import files
+
+    return files("layoutmap.rules").joinpath("schema.json").read_text(encoding="utf-8")
 
 
 def _or_none(top: dict[str, Any], key: str) -> Any:

@@ -13,16 +13,16 @@ What is not sharded over a dim is replicated along it. Small weights, such as no
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.mesh import Mesh
 from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
-_FOLDER = Path(__file__).parent
+_FOLDER = os.path.dirname(__file__)  # not of `pathlib`, which takes long to import
 _FITS = {
     "mistral": "llama",
     "opt": "gpt2",
@@ -42,7 +42,7 @@ def names() -> tuple[str, ...]:
         >>> names()
         ('bert', 'gemma', 'gpt2', 'llama', 'mixtral', 'qwen', 't5', 'vit', 'whisper')
     """
-    return tuple(sorted(file.stem for file in _FOLDER.glob("*.yaml")))
+    return tuple(sorted(name[:-5] for name in os.listdir(_FOLDER) if name.endswith(".yaml")))
 
 
 def about(name: str) -> str:
@@ -105,7 +105,8 @@ def _text(name: str) -> str:
             if near
             else "use one of them, or LayoutMap.from_yaml for a file",
         )
-    return (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    with open(os.path.join(_FOLDER, f"{name}.yaml"), encoding="utf-8") as file:
+        return file.read()
 
 
 def _renamed(
