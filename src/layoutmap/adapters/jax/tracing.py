@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
+from layoutmap.engines.jax.arrays import undisturbed
 from layoutmap.engines.jax.programs import closed_of, why_global
 
 _MAX_SEED_SIZE = 1024
@@ -59,7 +60,8 @@ def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        closed = jax.make_jaxpr(run)()
+        with undisturbed():
+            closed = jax.make_jaxpr(run)()
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
             "the function that makes the model reads the value of an array that it computes",
