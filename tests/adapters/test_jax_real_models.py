@@ -9,7 +9,13 @@ from layoutmap.adapters import get_adapter
 from layoutmap.plan.problems import group_problems
 
 PROCESSES = ("jax",)
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
+    # Older names that tunix 0.1.7 uses.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:tunix"),
+    pytest.mark.filterwarnings("ignore:'sharding' is deprecated:DeprecationWarning"),
+]
 
 
 def make_map(name):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,6 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
-from layoutmap.engines.jax.arrays import undisturbed
 from layoutmap.engines.jax.programs import closed_of, why_global
 
 _MAX_SEED_SIZE = 1024
@@ -60,7 +60,9 @@ def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        with undisturbed():
+        # A program may have set a mesh, whose dims would be in the types of all arrays that are traced.
+        is_set = not jax.sharding.get_abstract_mesh().empty
+        with jax.set_mesh(None) if is_set else nullcontext():  # type: ignore[arg-type]
             closed = jax.make_jaxpr(run)()
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
