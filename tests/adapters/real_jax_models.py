@@ -37,11 +37,11 @@ class Real:
     batch: Callable[[], tuple[Any, Any]]
 
 
-def trained(model: Any, forward: Any = None) -> Any:
+def trained(model: Any, forward: Any, optimizer: Any = None) -> Any:
     def loss(logits: Any, targets: Any) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
-    return train_with(model, loss=loss, optimizer=optax.adam(1e-3), forward=forward)
+    return train_with(model, loss=loss, optimizer=optimizer or optax.adam(1e-3), forward=forward)
 
 
 def tokens(rows: int = ROWS, high: int = VOCABULARY) -> tuple[Any, Any]:
@@ -135,13 +135,9 @@ ESM2 = {  # the first axis is that of the layers
     r"layers\.linear1\.weight": (None, "model", "batch"),
     r"layers\.linear2\.weight": (None, "batch", "model"),
 }
-MEGALODON = {
-    r".*\.embed\.weight|lm_head\.weight": ("model", None),
-    r".*\.(wz|wv|wr|wh1)\.weight": ("model", None),
-    r".*\.wh2\.weight": (None, "model"),
-    r".*\.fc1\.weight": ("model", "batch"),
-    r".*\.fc2\.weight": ("batch", "model"),
-    r".*\.cema\.(alpha|delta)": ("model", None, None),
+EQUINOX_ATTENTION = {
+    r"(query|key|value)_proj\.weight": ("model", "batch"),
+    r"output_proj\.weight": ("batch", "model"),
 }
 RESNET = {
     r"params\..*/conv_\d\.w|params\..*conv\.w": (None, None, None, "model"),
@@ -184,23 +180,16 @@ def esm2() -> Any:
     return trained(model, lambda model, tokens: jax.vmap(lambda row: model(row).logits)(tokens))
 
 
-def megalodon() -> Any:
-    package = importlib.import_module("megalodon_jax")
-    config = package.MegalodonConfig(
-        vocab_size=VOCABULARY,
-        model_dim=16,
-        num_layers=2,
-        num_heads=2,
-        z_dim=16,
-        value_dim=32,
-        ffn_hidden_dim=32,
-        cema_ndim=4,
-        chunk_size=8,
-        norm_num_groups=4,
+def attention() -> Any:
+    """Equinox's own."""
+    model = importlib.import_module("equinox").nn.MultiheadAttention(
+        4, 16, 8, 8, VOCABULARY, key=jax.random.key(0)
     )
-    return trained(
-        package.MegalodonForCausalLM(config, key=jax.random.key(0)), lambda model, tokens: model(tokens)[0]
-    )
+
+    def forward(model: Any, x: Any) -> Any:
+        return jax.vmap(lambda row: model(row, row[:, :8], row[:, 8:], mask=jnp.tri(LENGTH, dtype=bool)))(x)
+
+    return trained(model, forward)
 
 
 def resnet() -> Any:
@@ -212,17 +201,23 @@ def resnet() -> Any:
         return net(images, is_training=is_training)
 
     net = haiku.without_apply_rng(haiku.transform_with_state(run))
-    params, state = net.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)), True)
+    params, state = net.init(jax.random.key(0), jnp.zeros((1, 16, 16, 3)), True)
 
     def forward(model: Any, images: Any) -> Any:
         return net.apply(model["params"], model["state"], images, True)[0]
 
-    return trained({"params": params, "state": state}, forward)
+    # Adam makes steps of equal size of gradients that are rounding only, as those of a weight before a norm.
+    return trained({"params": params, "state": state}, forward, optax.sgd(0.1))
 
 
 def images() -> tuple[Any, Any]:
     random = np.random.default_rng(0)
-    return random.normal(size=(ROWS, 32, 32, 3)).astype("float32"), random.integers(0, VOCABULARY, (ROWS,))
+    return random.normal(size=(ROWS, 16, 16, 3)).astype("float32"), random.integers(0, VOCABULARY, (ROWS,))
+
+
+def vectors() -> tuple[Any, Any]:
+    x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, 16)).astype("float32")
+    return x, tokens()[1]
 
 
 def proteins() -> tuple[Any, Any]:
@@ -243,7 +238,7 @@ NNX = {
 }
 PYTREES = {
     "ESM 2": Real(esm2, ESM2, proteins),
-    "Megalodon": Real(megalodon, MEGALODON, tokens),
+    "attention of Equinox": Real(attention, EQUINOX_ATTENTION, vectors),
     "ResNet": Real(resnet, RESNET, images),
 }
 MODELS = NNX | PYTREES

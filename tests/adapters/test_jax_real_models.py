@@ -43,7 +43,7 @@ def test_a_real_model_is_planned_and_built(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_real_model_trains_to_the_numbers_of_one_device(name):
-    """Outputs, losses and gradients, and three steps of Adam."""
+    """Outputs, losses and gradients, and three steps of an optimizer."""
     real = MODELS[name]
 
     lm.check_parity(real.make, make_map(name), real.batch(), steps=3, batch_dim="batch", library="jax")
