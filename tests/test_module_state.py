@@ -36,7 +36,6 @@ STATE = {
     "engines.jax.engine.engine": "the engine: its compiled programs, and the meshes of its arrays",
     "engines.tensorflow.engine.engine": "the engine: its traced programs",
     "engines.torch.engine.engine": "the engine: what is known of programs",
-    "adapters.jax.module_outputs._class": "the class of modules with a layout of their output, for each class",
     "adapters.keras.pending._classes": "the class of variables without a value, for each class of Keras's",
     "engines.torch.dtensor_ops.guard._meshes": "the meshes on which DTensor asks what it may compute",
     "engines.torch.dtensor_ops.gathered._warned": "each function is warned of once in a process",
