@@ -153,7 +153,7 @@ def scaled(scale):
         "halves": [first, second],
         "orthogonal": orthogonal,
         "of another": first @ second + jnp.float32(scale),
-        "scan": jax.lax.scan(lambda c, k: (c + jax.random.normal(k, (64,)), None), jnp.zeros(64),
+        "scan": jax.lax.scan(lambda c, k: (c + jax.random.normal(k, (2048,)), None), jnp.zeros(2048),
                              jax.random.split(key, 3))[0],
         "stack": jax.vmap(lambda k: jax.random.truncated_normal(k, -2, 2, (16, 16)))(jax.random.split(key, 4)),
         "jitted": jax.jit(lambda k: jax.random.uniform(k, (64, 64)) * 3 + 1)(key),

@@ -107,6 +107,18 @@ def test_programs_have_the_bits_of_the_plain_draw(rows, columns, dims, specs, dt
     assert_same_bits(expected, np.asarray(made))
 
 
+def test_constants_of_a_program_are_computed_with_as_in_the_plain_draw():
+    """What is divided by a constant is divided, and not multiplied by its reciprocal."""
+
+    def function(seed):
+        return normal(seed, (8, 8), "float32") * (jnp.sqrt(jnp.float32(0.125)) / jnp.float32(0.87962566))
+
+    draw = Initializer(lambda: function(key_of(0)), Program("divided", key_of(0), function))
+    made = created({"w": draw}, layout_on("x=2,y=4", "x", "y"), (8, 8))["w"]
+
+    assert_same_bits(np.asarray(function(key_of(0))), np.asarray(made))
+
+
 def test_programs_make_only_shards():
     """No device of a program that draws in shards holds the whole value, or waits for another device."""
     layout = layout_on("x=2,y=4", "x", "y")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layoutmap.adapters.jax import pytrees
 from layoutmap.adapters.jax.pytrees import Parts
+from layoutmap.core.policy import LayoutPolicy
 
 
 def is_nnx(model: Any) -> bool:
@@ -37,3 +38,29 @@ def put_values(model: Any, values: Sequence[Any]) -> Any:
         nnx.put_values(model, values)
         return model
     return pytrees.take_apart(model).put_together(values)
+
+
+def lay_out_outputs(model: Any, policy: LayoutPolicy) -> None:
+    """Have the modules of a model return arrays in the layouts of rules for activations; a pytree has no modules."""
+    if is_nnx(model):
+        from layoutmap.adapters.jax import nnx
+
+        nnx.lay_out_outputs(model, policy)
+
+
+def make_unsharded(make: Callable[[], Any], model_in: Callable[[Any], Any]) -> Any:
+    """Call a function that makes a model, whose own annotations shard nothing.
+
+    Args:
+        make: The function.
+        model_in: Returns the model in what it returns.
+    """
+    if "flax.nnx" not in sys.modules:
+        return make()
+    from layoutmap.adapters.jax import nnx
+
+    with nnx.annotations_unused():
+        made = make()
+    if is_nnx(model := model_in(made)):
+        nnx.restore_metadata(model)
+    return made

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,9 +12,15 @@ import jax.core
 from flax import nnx
 
 from layoutmap.adapters.jax import pytrees
+from layoutmap.adapters.jax.module_outputs import with_output, without_output
 from layoutmap.adapters.jax.pytrees import Leaf, Parts, kind_of
+from layoutmap.adapters.jax.roles import uses
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.variables import Kind
+
+_OFF = 0
+"""What `nnx.use_eager_sharding` is set to: false, and known from the `False` that a program may set."""
 
 
 def take_apart(model: nnx.Module) -> Parts:
@@ -21,7 +28,8 @@ def take_apart(model: nnx.Module) -> Parts:
     _note_arrays(model)
     graph, state = nnx.split(model)
     variables = {tuple(map(str, path)): each for path, each in nnx.to_flat_state(state)}
-    shared = [[tuple(map(str, path)) for path in paths] for paths in nnx.find_duplicates(model)]
+    shared = _shared(model)
+    used = uses(model)
 
     def leaf(keys: Sequence[str], value: Any) -> Leaf:
         length = next(n for n in range(len(keys) + 1) if tuple(keys[:n]) in variables)
@@ -31,14 +39,15 @@ def take_apart(model: nnx.Module) -> Parts:
         inner = keys[length + 1 :]  # without "value", the attribute of the variable that holds it
         path = (*keys[:length], *inner)
         aliases = tuple(_path(other) for other in _other_paths(path, shared))
-        return Leaf(_path(path), value, _kind_of(variable, value), aliases, _annotation(variable))
+        kind, annotation = _kind_of(variable), _annotation(variable)
+        return Leaf(_path(path), value, kind, aliases, annotation, used.get(path))
 
     parts = pytrees.take_apart(state, leaf)
 
     def put_together(arrays: Sequence[Any]) -> nnx.Module:
         return nnx.merge(graph, parts.put_together(arrays))
 
-    return Parts(parts.leaves, put_together)
+    return Parts(parts.leaves, put_together, [path for paths, _ in _layers(model, shared) for path in paths])
 
 
 def _note_arrays(model: nnx.Module) -> None:
@@ -86,15 +95,53 @@ def _other_paths(
             yield from ((*other, *path[len(own) :]) for other in paths if other != own)
 
 
-def _kind_of(variable: nnx.Variable[Any], value: Any) -> Kind:
+def _kind_of(variable: nnx.Variable[Any]) -> Kind:
     if isinstance(variable, nnx.RngState):
         return Kind.RNG
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
 def _annotation(variable: nnx.Variable[Any]) -> str:
-    metadata = variable.get_metadata()
-    for name in ("out_sharding", "sharding", "sharding_names"):
-        if metadata.get(name):
-            return str(metadata[name])
-    return ""
+    sharding = variable.get_metadata().get("out_sharding")
+    sharding = getattr(sharding, "sharding", sharding)  # of a Format of JAX
+    return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""
+
+
+def _shared(model: nnx.Module) -> list[list[tuple[str, ...]]]:
+    """Return the keys of what is in several places, module or variable."""
+    return [[tuple(map(str, path)) for path in paths] for paths in nnx.find_duplicates(model)]
+
+
+def _layers(
+    model: nnx.Module, shared: Sequence[Sequence[tuple[str, ...]]]
+) -> Iterator[tuple[list[str], nnx.Module]]:
+    """Return each module inside of a model that can be called, with all its paths."""
+    for path, module in [*nnx.iter_modules(model)]:
+        if path and callable(module):
+            keys = tuple(map(str, path))
+            yield [_path(keys), *map(_path, _other_paths(keys, shared))], module
+
+
+def lay_out_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
+    """Have each module with a rule for activations return arrays in the rule's layout, and all others none."""
+    for paths, module in [*_layers(model, _shared(model))]:
+        rules = ((path, policy.activation_layout(path)) for path in paths)
+        path, layout = next(((path, rule) for path, rule in rules if rule is not None), ("", None))
+        if layout is None:
+            without_output(module)
+        else:
+            with_output(module, layout, policy.batch_dim, path)
+
+
+@contextmanager
+def annotations_unused() -> Generator[None]:
+    """While open, variables that are made do not shard themselves by their annotations."""
+    with nnx.use_eager_sharding(_OFF):
+        yield
+
+
+def restore_metadata(model: nnx.Module) -> None:
+    """Leave no trace of `annotations_unused` on variables that were made then."""
+    for _, node in [*nnx.iter_graph(model)]:
+        if isinstance(node, nnx.Variable) and type(node.get_metadata("eager_sharding")) is int:
+            node.set_metadata("eager_sharding", nnx.using_eager_sharding())

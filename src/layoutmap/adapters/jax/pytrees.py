@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from layoutmap.adapters.jax.tracing import is_array, is_key
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.variables import Kind
+from layoutmap.core.variables import Kind, Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class Leaf:
         value: The array.
         kind: What it is for.
         aliases: Its other paths, if it is in several places.
-        annotation: What the model's own code says of its layout.
+        annotation: What the model's own code says of its layout, as a rule would; empty for most.
+        use: What is done with its axes, where that is known.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Leaf:
     kind: Kind
     aliases: tuple[str, ...] = ()
     annotation: str = ""
+    use: Use | None = None
 
 
 Describe = Callable[[Sequence[str], Any], Leaf]
@@ -43,10 +45,12 @@ class Parts:
     Args:
         leaves: The arrays, in a fixed order.
         put_together: Makes a model of other arrays, in that order.
+        layers: The paths of its modules that can be called; `None`: it has no modules.
     """
 
     leaves: Sequence[Leaf]
     put_together: Callable[[Sequence[Any]], Any]
+    layers: Sequence[str] | None = None
 
 
 def take_apart(tree: Any, describe: Describe | None = None) -> Parts:

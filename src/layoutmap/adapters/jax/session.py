@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.core
 
-from layoutmap.adapters.jax.models import is_nnx
-from layoutmap.adapters.jax.pytrees import Leaf
+from layoutmap.adapters.jax.models import is_nnx, lay_out_outputs, make_unsharded
+from layoutmap.adapters.jax.pytrees import Leaf, Parts
 from layoutmap.adapters.jax.tracing import Traced, is_key, trace
-from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values
+from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in, put_values
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.paths import path_pattern
+from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 
 
@@ -51,19 +53,21 @@ class JaxSession:
 
         def run() -> tuple[Any, Sequence[Any]]:
             nonlocal parts
-            model = make()
+            model = make_unsharded(make, model_in)
             parts = arrays_of(model)
             return model, [leaf.value for leaf in parts.leaves]
 
         model, arrays = trace(run)
-        assignments = self._assign(model, parts.leaves, arrays)
+        assignments = self._assign(model, parts, arrays)
         if self._context.plan_only:
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
             return self._with(model, parts.put_together(shapes))
         return self._with(model, parts.put_together(self._materialize(assignments, arrays)))
 
     def _with(self, made: Any, model: Any) -> Any:
-        """Return a model, in the `TrainState` that it was made in."""
+        """Return a model, its outputs laid out, in the `TrainState` that it was made in."""
+        if not self._context.plan_only:
+            lay_out_outputs(model, self._context.policy)
         if not isinstance(made, TrainState):
             return model
         made.model, made.policy = model, self._context.policy
@@ -71,16 +75,17 @@ class JaxSession:
 
     def take(self, model: Any) -> Any:
         """Lay out a model that exists. A module stays the same object, a pytree is replaced by another one."""
-        leaves = arrays_of(model).leaves
-        arrays = [leaf.value for leaf in leaves]
-        for leaf in leaves:
+        parts = arrays_of(model)
+        arrays = [leaf.value for leaf in parts.leaves]
+        for leaf in parts.leaves:
             if isinstance(leaf.value, jax.core.Tracer):
                 raise ScopeError(
                     f"{leaf.path}: the model is only traced",
                     why="arrays have shapes and no values inside of a function that JAX traces",
                     fix="lay it out before jax.jit, or make it with layout_map.build",
                 )
-        laid_out = put_values(model, self._materialize(self._assign(model, leaves, arrays), arrays))
+        laid_out = put_values(model, self._materialize(self._assign(model, parts, arrays), arrays))
+        lay_out_outputs(model_in(laid_out), self._context.policy)
         if isinstance(model, TrainState):
             model.policy = self._context.policy
         return laid_out
@@ -100,17 +105,27 @@ class JaxSession:
     def complete(self, model: Any, inputs: Any) -> None:
         """Nothing: a model of JAX has its arrays when it is made."""
 
-    def _assign(self, model: Any, leaves: Sequence[Leaf], arrays: Sequence[Any]) -> Sequence[Assignment]:
+    def _assign(self, model: Any, parts: Parts, arrays: Sequence[Any]) -> Sequence[Assignment]:
         specs = [
-            VariableSpec(leaf.path, tuple(leaf.value.shape), str(leaf.value.dtype), leaf.kind, leaf.aliases)
-            for leaf in leaves
+            VariableSpec(
+                leaf.path,
+                tuple(leaf.value.shape),
+                str(leaf.value.dtype),
+                leaf.kind,
+                leaf.aliases,
+                use=leaf.use,
+            )
+            for leaf in parts.leaves
         ]
         whys = {
             spec.key: why
             for spec, array in zip(specs, arrays, strict=True)
             if isinstance(array, Traced) and (why := array.why_global())
         }
-        return self._context.assign(specs, whys, (), True, (), free_activations=True)
+        unused = [_unused_annotation(leaf) for leaf in parts.leaves if leaf.annotation]
+        if parts.layers is None and self._context.policy.activations is not None:
+            unused.append(_no_layers(model_in(model)))
+        return self._context.assign(specs, whys, unused, True, parts.layers, free_activations=True)
 
     def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[Any]) -> list[Any]:
         """Return arrays in their layouts: traced ones computed there, and those that exist moved."""
@@ -146,3 +161,24 @@ def _value(array: Any) -> Any:
 def _data(array: Any) -> Any:
     value = _value(array)
     return jax.random.key_data(value) if is_key(value) else value
+
+
+def _unused_annotation(leaf: Leaf) -> Unsupported:
+    return Unsupported(
+        leaf.path,
+        f"its annotation {leaf.annotation} shards nothing",
+        f"the model's code annotates it with {leaf.annotation}, and here only rules of the layout map shard; without "
+        "a rule it is replicated",
+        f"write a rule in the dims of the mesh: layout_map[{path_pattern([leaf.path])}] = {leaf.annotation}",
+        "note",
+    )
+
+
+def _no_layers(model: Any) -> Unsupported:
+    return Unsupported(
+        type(model).__name__,
+        "the rules of layout_map.activations lay out nothing",
+        "the model is a pytree, whose parts are called by functions that know no paths",
+        "constrain them in the function that computes them: x = lm.dtensor.relayout(x, layout)",
+        "warning",
+    )

@@ -18,7 +18,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from layoutmap.adapters.jax.private import short_messages
 from layoutmap.core.errors import ScopeError
@@ -163,7 +163,6 @@ class Operations:
                 self._seed_eqns.append(eqn)
                 self._seeds.update(eqn.outvars)
         self._slices: dict[Any, _Slice] = {}
-        self._numbers: dict[Any, Literal] = {}
         self._whys: dict[Hashable, str] = {}
 
     def is_seed(self, var: Any) -> bool:
@@ -174,7 +173,7 @@ class Operations:
         """Return the values of seeds."""
         return [
             jnp.asarray(var.val, _dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
-            for var in (self._numbers.get(var, var) for var in wanted)
+            for var in wanted
         ]
 
     @functools.cached_property
@@ -191,9 +190,7 @@ class Operations:
         """Return the operations that lead to a value, from its seeds."""
         if result not in self._slices:
             eqns, needs = self._leading_to(result)
-            eqns, numbers = _with_numbers_as_arguments(eqns)
-            takes = [*numbers, *(var for var in needs if var in self._seeds)]
-            self._numbers.update(numbers)
+            takes = [var for var in needs if var in self._seeds]
             consts = {var: self._consts[var] for var in needs if var not in self._seeds}
             closed = closed_of(eqns, takes, [result], consts)
             key = _key_of(closed)
@@ -221,23 +218,6 @@ class Operations:
 
 def _dtype(var: Any) -> Any:
     return var.aval.dtype
-
-
-def _with_numbers_as_arguments(eqns: Sequence[Any]) -> tuple[list[Any], dict[Any, Literal]]:
-    """Return operations that take the numbers in them as arguments, as eager JAX does, and these numbers.
-
-    The compiler multiplies by the inverse where it is to divide by a number that it knows, which rounds differently.
-    """
-    numbers: dict[Any, Literal] = {}
-
-    def argument(var: Any) -> Any:
-        if not isinstance(var, Literal) or not jnp.issubdtype(_dtype(var), jnp.inexact):
-            return var
-        new = Var(var.aval)
-        numbers[new] = var
-        return new
-
-    return [eqn.replace(invars=[*map(argument, eqn.invars)]) for eqn in eqns], numbers
 
 
 def _may_be_seed(aval: Any) -> bool:

@@ -102,9 +102,14 @@ def train_with(
     return TrainState(model, forward, loss, optimizer)
 
 
+def model_in(model: Any) -> Any:
+    """Return a model, which may be in a `TrainState`."""
+    return model.model if isinstance(model, TrainState) else model
+
+
 def arrays_of(model: Any) -> Parts:
     """Return the parts of a model, which may be in a `TrainState`."""
-    return take_apart(model.model if isinstance(model, TrainState) else model)
+    return take_apart(model_in(model))
 
 
 def put_values(model: Any, values: Sequence[Any]) -> Any:

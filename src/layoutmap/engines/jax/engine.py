@@ -144,8 +144,13 @@ class JaxEngine:
         movable = isinstance(array, jax.Array) and (
             sharding.is_fully_addressable or not array.is_fully_addressable
         )
-        if movable or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        if movable:
             moved = ready(jax.device_put(array, sharding))
+        elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # numpy has no such type
+            specs = [*layout.sharding_specs, None]
+            data = self.relayout(np.asarray(jax.random.key_data(array)), Layout(specs, layout.mesh))
+            wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(array))
+            moved = jax.jit(wrap, out_shardings=sharding)(data)
         else:
             values = np.asarray(array)
             moved = from_blocks(values.shape, values.dtype, sharding, values.__getitem__)

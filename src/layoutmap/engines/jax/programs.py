@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 _MAX_CONSTANT_SIZE = 1024
@@ -142,8 +143,9 @@ class ShardedProgram:
         self._closed = closed
         jaxpr = closed.jaxpr
         (self._result,) = jaxpr.outvars
+        eqns, self._literals = _without_literals(jaxpr.eqns)
         groups: list[list[Any]] = [[]]
-        for eqn in jaxpr.eqns:
+        for eqn in eqns:
             groups[-1].append(eqn)
             if eqn.primitive.name not in _EXACT_MOVES and any(map(_rounds, eqn.outvars)):
                 groups.append([])
@@ -164,9 +166,7 @@ class ShardedProgram:
 
     def __call__(self, seed: Any) -> jax.Array:
         """The value for a seed, each device making only its shard."""
-        jaxpr = self._closed.jaxpr
-        values = dict(zip(jaxpr.invars, jax.tree.leaves(seed), strict=True))
-        values.update(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        values = self._values(jax.tree.leaves(seed))
         for step in self._steps:
             made = step.run(*(values[var] for var in step.takes))
             for var in step.last_use_of:
@@ -177,17 +177,39 @@ class ShardedProgram:
             return values[self._result]
         return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
 
+    def _values(self, seed: Sequence[Any]) -> dict[Any, Any]:
+        """What the first step may take."""
+        jaxpr = self._closed.jaxpr
+        values = dict(zip(jaxpr.invars, seed, strict=True))
+        return values | dict(zip(jaxpr.constvars, self._closed.consts, strict=True)) | self._literals
+
     def lower(self) -> list[Any]:
         """Each step lowered, to look at what the compiler makes of it."""
-        jaxpr = self._closed.jaxpr
-        values: dict[Any, Any] = {var: jnp.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars}  # type: ignore[attr-defined]
-        values.update(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        values = self._values([jnp.zeros(a.shape, a.dtype) for a in self._closed.in_avals])  # type: ignore[attr-defined]
         lowered: list[Any] = []
         for step in self._steps:
             arguments = [values[var] for var in step.takes]
             lowered.append(step.run.lower(*arguments))  # type: ignore[attr-defined]
             values.update(zip(step.gives, step.run(*arguments), strict=True))
         return lowered
+
+
+def _without_literals(eqns: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
+    """Return operations that take variables in place of constants, and the values of these.
+
+    A plain model passes them to its programs. Of a constant in a program the compiler makes something else: it
+    multiplies by the reciprocal instead of dividing, and has its own square root, so the last bit differs.
+    """
+    literals: dict[Any, Any] = {}
+
+    def variable(var: Any) -> Any:
+        if not isinstance(var, Literal):
+            return var
+        new = Var(var.aval)
+        literals[new] = np.asarray(var.val, var.aval.dtype)  # type: ignore[attr-defined]
+        return new
+
+    return [eqn.replace(invars=[variable(var) for var in eqn.invars]) for eqn in eqns], literals
 
 
 def _needs(group: Sequence[Any]) -> list[Any]:

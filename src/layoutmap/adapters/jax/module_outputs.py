@@ -1,0 +1,98 @@
+"""What a module of flax.nnx returns, in the layout of a rule of `LayoutMap.activations`.
+
+Python looks `__call__` up on the class, so a module with a rule gets a class of its own kind: a subclass of its class
+under the same name, one for each class. Its layout is a static attribute of the module, as flax's own settings are, so
+that copies, `nnx.split` and `nnx.merge` keep both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.engines import get_engine
+
+_ATTRIBUTE = "_layoutmap_output"
+_PLAIN = "_layoutmap_plain"
+
+
+@dataclass(frozen=True)
+class Output:
+    """The layout of what a module returns.
+
+    Args:
+        layout: The layout of the rule.
+        batch_dim: The mesh dim over which batches are sharded.
+        path: The module's path; blocks that differ in nothing else are equal, and compile one program.
+    """
+
+    layout: Layout
+    batch_dim: str | None
+    path: str = field(compare=False)
+
+    def laid_out(self, result: Any) -> Any:
+        """Return what a module returns, its arrays in their layouts."""
+        policy, relayout = LayoutPolicy(self.layout.mesh, self.batch_dim), get_engine("jax").relayout
+        leaves, tree_def = jax.tree.flatten(result)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        shapes = [leaves[place].shape for place in places]
+        layouts = policy.output_layouts(self.layout, shapes, self.path)
+        for place, layout in zip(places, layouts, strict=True):
+            if layout is not None:
+                leaves[place] = relayout(leaves[place], layout)
+        return jax.tree.unflatten(tree_def, leaves)
+
+
+def with_output(module: nnx.Module, layout: Layout, batch_dim: str | None, path: str) -> None:
+    """Have a module return arrays in a layout."""
+    without_output(module)
+    is_pytree = not jax.tree_util.all_leaves([module])
+    # Not setattr: flax takes what is set so for an attribute of the model.
+    object.__setattr__(module, "__class__", _class(type(module), is_pytree))
+    vars(module)[_ATTRIBUTE] = Output(layout, batch_dim, path)
+
+
+def without_output(module: nnx.Module) -> None:
+    """Make a module again what it was."""
+    plain = getattr(type(module), _PLAIN, None)
+    if plain is not None:
+        object.__setattr__(module, "__class__", plain)
+        vars(module).pop(_ATTRIBUTE, None)
+
+
+@functools.cache
+def _class(plain: Any, is_pytree: bool) -> Any:
+    """Return the class of modules of a class whose output has a layout."""
+
+    @functools.wraps(plain.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plain.__call__(self, *args, **kwargs)
+        output = vars(self).get(_ATTRIBUTE)  # a module that is made anew, of this type, has none
+        return result if output is None else output.laid_out(result)
+
+    def copied(self: Any) -> Any:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        """Of what is unpickled, no array is in a layout, so it is a plain module."""
+        module = copied(self)
+        without_output(module)
+        make, arguments, *rest = module.__reduce_ex__(protocol)
+        return _unpickled, (make, arguments), *rest
+
+    body = {"__call__": call, "__copy__": copied, "__reduce_ex__": reduced, _PLAIN: plain}
+    body |= {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(plain)(plain.__name__, (plain,), body, pytree=is_pytree)
+
+
+def _unpickled(make: Callable[..., Any], arguments: Any) -> Any:
+    return make(*arguments)

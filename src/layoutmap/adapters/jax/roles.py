@@ -1,0 +1,77 @@
+"""What the axes of a module's weights do when it is called, for flax.nnx's own modules.
+
+A plan is linted by it: an axis that is summed over is another thing to shard than one that is put out. What a module of
+one's own does with its weights is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flax import nnx
+
+from layoutmap.core.variables import Use
+
+_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
+_HEAD_SIZE = "head_dim"
+"""What attention modules call the size of a head."""
+
+
+def uses(model: nnx.Module) -> dict[tuple[str, ...], Use]:
+    """Return what the axes of a model's weights are for, as far as it is known, by their keys."""
+    modules = [*nnx.iter_modules(model)]
+    head_sizes = {
+        id(each): size
+        for _, module in modules
+        if isinstance(size := getattr(module, _HEAD_SIZE, None), int)
+        for each in vars(module).values()
+        if isinstance(each, nnx.Linear)  # all others have an axis of heads
+    }
+    found: dict[tuple[str, ...], Use] = {}
+    for keys, module in modules:
+        for attribute, roles in _roles(module):
+            if len(roles) == len(getattr(getattr(module, attribute, None), "shape", ())):
+                path = tuple(map(str, (*keys, attribute)))
+                found[path] = Use(tuple(roles), head_sizes.get(id(module)))
+    return found
+
+
+def _roles(module: Any) -> Iterator[tuple[str, Sequence[str]]]:
+    """Return the attributes that hold a module's weights, and the roles of each one's axes."""
+    if isinstance(module, nnx.LinearGeneral):
+        batch = [""] * len(module.batch_axis)
+        out = _numbered("out", len(module.out_features))
+        yield "kernel", (*batch, *_numbered("in", len(module.in_features)), *out)
+        yield "bias", (*batch, *out)
+    elif isinstance(module, nnx.Linear):
+        yield "kernel", ("in.0", "out.0")
+        yield "bias", ("out.0",)
+    elif isinstance(module, nnx.Einsum):
+        yield from _of_equation(module.einsum_str or "")
+    elif isinstance(module, nnx.Conv):
+        yield "kernel", (*[""] * (len(module.kernel_shape) - 2), "in.0", "out.0")
+        yield "bias", ("out.0",)
+    elif isinstance(module, nnx.Embed):
+        yield "embedding", ("rows", "out.0")
+    elif isinstance(module, nnx.LoRA):
+        yield "lora_a", ("in.0", "")
+        yield "lora_b", ("", "out.0")
+    elif isinstance(module, _NORMS):
+        yield "scale", ("out.0",)
+        yield "bias", ("out.0",)
+
+
+def _numbered(role: str, number: int) -> list[str]:
+    return [f"{role}.{i}" for i in range(number)]
+
+
+def _of_equation(equation: str) -> Iterator[tuple[str, Sequence[str]]]:
+    operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
+    inputs, _, kernel = operands.partition(",")
+    summed = [letter for letter in kernel if letter in inputs and letter not in result]
+    put_out = [letter for letter in result if letter in kernel and letter not in inputs]
+    names = dict(zip(summed, _numbered("in", len(summed)), strict=True))
+    names |= dict(zip(put_out, _numbered("out", len(put_out)), strict=True))
+    yield "kernel", [names.get(letter, "") for letter in kernel]
+    yield "bias", [names.get(letter, "") for letter in result if letter in kernel]

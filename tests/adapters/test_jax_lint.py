@@ -1,0 +1,137 @@
+"""What modules of flax.nnx do with their weights, by computing with slices of these."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import layoutmap as lm
+from layoutmap.adapters.jax.roles import uses
+
+RNGS = nnx.Rngs(0)
+MODULES = {
+    "Linear": (lambda: nnx.Linear(4, 5, rngs=RNGS), (3, 4)),
+    "LinearGeneral to heads": (lambda: nnx.LinearGeneral(4, (2, 3), rngs=RNGS), (3, 4)),
+    "LinearGeneral from heads": (
+        lambda: nnx.LinearGeneral((2, 3), 5, axis=(-2, -1), rngs=RNGS),
+        (4, 2, 3),
+    ),
+    "LinearGeneral of a batch": (
+        lambda: nnx.LinearGeneral(4, 5, batch_axis={0: 2}, rngs=RNGS),
+        (2, 3, 4),
+    ),
+    "Einsum": (lambda: nnx.Einsum("abc,cde->abde", (4, 2, 3), (2, 3), rngs=RNGS), (3, 2, 4)),
+    "Einsum, heads first": (lambda: nnx.Einsum("btd,ndh->btnh", (2, 4, 3), (2, 3), rngs=RNGS), (3, 2, 4)),
+    "Einsum with an ellipsis": (lambda: nnx.Einsum("...x,xy->...y", (4, 5), (5,), rngs=RNGS), (3, 2, 4)),
+    "Conv": (lambda: nnx.Conv(3, 5, (2, 2), rngs=RNGS), (3, 4, 4, 3)),
+    "LoRA": (lambda: nnx.LoRA(4, 2, 5, b_initializer=nnx.initializers.normal(), rngs=RNGS), (3, 4)),
+}
+
+
+def random(shape):
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+def only(array, axis, i):
+    kept = np.zeros_like(array)
+    index = (slice(None),) * axis + (i,)
+    kept[index] = array[index]
+    return kept
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_axes_do_what_their_roles_say(name):
+    """Slices along an axis that is put out fill slices of the output; those along one that is summed over add up."""
+    make, shape = MODULES[name]
+    module, inputs = make(), random(shape)
+    used = {keys[0]: use.roles for keys, use in uses(module).items()}
+    assert {key for key in ("kernel", "bias", "lora_a", "lora_b") if getattr(module, key, None)} == set(used)
+    values = {key: random(getattr(module, key).shape) for key in used}
+
+    def output(**weights):
+        for key, value in values.items():
+            given = weights.get(key, np.zeros_like(value) if key == "bias" else value)
+            getattr(module, key)[...] = jnp.asarray(given)
+        return np.asarray(module(inputs))
+
+    axes_of_output = {}
+    for key in set(used) - {"bias"}:
+        whole = output()
+        for axis, role in enumerate(used[key]):
+            slices = [output(**{key: only(values[key], axis, i)}) for i in range(values[key].shape[axis])]
+            np.testing.assert_allclose(whole, sum(slices), rtol=1e-5, atol=1e-5)
+            filled = [np.nonzero(each) for each in slices]
+            apart = [d for d in range(1, whole.ndim) if all(set(f[d]) == {i} for i, f in enumerate(filled))]
+            assert bool(apart) == role.startswith("out"), (key, axis, role)
+            if apart:
+                (axes_of_output[role],) = apart
+    kernel = {key: np.zeros_like(value) for key, value in values.items() if key != "bias"}
+    for axis, role in enumerate(used.get("bias", ())):
+        for i in range(values["bias"].shape[axis] if role else 0):
+            filled = np.nonzero(output(**kernel, bias=only(values["bias"], axis, i)))
+            assert {i} == set(filled[axes_of_output[role]])
+
+
+NORMS = {
+    "BatchNorm": lambda: nnx.BatchNorm(4, use_running_average=False, rngs=RNGS),
+    "LayerNorm": lambda: nnx.LayerNorm(4, rngs=RNGS),
+    "RMSNorm": lambda: nnx.RMSNorm(4, rngs=RNGS),
+    "GroupNorm": lambda: nnx.GroupNorm(4, 2, rngs=RNGS),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_weights_of_norms_are_along_the_output(name):
+    """A slice of the scale fills a slice of the last axis."""
+    module = NORMS[name]()
+    assert {("out.0",)} == {use.roles for use in uses(module).values()}
+    for i in range(4):
+        module.scale[...] = jnp.asarray(only(np.ones(4, "float32"), 0, i))
+        assert {i} == set(np.nonzero(np.asarray(module(random((3, 4)))))[1])
+
+
+def test_rows_of_a_table_are_looked_up():
+    """A row of an embedding is what its number gives; its columns are those of the output."""
+    table = nnx.Embed(4, 3, rngs=RNGS)
+
+    assert {("embedding",): ("rows", "out.0")} == {k: use.roles for k, use in uses(table).items()}
+    assert np.array_equal(table.embedding[...], table(jnp.arange(4)))
+
+
+class Heads(nnx.Module):
+    """Attention with its heads side by side in one axis."""
+
+    def __init__(self, rngs):
+        self.head_dim = 4
+        self.query, self.key, self.value, self.out = (nnx.Linear(16, 16, rngs=rngs) for _ in range(4))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = Heads(rngs)
+        self.flax = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+        self.table = nnx.Embed(8, 16, rngs=rngs)
+        self.shared = self.table
+
+
+def test_the_size_of_a_head_is_known_where_heads_share_an_axis():
+    """That of flax's own attention is an axis of the kernel."""
+    found = uses(Block(nnx.Rngs(0)))
+
+    assert 4 == found["attention", "query", "kernel"].head_size
+    assert found["flax", "query", "kernel"].head_size is None
+    assert ("in.0", "out.0", "out.1") == found["flax", "query", "kernel"].roles
+    assert ("in.0", "in.1", "out.0") == found["flax", "out", "kernel"].roles
+
+
+def test_a_plan_of_nnx_is_linted():
+    """Heads that devices divide, and a table that is replicated, are found."""
+    layout_map = lm.LayoutMap(lm.Mesh(None, "model=8"))
+    layout_map[r"attention\.(query|key|value)\.kernel"] = (None, "model")
+    layout_map[r"attention\.out\.kernel"] = ("model", None)
+    layout_map.rest = "replicated"
+    plan = lm.plan(lambda: Block(nnx.Rngs(0)), layout_map, library="jax")
+
+    assert {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")} == {
+        p.subject for p in plan.lint() if p.kind == "heads"
+    }
