@@ -11,7 +11,7 @@ WORKER = Path(__file__).with_name("torch_fully_shard_process.py")
 NEAR = 1e-5
 
 
-FEW = ("a_batch_that_does_not_divide", "steps", "what_the_plan_says")
+FEW = ("a_batch_that_does_not_divide", "steps", "what_the_plan_says", "ahead")
 MANY = (
     *("accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "state_dicts"),
     *("changes_between_the_passes", "after_a_failure", "what_fully_shard_cannot", "copies_and_conversions"),
@@ -96,13 +96,16 @@ def test_a_pass_that_fails_leaves_nothing(many):
 
 @pytest.mark.long
 def test_what_fully_shard_cannot(many):
-    """Gradients of gradients are refused, with the fix; by layoutmap's own way they are right."""
+    """Gradients of gradients, and by chosen weights, are refused; by layoutmap's own way they are right."""
     found = many["what_fully_shard_cannot"]
 
     assert "gradients of gradients were asked for (create_graph=True)" == found.pop("fully_shard: second")
     assert "" == found.pop("own: second")
     assert "" == found.pop("own: by weights")
-    assert "" != found.pop("fully_shard: by weights")
+    for way in ("by weights", "inputs="):
+        what = "gradients by some weights were asked for (torch.autograd.grad, or backward(inputs=...))"
+        assert what == found.pop(f"fully_shard: {way}")
+    assert "" == found.pop("own: inputs=")
     assert is_near(found), found
 
 
@@ -123,3 +126,28 @@ def test_the_plan_says_which_weights(few):
         f"{beside} the batch's dim is not the innermost on its axis: blocks.2.up.weight",
     ] == found["notes"]
     assert is_near(found["gradients"])
+
+
+def test_the_next_block_is_gathered_while_one_computes(few):
+    """On a link on which a gather takes 40 ms, it is asked for before the block ahead of it computes, both ways."""
+    forward = [
+        *("gather 1", "wait for gather 1", "gather 2", "compute first"),  # what is outside of the blocks
+        *("wait for gather 2", "gather 3", "compute 0"),
+        *("wait for gather 3", "gather 4", "compute 1"),
+        *("wait for gather 4", "gather 5", "compute 2"),
+        *("wait for gather 5", "compute 3"),
+        "compute last",
+    ]
+    backward = [
+        *("gather 6", "compute last backward"),
+        *("wait for gather 6", "gather 7", "compute 3 backward"),
+        *("wait for gather 7", "gather 8", "compute 2 backward"),
+        *("wait for gather 8", "gather 9", "compute 1 backward"),
+        *("wait for gather 9", "compute 0 backward"),
+    ]
+
+    assert [*forward, *backward] == few["ahead"]["events"]
+    assert few["ahead"]["hidden"] > 0.8, (
+        "of the time that gathers take, by a clock that counts 50 ms for a layer"
+    )
+    assert is_near(few["ahead"]["gradients"])

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from pathlib import Path
@@ -38,9 +37,6 @@ RULES = {
 }
 TOKENS, TARGETS = map(torch.from_numpy, batch("transformer"))
 SCENARIOS = {}
-DELAY_SECONDS = 0.04
-EVENTS = []
-SLOW = {"gathers": 0}
 
 
 def scenario(function):
@@ -381,11 +377,15 @@ def what_fully_shard_cannot():
             results.append(torch.autograd.grad(each(given).square().sum(), given)[0])
         found[f"{gather}: by inputs"] = (results[0] - results[1]).abs().max().item()
         weights = [each.blocks[0].up.weight for each in (plain, model)]
-        said = refusal(lambda m=model, w=weights[1]: torch.autograd.grad(m(x).square().sum(), w))
+        said = refusal(
+            lambda m=model, w=weights[1]: torch.autograd.grad(m(x).square().sum(), w, allow_unused=True)
+        )
         found[f"{gather}: by weights"] = said
+        said = refusal(lambda m=model, w=weights[1]: m(x).square().sum().backward(inputs=[w]))
+        found[f"{gather}: inputs="] = said
         for each in (plain, model):
             each.zero_grad()
-            each(x).square().sum().backward()
+            each(x).square().mean().backward()
         found[f"{gather}: after"] = apart(plain, model, gradient)
     return found
 
@@ -454,86 +454,88 @@ def refusal(function):
 
 
 class Late(dist._Work):
-    """A collective on a slow link: it is done some time after it was asked for."""
+    """A collective on a slow link: it is done 40 ms after it was asked for, by the clock of `Link`."""
 
-    def __init__(self, work, name):
+    def __init__(self, work, link):
         super().__init__()
-        self._work, self._name, self._ready = work, name, time.monotonic() + DELAY_SECONDS
+        self._work, self._link = work, link
+        self._name, self._ready = f"gather {link.num_gathers}", link.now + 40
 
     def wait(self, timeout=None):
-        EVENTS.append(f"wait for {self._name}")
-        time.sleep(max(0.0, self._ready - time.monotonic()))
+        self._link.events.append(f"wait for {self._name}")
+        self._link.waited += max(0, self._ready - self._link.now)
+        self._link.now = max(self._link.now, self._ready)
         return self._work.wait()
 
-    def is_completed(self):
-        return time.monotonic() > self._ready and self._work.is_completed()
 
-    def get_future(self):
-        return self._work.get_future()
+class Link:
+    """A clock in milliseconds that goes on while layers compute, and for who waits; and what happened."""
 
+    def begin(self):
+        self.now = self.waited = self.num_gathers = 0
+        self.events = []
 
-class SlowGroup(dist.ProcessGroup):
-    """A process group whose gathers are late."""
+    def install(self):
+        """Have the gathers of all process groups be late."""
+        gather = dist.ProcessGroup.all_gather_single
 
-    def __init__(self, store, rank, size, timeout):
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        def late(group, *args):
+            self.num_gathers += 1
+            self.events.append(f"gather {self.num_gathers}")
+            return Late(gather(group, *args), self)
 
-    def getBackendName(self):
-        return "slow"
+        dist.ProcessGroup.all_gather_single = late
 
-    def _allgather_base(self, output, given, options):
-        SLOW["gathers"] = number = SLOW["gathers"] + 1
-        EVENTS.append(f"gather {number}")
-        return Late(self._gloo._allgather_base(output, given, options), f"gather {number}")
-
-
-def _delegated(name):
-    def method(self, *args):
-        return getattr(self._gloo, name)(*args)
-
-    return method
+    def compute(self, what):
+        self.events.append(f"compute {what}")
+        self.now += 50
 
 
-for _name in (
-    *("allgather", "allreduce", "allreduce_coalesced", "barrier", "broadcast", "_reduce_scatter_base"),
-    *("allgather_into_tensor_coalesced", "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter"),
-    *("alltoall_base", "send", "recv"),
-):
-    setattr(SlowGroup, _name, _delegated(_name))
+LINK = Link()
 
 
 class Noted(torch.nn.Linear):
+    name = ""
+
     def forward(self, x):
-        EVENTS.append(f"compute {self.number}")
-        x.register_hook(lambda _: EVENTS.append(f"compute {self.number} backward"))
+        LINK.compute(self.name)
+        if x.requires_grad:
+            x.register_hook(lambda _: LINK.compute(f"{self.name} backward"))
         return super().forward(x)
 
 
 class Chain(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = torch.nn.Linear(16, 16)
+        self.first, self.last = Noted(16, 16), Noted(16, 16)
         self.blocks = torch.nn.ModuleList(Noted(16, 16) for _ in range(4))
+        for number, block in enumerate(self.blocks):
+            block.name = number
+        self.first.name, self.last.name = "first", "last"
 
     def forward(self, x):
         x = self.first(x)
-        for number, block in enumerate(self.blocks):
-            block.number = number
+        for block in self.blocks:
             x = block(x)
-        return x
+        return self.last(x)
 
 
 @scenario
 def ahead():
     plain, model = pair(Chain, {r".*weight": ("batch", None), r".*bias": ("batch",)})
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-    for each in (model, plain, model):
-        EVENTS.clear()
-        SLOW["gathers"] = 0
-        each.zero_grad()
-        each(x).square().mean().backward()
-    return {"events": EVENTS, "gradients": apart(plain, model, gradient)}
+    LINK.begin()
+    plain(x).square().mean().backward()
+    LINK.install()
+    for _ in range(2):  # the order is learned in the first
+        LINK.begin()
+        model.zero_grad()
+        model(x).square().mean().backward()
+    return {
+        "events": LINK.events,
+        "hidden": 1 - LINK.waited / (40 * LINK.num_gathers),
+        "gradients": apart(plain, model, gradient),
+    }
 
 
 def main():
@@ -542,9 +544,6 @@ def main():
     # What torchrun would set; the engine joins the group by itself.
     os.environ |= {"RANK": str(number), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     told = {}
-    if "ahead" in sys.argv:
-        dist.Backend.register_backend("slow", SlowGroup, devices=["cpu"])
-        dist.init_process_group("slow")
     for name, function in SCENARIOS.items():
         if len(sys.argv) > 5 and name not in sys.argv[5:]:
             continue

@@ -33,6 +33,7 @@ from layoutmap.engines.torch.private import (
     spec_of,
     storage_key,
     version_of,
+    will_be_reached,
 )
 
 
@@ -40,6 +41,7 @@ from layoutmap.engines.torch.private import (
 class _Order:
     """In what order the units of a model are called, as it was learned in the last call."""
 
+    outermost: Unit | None = None
     last: Unit | None = None
     ahead: set[Unit] = field(default_factory=set)
 
@@ -77,6 +79,7 @@ class Unit(torch.nn.Module):
         self._apply_to([each for _, each in parameters], mesh)
         self._torchs = FullySharded(self)
         if below is not None:
+            self._order.outermost = self
             self._torchs.begin()
 
     def _apply_to(self, parameters: Sequence[Any], mesh: Any) -> None:
@@ -127,9 +130,9 @@ class Unit(torch.nn.Module):
             if torch.is_grad_enabled() and not is_checkpoint(around):
                 call = _Call(self, [version_of(each) for each, _ in self._sharded], self._storages, around)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-                    yield self._torchs.gathered
+                    yield self._reachable()
             else:
-                yield self._torchs.gathered
+                yield self._reachable()
         finally:
             self._leave()
 
@@ -141,7 +144,8 @@ class Unit(torch.nn.Module):
         else:
             if not self._torchs.is_called and self._torchs.has_failed:
                 self._torchs.start_anew()
-            self._torchs.free()  # it was kept, and the parameters may have changed
+            if self._torchs.is_gathered:
+                self._torchs.free()  # it was kept, and the parameters may have changed
             self._learn()
         self._torchs.before_forward()
         if not self._storages:
@@ -154,6 +158,18 @@ class Unit(torch.nn.Module):
             for each in inputs if self._sharded else ():
                 if each.grad_fn is not None:
                     each.register_hook(self._done)
+
+    @plainly
+    def _reachable(self) -> list[Any]:
+        """The gathered parameters; a graph with them leads on to the sharded ones, to see who asks for these."""
+        gathered = self._torchs.gathered
+        trained = [number for number, each in enumerate(gathered) if each.requires_grad]
+        if trained and torch.is_grad_enabled():
+            first = gathered[trained[0]]
+            node = torch.autograd.graph.get_gradient_edge(first).node
+            sharded = [self._sharded[number][0] for number in trained]
+            gathered[trained[0]] = _Reachable.apply(node, first, *sharded)
+        return gathered
 
     def _learn(self) -> None:
         """Have the parameters of this unit gathered ahead, when the unit before it is called the next time."""
@@ -178,22 +194,22 @@ class Unit(torch.nn.Module):
             self._order.last = None
 
     @plainly
-    def begin_backward(self, versions: Sequence[int] | None = None) -> None:
-        """Gather the parameters in a backward pass, if they are not.
-
-        Args:
-            versions: How often each had been changed when the forward pass used it; `None`: that is not known.
-        """
+    def begin_backward(self) -> None:
+        """Gather the parameters in a backward pass, if they are not."""
         if self._torchs.is_in_backward:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND_DERIVATIVE)
-        for name, (each, _), version in zip(
-            self._names, self._sharded, versions or (), strict=versions is not None
-        ):
+        first = self._order.outermost
+        if first is not None and first is not self and first._torchs.is_gathered:
+            first.begin_backward()
+        self._torchs.before_backward()
+
+    def check_versions(self, versions: Sequence[int]) -> None:
+        """Raise if a parameter was changed in place since the forward pass used it."""
+        for name, (each, _), version in zip(self._names, self._sharded, versions, strict=True):
             if version_of(each) != version:
                 raise RuntimeError(changed_too_early(name, tuple(each.shape)))
-        self._torchs.before_backward()
 
     def _came(self, number: int, gradient: Any) -> Any:
         """What of a gradient is to be summed up, for each process."""
@@ -210,12 +226,28 @@ class Unit(torch.nn.Module):
             self._torchs.after_backward()
 
 
+class _Reachable(torch.autograd.Function):
+    """The same gathered parameter; refuses to go on to sharded ones, whose gradients `fully_shard` brings by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Any, gathered: Any, *sharded: Any) -> Any:
+        ctx.node, ctx.number = node, len(sharded)
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        if not will_be_reached(ctx.node):
+            raise RuntimeError(_BY_WEIGHTS)
+        return None, *upstream, *[None] * ctx.number
+
+
 class _Call:
     """What autograd keeps of one call: gathered values have to be there again when they are unpacked."""
 
     def __init__(self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: Any) -> None:
         self._unit = unit
         self._versions = versions
+        self._seen = -1  # the backward pass that has used it
         self._calls: dict[int, _Call] = {} if around is None else dict(around._calls)
         self._calls.update(dict.fromkeys(storages, self))
 
@@ -226,8 +258,14 @@ class _Call:
     def unpack(self, packed: Any) -> Any:
         if type(packed) is not _Kept:
             return packed
-        packed.call._unit.begin_backward(packed.call._versions)
+        packed.call._begin_backward()
         return packed.tensor
+
+    def _begin_backward(self) -> None:
+        if self._seen != backward_pass():
+            self._seen = backward_pass()
+            self._unit.check_versions(self._versions)
+        self._unit.begin_backward()
 
 
 @dataclass(slots=True, eq=False)
@@ -236,6 +274,12 @@ class _Kept:
     call: _Call
 
 
+_BY_WEIGHTS = format_message(
+    "gradients by some weights were asked for (torch.autograd.grad, or backward(inputs=...))",
+    {},
+    "torch's fully_shard has gradients only in the .grad of all weights, after loss.backward()",
+    'call loss.backward(), or open the scope with gather="own"',
+)
 _SECOND_DERIVATIVE = format_message(
     "gradients of gradients were asked for (create_graph=True)",
     {},

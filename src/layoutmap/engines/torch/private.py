@@ -3,7 +3,8 @@
 It is longer than other files because it is the one place of them all.
 
 torch.autograd.Variable                 _execution_engine: queue_callback
-torch._C                                _current_graph_task_id: the backward pass that runs now;
+torch._C                                _current_graph_task_id: the backward pass that runs now, and
+                                        _will_engine_execute_node: what it will come to;
                                         _get_dtensor_allow_implicit_replication and its setter
 torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode, enabled_local_tensor_mode: devices
                                         simulated in one process; _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the modes
@@ -16,9 +17,9 @@ torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_Str
                                         ShardOrderEntry: one axis that is sharded over several mesh dims, in any order
 torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
 torch.distributed.fsdp                  the state of a module that fully_shard was applied to: _lazy_init, _pre_forward,
-                                        _post_forward, _pre_backward, _root_post_backward_final_callback, _state_ctx;
-                                        of its group of parameters: _training_state, _all_gather_result, is_unsharded,
-                                        fsdp_params, wait_for_unshard, reshard, post_backward
+                                        _post_forward, _pre_backward, _root_post_backward_final_callback, _state_ctx,
+                                        _reset_iter_state; of its group of parameters: _training_state, _to_sharded,
+                                        _all_gather_result, is_unsharded, fsdp_params, wait_for_unshard, post_backward
 torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
 torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
@@ -101,6 +102,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "version_of",
+    "will_be_reached",
     "written_arguments",
 ]
 
@@ -367,6 +369,7 @@ try:
     from torch._C import _current_graph_task_id as backward_pass
     from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
     from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
+    from torch._C import _will_engine_execute_node as will_be_reached
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
     _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -462,6 +465,15 @@ def decomposed(op: Any, args: Any, kwargs: Any) -> Any:
 
 # -- weights that `fully_shard` gathers
 
+_OF_STATE = (
+    *("_lazy_init", "_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
+    *("_reset_iter_state", "_training_state", "_state_ctx"),
+)
+_OF_GROUP = (
+    *("fsdp_params", "is_unsharded", "wait_for_unshard", "post_backward", "_to_sharded"),
+    *("_training_state", "_all_gather_result"),
+)
+
 
 class FullySharded:
     """What `fully_shard` does with the weights of a module that it was applied to, without its hooks.
@@ -478,6 +490,10 @@ class FullySharded:
         self._states = TrainingState
         self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
         self._group: Any = next(iter(self._state._fsdp_param_groups), None)
+        missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
+        missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
+        if missing:
+            raise _moved(f"fully_shard: {', '.join(missing)}")
         self._state._root_post_backward_final_callback = plainly(
             self._state._root_post_backward_final_callback
         )
@@ -495,6 +511,11 @@ class FullySharded:
     def is_called(self) -> bool:
         """Whether a call of it, or of a module above it, is open."""
         return self._state._state_ctx.iter_forward_root is not None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gathered parameters have values."""
+        return self._group is not None and self._group.is_unsharded
 
     @property
     def is_in_backward(self) -> bool:
