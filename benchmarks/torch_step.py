@@ -7,7 +7,8 @@
 On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
 batch dim too; `layoutmap, replicated` replicates weights over the batch dim, which takes more
-memory and fewer collectives. The same decoder, seed, batches and AdamW; losses are compared with
+memory and fewer collectives, and `layoutmap, gather=own` gathers by this library's own code and
+not by `fully_shard`. The same decoder, seed, batches and AdamW; losses are compared with
 those of one process, to which every way must come within 1e-4.
 
 `layoutmap` takes DTensors and computes the loss on the mesh; `layoutmap, plain` takes and returns
@@ -15,13 +16,15 @@ plain tensors, in a training loop that knows no mesh: every process then has the
 
 "ms" is the median step of the slowest process, over all rounds; rounds are taken in turns, each in
 fresh processes. "cpu ms" is the CPU time of its process, which says more where processes share
-cores. Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
+cores. "peak MiB" is how far the memory of the largest process grows. Collectives of one step,
+forward, backward and optimizer, are counted by `CommDebugMode`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import time
@@ -35,9 +38,10 @@ PROCESSES = 4
 WARMUP = 3
 OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
+OWN_GATHERING = "layoutmap, gather=own"
 METHODS = {
     "model=4": (OWN, "layoutmap", "layoutmap, plain"),
-    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", REPLICATED),
+    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", OWN_GATHERING, REPLICATED),
 }
 
 
@@ -48,7 +52,9 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
 
     torch.set_num_threads(1)
     ways = {"layoutmap": by_layoutmap, "layoutmap, plain": by_layoutmap_plainly, REPLICATED: by_replicas}
+    ways[OWN_GATHERING] = by_own_gathering
     step = ways.get(method, by_torch)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     one_step, mean = step(mesh, size, F.cross_entropy)
     times, cpu, losses = [], [], []
     data = batches(size, WARMUP + steps)
@@ -59,13 +65,15 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
         times.append(time.perf_counter() - start)
         cpu.append(time.process_time() - own)
         losses.append(mean(loss))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     counted = collectives(lambda: one_step(*data[0]))
     found: list[Any] = [None] * PROCESSES
-    torch.distributed.all_gather_object(found, (times, cpu))
+    torch.distributed.all_gather_object(found, (times, cpu, peak))
     if torch.distributed.get_rank() == 0:
         slowest = [max(each) for each in zip(*(one[0] for one in found), strict=True)]
         own = [statistics.mean(each) for each in zip(*(one[1] for one in found), strict=True)]
         result = {"times": slowest[WARMUP:], "cpu": own[WARMUP:], "losses": losses, "collectives": counted}
+        result["peak"] = max(one[2] for one in found) / 1024
         print(json.dumps(result))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -132,11 +140,18 @@ def by_replicas(mesh: str, size: str, loss_of: Any) -> Any:
     return by_layoutmap(mesh, size, loss_of, shard_by_batch=False)
 
 
-def by_layoutmap(mesh: str, size: str, loss_of: Any, shard_by_batch: bool = True) -> Any:
+def by_own_gathering(mesh: str, size: str, loss_of: Any) -> Any:
+    """This library, which gathers weights by its own code."""
+    return by_layoutmap(mesh, size, loss_of, gather="own")
+
+
+def by_layoutmap(
+    mesh: str, size: str, loss_of: Any, shard_by_batch: bool = True, gather: Any = "fully_shard"
+) -> Any:
     """This library, from batches on the mesh to a loss on the mesh."""
     import layoutmap as lm
 
-    model, optimizer, layout_map, batch_dim = laid_out(mesh, size, shard_by_batch)
+    model, optimizer, layout_map, batch_dim = laid_out(mesh, size, shard_by_batch, gather)
     assert layout_map.mesh is not None
     rows = lm.Layout([batch_dim, None], layout_map.mesh)
 
@@ -169,7 +184,7 @@ def by_layoutmap_plainly(mesh: str, size: str, loss_of: Any) -> Any:
     return step, float
 
 
-def laid_out(mesh: str, size: str, shard_by_batch: bool) -> Any:
+def laid_out(mesh: str, size: str, shard_by_batch: bool, gather: Any = "fully_shard") -> Any:
     """The model in the layouts of its tensor parallel plan, and its optimizer.
 
     With `shard_by_batch`, every weight is sharded over the batch dim too, as by `fully_shard`: along the first axis
@@ -191,7 +206,7 @@ def laid_out(mesh: str, size: str, shard_by_batch: bool) -> Any:
         specs[axis] = batch_dim if specs[axis] is None else (specs[axis], batch_dim)
         del layout_map[rule]
         layout_map[rule] = tuple(specs)
-    with layout_map.scope(batch_dim=batch_dim):
+    with layout_map.scope(batch_dim=batch_dim, gather=gather):
         model = make_model(size)
     return model, torch.optim.AdamW(model.parameters(), 1e-3), layout_map, batch_dim
 
@@ -253,7 +268,9 @@ def main() -> None:
 def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected: list[float]) -> None:
     """Medians and ratios on one mesh."""
     print(f"\n{mesh}, {PROCESSES} processes, model {size}")
-    print("method                             ms  ratio  cpu ms  ratio  largest loss difference  collectives")
+    print(
+        "method                             ms  ratio  cpu ms  ratio  peak MiB  largest loss difference  collectives"
+    )
     medians: dict[str, tuple[float, float]] = {}
     for method, results in runs.items():
         ms = 1e3 * statistics.median(seconds for run in results for seconds in run["times"])
@@ -262,8 +279,10 @@ def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected
         first = next(iter(medians.values()))
         off = max(abs(a - b) for run in results for a, b in zip(run["losses"], expected, strict=True))
         counted = ", ".join(f"{n} {name}" for name, n in sorted(results[0]["collectives"].items()))
+        peak = statistics.median(run["peak"] for run in results)
         print(
-            f"{method:<32} {ms:>5.0f} {ms / first[0]:>6.2f} {cpu:>7.0f} {cpu / first[1]:>6.2f} {off:>24.1e}  {counted}"
+            f"{method:<32} {ms:>5.0f} {ms / first[0]:>6.2f} {cpu:>7.0f} {cpu / first[1]:>6.2f} {peak:>9.0f} "
+            f"{off:>24.1e}  {counted}"
         )
         if off > 1e-4:
             print(f"WARNING: {method} gave other losses than one process")

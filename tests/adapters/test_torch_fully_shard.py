@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 from engines import several_processes
+
+import layoutmap as lm
 
 PROCESSES = ("torch",)
 
@@ -15,6 +18,7 @@ FEW = ("a_batch_that_does_not_divide", "steps", "what_the_plan_says", "ahead")
 MANY = (
     *("accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "state_dicts"),
     *("changes_between_the_passes", "after_a_failure", "what_fully_shard_cannot", "copies_and_conversions"),
+    "other_meshes",
 )
 
 
@@ -64,7 +68,9 @@ def test_steps_are_those_of_one_device(few):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside"])
+@pytest.mark.parametrize(
+    "name", ["accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "other_meshes"]
+)
 def test_gradients_are_those_of_one_device(many, name):
     """So they are for every way in which a loss can depend on the weights."""
     assert is_near(many[name]), many[name]
@@ -151,3 +157,17 @@ def test_the_next_block_is_gathered_while_one_computes(few):
         "of the time that gathers take, by a clock that counts 50 ms for a layer"
     )
     assert is_near(few["ahead"]["gradients"])
+
+
+def test_another_way_to_gather():
+    """It is refused, with those there are."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2"))
+
+    with pytest.raises(lm.ScopeError) as caught:
+        layout_map.build(lambda: torch.nn.Linear(2, 2), library="torch", gather="never")
+    assert str(caught.value).splitlines() == [
+        "gather='never': there is no such way to gather weights",
+        "  ways  'fully_shard', 'own'",
+        "  why   it says how weights that are sharded over batch_dim are gathered, on torch",
+        '  fix   leave gather out, or gather="own"',
+    ]

@@ -1,6 +1,7 @@
 """One of four processes in which torch's fully_shard gathers weights; run by test_torch_fully_shard.py."""
 
 import copy
+import functools
 import io
 import json
 import os
@@ -48,12 +49,12 @@ def plain_of(tensor):
     return torch.from_numpy(get_engine("torch").to_numpy(tensor))
 
 
-def pair(make=Transformer, rules=RULES, **options):
+def pair(make=Transformer, rules=RULES, mesh=MESH, **options):
     """A plain model, and the same model laid out."""
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
-    layout_map = lm.LayoutMap(lm.create_mesh(MESH), rules)
+    layout_map = lm.LayoutMap(lm.create_mesh(mesh), rules)
     with layout_map.scope(batch_dim="batch", **options) as scope:
         model = make()
     model.plan = scope.plan
@@ -99,7 +100,7 @@ def a_batch_that_does_not_divide():
 
 @scenario
 def steps():
-    plain, model = pair()
+    plain, model = pair(functools.partial(Transformer, size=16, heads=4, depth=1))
     both = optimizers_of(plain, model)
     norms = []
     for step in range(24):
@@ -320,8 +321,9 @@ def changes_between_the_passes():
         model.blocks[1].up.weight.mul_(2)
     said = refusal(loss.backward)
     plain, model = pair()
-    with torch.no_grad():
+    with torch.inference_mode():
         model(TOKENS)
+    with torch.no_grad():
         token_loss(model(TOKENS[:7]), TARGETS[:7])
     model(TOKENS)  # never followed by a backward pass
     with torch.no_grad():
@@ -387,6 +389,20 @@ def what_fully_shard_cannot():
             each.zero_grad()
             each(x).square().mean().backward()
         found[f"{gather}: after"] = apart(plain, model, gradient)
+    return found
+
+
+@scenario
+def other_meshes():
+    """The batch's dim is the last, the only one, and one of size 1; a rule has it outside of another dim."""
+    found = {}
+    rules = {r".*\.key\.weight": (("batch", "model"), None)} | RULES
+    by_batch = {r"mask|scale": (None,), r".*norm\d?\.\w+|.*bias": ("batch",), ".*": ("batch", None)}
+    tries = {"model=2,batch=2": rules, "batch=4": by_batch, "batch=1,model=4": rules}
+    for mesh, each in tries.items():
+        plain, model = pair(rules=each, mesh=mesh)
+        passes(plain, model)
+        found[mesh] = apart(plain, model, gradient)
     return found
 
 

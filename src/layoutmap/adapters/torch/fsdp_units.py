@@ -4,6 +4,8 @@ That is what FSDP does. They are gathered when the layer is called and freed aft
 pass; gradients go the same way back, summed up and sharded. The layers of one block, an element of a list of equal
 modules, are gathered together, so that it takes one collective and not one for each weight. What is outside of the
 blocks, as embeddings are, is gathered when the model is called, and stays until the backward pass has used it.
+
+In several processes torch's `fully_shard` does it, where it can; else `engines.torch.fsdp`.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def weights_to_gather(
     blocks = {id(block) for _, block in modules if block is not None}
     if outside and blocks:
         made[id(root)] = Gathering(outside, is_kept=True)
-    if made and home.gathering != "own" and not simulation.is_simulated():
+    if made and home.gathering == "fully_shard" and not simulation.is_simulated():
         outermost = made.setdefault(id(root), Gathering([], is_kept=True))
         below = [
             each for key, each in made.items() if each is not outermost and (key in blocks or not blocks)
@@ -115,7 +117,7 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeCo
     users = Counter(key for each in (outermost, *below) for key in {id(_held(w)) for w in each.weights})
     reasons: dict[str, list[str]] = {}
 
-    def unit(gathering: Gathering, below: Sequence[Unit] | None = None) -> Unit:
+    def unit(gathering: Gathering, below: Sequence[Unit] | None = None) -> Unit | None:
         weights: dict[int, tuple[Any, list[Weight]]] = {}
         for weight in gathering.weights:
             weights.setdefault(id(_held(weight)), (_held(weight), []))[1].append(weight)
@@ -134,13 +136,13 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeCo
             else:
                 chosen.append((tensor, places))
         gathering.places = [[weight.place for weight in places] for _, places in chosen]
-        if chosen or below is not None:
+        if chosen or below:
             gathering.unit = Unit([(_name(ws[0]), tensor) for tensor, ws in chosen], mesh, mesh_dim, below)
         return gathering.unit
 
     unit(outermost, [made for each in below if (made := unit(each)) is not None])
-    num = sum(len(each.places) for each in (outermost, *below))
-    home.note(batch_dim, f"{num} weights are gathered over {batch_dim!r} by torch's fully_shard")
+    if num := sum(len(each.places) for each in (outermost, *below)):
+        home.note(batch_dim, f"{num} weights are gathered over {batch_dim!r} by torch's fully_shard")
     for reason, paths in reasons.items():
         home.note(reason, f"gathered by layoutmap, nothing ahead of time, as {reason}: {listed(paths)}")
 
