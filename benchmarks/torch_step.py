@@ -16,15 +16,13 @@ plain tensors, in a training loop that knows no mesh: every process then has the
 
 "ms" is the median step of the slowest process, over all rounds; rounds are taken in turns, each in
 fresh processes. "cpu ms" is the CPU time of its process, which says more where processes share
-cores. "peak MiB" is how far the memory of the largest process grows. Collectives of one step,
-forward, backward and optimizer, are counted by `CommDebugMode`.
+cores. Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import sys
 import time
@@ -54,7 +52,6 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
     ways = {"layoutmap": by_layoutmap, "layoutmap, plain": by_layoutmap_plainly, REPLICATED: by_replicas}
     ways[OWN_GATHERING] = by_own_gathering
     step = ways.get(method, by_torch)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     one_step, mean = step(mesh, size, F.cross_entropy)
     times, cpu, losses = [], [], []
     data = batches(size, WARMUP + steps)
@@ -65,15 +62,13 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
         times.append(time.perf_counter() - start)
         cpu.append(time.process_time() - own)
         losses.append(mean(loss))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     counted = collectives(lambda: one_step(*data[0]))
     found: list[Any] = [None] * PROCESSES
-    torch.distributed.all_gather_object(found, (times, cpu, peak))
+    torch.distributed.all_gather_object(found, (times, cpu))
     if torch.distributed.get_rank() == 0:
         slowest = [max(each) for each in zip(*(one[0] for one in found), strict=True)]
         own = [statistics.mean(each) for each in zip(*(one[1] for one in found), strict=True)]
         result = {"times": slowest[WARMUP:], "cpu": own[WARMUP:], "losses": losses, "collectives": counted}
-        result["peak"] = max(one[2] for one in found) / 1024
         print(json.dumps(result))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -268,9 +263,7 @@ def main() -> None:
 def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected: list[float]) -> None:
     """Medians and ratios on one mesh."""
     print(f"\n{mesh}, {PROCESSES} processes, model {size}")
-    print(
-        "method                             ms  ratio  cpu ms  ratio  peak MiB  largest loss difference  collectives"
-    )
+    print("method                             ms  ratio  cpu ms  ratio  largest loss difference  collectives")
     medians: dict[str, tuple[float, float]] = {}
     for method, results in runs.items():
         ms = 1e3 * statistics.median(seconds for run in results for seconds in run["times"])
@@ -279,10 +272,8 @@ def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected
         first = next(iter(medians.values()))
         off = max(abs(a - b) for run in results for a, b in zip(run["losses"], expected, strict=True))
         counted = ", ".join(f"{n} {name}" for name, n in sorted(results[0]["collectives"].items()))
-        peak = statistics.median(run["peak"] for run in results)
         print(
-            f"{method:<32} {ms:>5.0f} {ms / first[0]:>6.2f} {cpu:>7.0f} {cpu / first[1]:>6.2f} {peak:>9.0f} "
-            f"{off:>24.1e}  {counted}"
+            f"{method:<32} {ms:>5.0f} {ms / first[0]:>6.2f} {cpu:>7.0f} {cpu / first[1]:>6.2f} {off:>24.1e}  {counted}"
         )
         if off > 1e-4:
             print(f"WARNING: {method} gave other losses than one process")

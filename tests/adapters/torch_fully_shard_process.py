@@ -397,7 +397,12 @@ def other_meshes():
     """The batch's dim is the last, the only one, and one of size 1; a rule has it outside of another dim."""
     found = {}
     rules = {r".*\.key\.weight": (("batch", "model"), None)} | RULES
-    by_batch = {r"mask|scale": (None,), r".*norm\d?\.\w+|.*bias": ("batch",), ".*": ("batch", None)}
+    by_batch = {
+        "mask": (None, None),
+        "scale": (None,),
+        r".*norm\d?\.\w+|.*bias": ("batch",),
+        ".*": ("batch", None),
+    }
     tries = {"model=2,batch=2": rules, "batch=4": by_batch, "batch=1,model=4": rules}
     for mesh, each in tries.items():
         plain, model = pair(rules=each, mesh=mesh)

@@ -43,6 +43,7 @@ class _Order:
 
     outermost: Unit | None = None
     last: Unit | None = None
+    following: dict[Unit, Unit] = field(default_factory=dict)
     ahead: set[Unit] = field(default_factory=set)
 
 
@@ -68,19 +69,18 @@ class Unit(torch.nn.Module):
         self._sharded = [(each, local_of(each)) for _, each in parameters]
         self._mesh_dim = mesh_dim
         self._is_kept = below is not None
-        self._order = _Order()
-        self._next: Unit | None = None
+        self.order = _Order()
         self._storages: frozenset[int] = frozenset()
         self._watched: set[int] = set()
         self._below = list(below or ())
         for number, unit in enumerate(self._below):
             self.add_module(f"unit {number}", unit)
-            unit._order = self._order
+            unit.order = self.order
         self._apply_to([each for _, each in parameters], mesh)
-        self._torchs = FullySharded(self)
+        self.state = FullySharded(self, is_asynchronous=mesh.device_type == "cpu")  # a GPU has streams for it
         if below is not None:
-            self._order.outermost = self
-            self._torchs.begin()
+            self.order.outermost = self
+            self.state.begin()
 
     def _apply_to(self, parameters: Sequence[Any], mesh: Any) -> None:
         # Late: it takes a tenth of a second to load.
@@ -102,7 +102,6 @@ class Unit(torch.nn.Module):
             self._parameters[f"weight {number}"] = each
         made.set_gradient_divide_factor(1.0)  # what waits to be summed up is no mean
         made.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        made._set_unshard_async_op(mesh.device_type == "cpu")  # a GPU has streams for it
 
     def is_up_to_date(self, held: Sequence[Any]) -> bool:
         """Whether this can be used: modules hold what was given, and nobody else sees gradients, or keeps tensors."""
@@ -139,19 +138,19 @@ class Unit(torch.nn.Module):
     @plainly
     def _enter(self, inputs: Sequence[torch.Tensor]) -> None:
         if backward_pass() >= 0:  # a checkpoint computes once more
-            if not self._torchs.is_in_backward:
-                self._torchs.before_backward()
+            if not self.state.is_in_backward:
+                self.state.before_backward()
         else:
-            if not self._torchs.is_called and self._torchs.has_failed:
-                self._torchs.start_anew()
-            if self._torchs.is_gathered:
-                self._torchs.free()  # it was kept, and the parameters may have changed
+            if not self.state.is_called and self.state.has_failed:
+                self.state.start_anew()
+            if self.state.is_gathered:
+                self.state.free()  # it was kept, and the parameters may have changed
             self._learn()
-        self._torchs.before_forward()
+        self.state.before_forward()
         if not self._storages:
-            self._storages = frozenset(storage_key(local_of(each)) for each in self._torchs.gathered)
+            self._storages = frozenset(storage_key(local_of(each)) for each in self.state.gathered)
         if torch.is_grad_enabled():
-            for number, each in enumerate(self._torchs.gathered):
+            for number, each in enumerate(self.state.gathered):
                 if each.requires_grad and number not in self._watched:
                     self._watched.add(number)
                     each.register_hook(plainly(partial(self._came, number)))
@@ -162,7 +161,7 @@ class Unit(torch.nn.Module):
     @plainly
     def _reachable(self) -> list[Any]:
         """The gathered parameters; a graph with them leads on to the sharded ones, to see who asks for these."""
-        gathered = self._torchs.gathered
+        gathered = self.state.gathered
         trained = [number for number, each in enumerate(gathered) if each.requires_grad]
         if trained and torch.is_grad_enabled():
             first = gathered[trained[0]]
@@ -173,37 +172,39 @@ class Unit(torch.nn.Module):
 
     def _learn(self) -> None:
         """Have the parameters of this unit gathered ahead, when the unit before it is called the next time."""
-        before, self._order.last = self._order.last, self
-        if before is not None and before._next is not self:
-            before._next = self
+        before, self.order.last = self.order.last, self
+        if before is not None and self.order.following.get(before) is not self:
+            self.order.following[before] = self
             this: Any = before
             this.set_modules_to_forward_prefetch([self])
-        self._order.ahead.discard(self)
-        if self._next is not None:
-            self._order.ahead.add(self._next)
+        self.order.ahead.discard(self)
+        if self in self.order.following:
+            self.order.ahead.add(self.order.following[self])
 
     @plainly
     def _leave(self) -> None:
-        self._torchs.after_forward()
+        self.state.after_forward()
         if self._is_kept and not torch.is_grad_enabled():
-            self._torchs.free()
-        if backward_pass() < 0 and not self._torchs.is_called:
-            for unit in self._order.ahead:  # that was not called this time
-                unit._torchs.free()
-            self._order.ahead.clear()
-            self._order.last = None
+            self.state.free()
+        if backward_pass() < 0 and not self.state.is_called:
+            for unit in self.order.ahead:  # that was not called this time
+                unit.state.free()
+            self.order.ahead.clear()
+            self.order.last = None
+            if not torch.is_grad_enabled():
+                self.state.forget_order()
 
     @plainly
     def begin_backward(self) -> None:
         """Gather the parameters in a backward pass, if they are not."""
-        if self._torchs.is_in_backward:
+        if self.state.is_in_backward:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND_DERIVATIVE)
-        first = self._order.outermost
-        if first is not None and first is not self and first._torchs.is_gathered:
+        first = self.order.outermost
+        if first is not None and first is not self and first.state.is_gathered:
             first.begin_backward()
-        self._torchs.before_backward()
+        self.state.before_backward()
 
     def check_versions(self, versions: Sequence[int]) -> None:
         """Raise if a parameter was changed in place since the forward pass used it."""
@@ -217,13 +218,13 @@ class Unit(torch.nn.Module):
         sharded = self._sharded[number][0]
         if sharded.grad is not None and sharded.grad.placements != sharded.placements:
             sharded.grad = sharded.grad.redistribute(sharded.device_mesh, sharded.placements)
-        return as_sum(gradient, spec_of(self._torchs.gathered[number]), self._mesh_dim)
+        return as_sum(gradient, spec_of(self.state.gathered[number]), self._mesh_dim)
 
     @plainly
     def _done(self, _: Any) -> None:
         """The backward pass has come to what the unit was called with, and so is done with it."""
-        if self._torchs.is_in_backward:
-            self._torchs.after_backward()
+        if self.state.is_in_backward:
+            self.state.after_backward()
 
 
 class _Reachable(torch.autograd.Function):
@@ -248,20 +249,20 @@ class _Call:
         self._unit = unit
         self._versions = versions
         self._seen = -1  # the backward pass that has used it
-        self._calls: dict[int, _Call] = {} if around is None else dict(around._calls)
-        self._calls.update(dict.fromkeys(storages, self))
+        self.calls: dict[int, _Call] = {} if around is None else dict(around.calls)
+        self.calls.update(dict.fromkeys(storages, self))
 
     def pack(self, tensor: Any) -> Any:
-        call = self._calls.get(storage_key(local_of(tensor))) if isinstance(tensor, DTensor) else None
+        call = self.calls.get(storage_key(local_of(tensor))) if isinstance(tensor, DTensor) else None
         return tensor if call is None else _Kept(tensor, call)
 
     def unpack(self, packed: Any) -> Any:
         if type(packed) is not _Kept:
             return packed
-        packed.call._begin_backward()
+        packed.call.begin_backward()
         return packed.tensor
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         if self._seen != backward_pass():
             self._seen = backward_pass()
             self._unit.check_versions(self._versions)

@@ -18,8 +18,9 @@ torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_Str
 torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
 torch.distributed.fsdp                  the state of a module that fully_shard was applied to: _lazy_init, _pre_forward,
                                         _post_forward, _pre_backward, _root_post_backward_final_callback, _state_ctx,
-                                        _reset_iter_state; of its group of parameters: _training_state, _to_sharded,
-                                        _all_gather_result, is_unsharded, fsdp_params, wait_for_unshard, post_backward
+                                        _comm_ctx, _reset_iter_state; of its group of parameters: _training_state,
+                                        _all_gather_result, _to_sharded, _post_forward_indices, is_unsharded,
+                                        fsdp_params, wait_for_unshard, post_backward; of a parameter: _unsharded_param
 torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
 torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
@@ -467,11 +468,11 @@ def decomposed(op: Any, args: Any, kwargs: Any) -> Any:
 
 _OF_STATE = (
     *("_lazy_init", "_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
-    *("_reset_iter_state", "_training_state", "_state_ctx"),
+    *("_reset_iter_state", "_training_state", "_state_ctx", "_comm_ctx"),
 )
 _OF_GROUP = (
     *("fsdp_params", "is_unsharded", "wait_for_unshard", "post_backward", "_to_sharded"),
-    *("_training_state", "_all_gather_result"),
+    *("_training_state", "_all_gather_result", "_post_forward_indices"),
 )
 
 
@@ -480,9 +481,10 @@ class FullySharded:
 
     Args:
         module: The module.
+        is_asynchronous: Whether gathers are waited for when they are needed.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, is_asynchronous: bool) -> None:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -490,6 +492,8 @@ class FullySharded:
         self._states = TrainingState
         self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
         self._group: Any = next(iter(self._state._fsdp_param_groups), None)
+        if self._group is not None:
+            self._group.unshard_async_op = is_asynchronous
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:
@@ -553,6 +557,13 @@ class FullySharded:
         ):
             self._group.wait_for_unshard()
             self._group._to_sharded()
+
+    def forget_order(self) -> None:
+        """Forget in what order modules were called: no backward pass follows, which would."""
+        for state in self._state._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group._post_forward_indices.clear()
+        self._state._comm_ctx.post_forward_order.clear()
 
     def before_backward(self) -> None:
         """Gather the parameters; to be called in a backward pass, at whose end gradients are reduced at the latest."""
