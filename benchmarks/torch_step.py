@@ -7,7 +7,8 @@
 On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
 batch dim too; `layoutmap, replicated` replicates weights over the batch dim, which takes more
-memory and fewer collectives. The same decoder, seed, batches and AdamW; losses are compared with
+memory and fewer collectives, and `layoutmap, gather=own` gathers by this library's own code and
+not by `fully_shard`. The same decoder, seed, batches and AdamW; losses are compared with
 those of one process, to which every way must come within 1e-4.
 
 `layoutmap` takes DTensors and computes the loss on the mesh; `layoutmap, plain` takes and returns
@@ -35,9 +36,10 @@ PROCESSES = 4
 WARMUP = 3
 OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
+OWN_GATHERING = "layoutmap, gather=own"
 METHODS = {
     "model=4": (OWN, "layoutmap", "layoutmap, plain"),
-    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", REPLICATED),
+    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", OWN_GATHERING, REPLICATED),
 }
 
 
@@ -48,6 +50,7 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
 
     torch.set_num_threads(1)
     ways = {"layoutmap": by_layoutmap, "layoutmap, plain": by_layoutmap_plainly, REPLICATED: by_replicas}
+    ways[OWN_GATHERING] = by_own_gathering
     step = ways.get(method, by_torch)
     one_step, mean = step(mesh, size, F.cross_entropy)
     times, cpu, losses = [], [], []
@@ -132,11 +135,18 @@ def by_replicas(mesh: str, size: str, loss_of: Any) -> Any:
     return by_layoutmap(mesh, size, loss_of, shard_by_batch=False)
 
 
-def by_layoutmap(mesh: str, size: str, loss_of: Any, shard_by_batch: bool = True) -> Any:
+def by_own_gathering(mesh: str, size: str, loss_of: Any) -> Any:
+    """This library, which gathers weights by its own code."""
+    return by_layoutmap(mesh, size, loss_of, gather="own")
+
+
+def by_layoutmap(
+    mesh: str, size: str, loss_of: Any, shard_by_batch: bool = True, gather: Any = "fully_shard"
+) -> Any:
     """This library, from batches on the mesh to a loss on the mesh."""
     import layoutmap as lm
 
-    model, optimizer, layout_map, batch_dim = laid_out(mesh, size, shard_by_batch)
+    model, optimizer, layout_map, batch_dim = laid_out(mesh, size, shard_by_batch, gather)
     assert layout_map.mesh is not None
     rows = lm.Layout([batch_dim, None], layout_map.mesh)
 
@@ -169,7 +179,7 @@ def by_layoutmap_plainly(mesh: str, size: str, loss_of: Any) -> Any:
     return step, float
 
 
-def laid_out(mesh: str, size: str, shard_by_batch: bool) -> Any:
+def laid_out(mesh: str, size: str, shard_by_batch: bool, gather: Any = "fully_shard") -> Any:
     """The model in the layouts of its tensor parallel plan, and its optimizer.
 
     With `shard_by_batch`, every weight is sharded over the batch dim too, as by `fully_shard`: along the first axis
@@ -191,7 +201,7 @@ def laid_out(mesh: str, size: str, shard_by_batch: bool) -> Any:
         specs[axis] = batch_dim if specs[axis] is None else (specs[axis], batch_dim)
         del layout_map[rule]
         layout_map[rule] = tuple(specs)
-    with layout_map.scope(batch_dim=batch_dim):
+    with layout_map.scope(batch_dim=batch_dim, gather=gather):
         model = make_model(size)
     return model, torch.optim.AdamW(model.parameters(), 1e-3), layout_map, batch_dim
 

@@ -33,6 +33,9 @@ class ScopeContext(Protocol):
     draws: str
     """How initial values are computed: `"exact"`, or one of the adapter's `other_inits`."""
 
+    gathering: str
+    """How weights that the batch's dim shards are gathered: `"fully_shard"`, where torch's can, or `"own"`."""
+
     policy: LayoutPolicy
     """The layouts of batches, of weights in a computation and of what layers return."""
 
@@ -60,6 +63,10 @@ class ScopeContext(Protocol):
             layers: The paths of all layers, so that rules for activations of none of them are found.
             free_activations: Whether a compiler chooses the layouts of activations without a rule.
         """
+        ...
+
+    def note(self, subject: str, what: str) -> None:
+        """Add a note to the plan, of what was found when the variables were materialized."""
         ...
 
     def assign_one(self, variable: VariableSpec) -> Assignment:

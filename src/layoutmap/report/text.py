@@ -69,7 +69,7 @@ def plan_text(plan: PlanTable) -> str:
     taken = [
         f"note: {escaped('; '.join(filter(None, (p.what, p.fix))))}"
         for p in group_problems(plan.problems)
-        if p.severity == "note" and p.kind in ("uneven", "unused dim")
+        if p.severity == "note" and p.kind in ("uneven", "unused dim", "gathering")
     ]
     return "\n".join([*lines, *([""] if taken else []), *taken])
 

@@ -46,6 +46,7 @@ class Scope:
         progress: bool | None = None,
         draws: str = "exact",
         check_batches: bool = True,
+        gather: str = "fully_shard",
     ):
         self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
         self.strict = strict
@@ -57,6 +58,7 @@ class Scope:
         self._engine = engine
         self.draws = draws
         self.check_batches = check_batches
+        self.gathering = gather
         self._progress = progress
         self._warned: set[str] = set()
         self.layers: Sequence[str] | None = None
@@ -108,6 +110,10 @@ class Scope:
             if complete:
                 self._warn()
         return self.plan.assignments
+
+    def note(self, subject: str, what: str) -> None:
+        """Add a note to the plan, of what was found when the variables were materialized."""
+        self.plan = self.plan.with_problem(Problem("gathering", "note", subject, what))
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
         """A layout for one variable that is needed before all are known: its rule's where that fits."""

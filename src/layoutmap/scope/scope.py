@@ -20,6 +20,8 @@ from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
 
+_GATHER = ("fully_shard", "own")
+
 
 @contextmanager
 def scope(
@@ -31,6 +33,7 @@ def scope(
     progress: bool | None = None,
     draws: Literal["exact", "tiles"] = "exact",
     check_batches: bool = True,
+    gather: Literal["fully_shard", "own"] = "fully_shard",
 ) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
@@ -57,6 +60,10 @@ def scope(
         check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
             them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
             checksum of the batch (a second for each GB) and a few bytes between the processes.
+        gather: How several processes of torch gather weights that are sharded over `batch_dim`, while their block
+            computes. `"fully_shard"`: by torch's function of that name, which gathers the next block's ahead, where it
+            can; `scope.plan` says which weights it cannot. `"own"`: by this library, which allows
+            `torch.autograd.grad` by weights and gradients of gradients.
 
     Yields:
         The scope; `scope.plan` is what was planned.
@@ -81,7 +88,7 @@ def scope(
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options["check_batches"] = check_batches
+    options |= {"check_batches": check_batches, "gather": gather}
     check_layout_map(layout_map, "scope")
     opened = _open(layout_map, _adapter(library), **options)
     with opened.session.defer(), others_refused(opened.adapter):
@@ -112,6 +119,7 @@ def build(
     progress: bool | None = None,
     draws: Literal["exact", "tiles"] = "exact",
     check_batches: bool = True,
+    gather: Literal["fully_shard", "own"] = "fully_shard",
 ) -> Any:
     """Build one model in a scope.
 
@@ -127,6 +135,7 @@ def build(
         progress: See `scope`.
         draws: See `scope`.
         check_batches: See `scope`.
+        gather: See `scope`.
 
     Returns:
         The model, its variables in their layouts.
@@ -143,7 +152,7 @@ def build(
         True
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options["check_batches"] = check_batches
+    options |= {"check_batches": check_batches, "gather": gather}
     check_maker(make_model, layout_map, "build")
     opened = _open(layout_map, _adapter(library), **options)
     return _make(opened, make_model, inputs)
@@ -221,6 +230,7 @@ def apply(
     batch_dim: str | None = None,
     progress: bool | None = None,
     check_batches: bool = True,
+    gather: Literal["fully_shard", "own"] = "fully_shard",
 ) -> Any:
     """Lay out a model that exists: the same plan, with the values that it has.
 
@@ -231,6 +241,7 @@ def apply(
         batch_dim: See `scope`.
         progress: See `scope`.
         check_batches: See `scope`.
+        gather: See `scope`.
 
     Returns:
         The model.
@@ -248,8 +259,8 @@ def apply(
     check_model(model, layout_map)
     adapter = adapter_of_model(model)
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress}
-    opened = _open(layout_map, adapter, check_batches=check_batches, **options)
-    return opened.session.take(model)
+    options |= {"check_batches": check_batches, "gather": gather}
+    return _open(layout_map, adapter, **options).session.take(model)
 
 
 def _adapter(library: str | None) -> Adapter:
@@ -280,6 +291,13 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
             facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_inits)))},
             why='"exact" gives the values of the plain model; a library may offer others, for very large models',
             fix='leave draws out, or draws="exact"',
+        )
+    if opened.gathering not in _GATHER:
+        raise ScopeError(
+            f"gather={opened.gathering!r}: there is no such way to gather weights",
+            facts={"ways": ", ".join(map(repr, _GATHER))},
+            why="it says how weights that are sharded over batch_dim are gathered, on torch",
+            fix='leave gather out, or gather="own"',
         )
     if (dim := opened.policy.batch_dim) is not None and dim not in opened.mesh:
         raise ScopeError(

@@ -113,7 +113,7 @@ class Forward:
         module = self._the_module()
         forward = self._before or _plain_forward(module)
         if self.gather is not None:
-            with gathered(self.gather, self.home):
+            with gathered(self.gather, self.home, tensors_in((args, kwargs))):
                 result = forward(*args, **kwargs)
         else:
             result = forward(*args, **kwargs)

@@ -6,6 +6,7 @@ simulation      several devices in one process
 deferred_init   how tensors get their values: recorded without making them, and made again in parts, bit for bit
 dtensor_ops     what DTensor computes wrongly or not at all, computed right
 fsdp            weights sharded over the batch's dim, gathered for a forward pass; `fsdp_saved` for the backward pass
+fully_shard     the same by torch's own fully_shard, ahead of time
 gradients       gradients summed up over the mesh once, at the end of a backward pass
 malloc          freed memory, given back to the system while a model is created
 """

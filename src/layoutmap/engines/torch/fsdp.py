@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from layoutmap.core.errors import format_message
 from layoutmap.engines.torch.private import DTensorSpec, dtensor, local_of, spec_of
 
 
@@ -63,7 +64,7 @@ class _GatherOver(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> Any:
         given = [
-            (place, place.partial(gradient))
+            (place, as_sum(gradient, place.spec, ctx.mesh_dim))
             for place, gradient in zip(ctx.tensors, upstream, strict=True)
             if gradient is not None
         ]
@@ -96,14 +97,6 @@ class _Place:
         local = apart.movedim(0, self.axis).reshape(joined).contiguous()
         return dtensor(local, _changed(self.spec, self.mesh_dim, Replicate(), local.dtype))
 
-    def partial(self, gradient: Any) -> Any:
-        """A gradient as numbers that are still to be summed up over the mesh dim, laid out else as the tensor."""
-        is_sum = gradient.placements[self.mesh_dim].is_partial()
-        wanted = _changed(self.spec, self.mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
-        if gradient.placements != wanted.placements:
-            gradient = gradient.redistribute(wanted.mesh, wanted.placements)
-        return gradient if is_sum else gradient / self.number
-
     def taken_apart(self, gradient: Any) -> torch.Tensor:
         """One row of numbers for each device along the mesh dim."""
         before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
@@ -115,6 +108,31 @@ class _Place:
         mine = self.spec.placements[self.mesh_dim]
         spec = _changed(self.spec, self.mesh_dim, mine, numbers.dtype)
         return dtensor(numbers.reshape(self.local_shape), spec)
+
+
+def as_sum(gradient: Any, spec: Any, mesh_dim: int) -> Any:
+    """A gradient as numbers that are still to be summed up over a mesh dim, laid out else as the tensor is.
+
+    One that has been summed up, as that of a batch which does not divide, is shared out evenly.
+    """
+    is_sum = gradient.placements[mesh_dim].is_partial("sum")
+    wanted = _changed(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
+    if gradient.placements != wanted.placements:
+        gradient = gradient.redistribute(wanted.mesh, wanted.placements)
+    if is_sum:
+        return gradient
+    part = local_of(gradient) / wanted.mesh.size(mesh_dim)
+    return dtensor(part, _changed(spec, mesh_dim, Partial(), part.dtype))
+
+
+def changed_too_early(name: str, shape: tuple[int, ...]) -> str:
+    """What an error says about a parameter that was changed between the two passes."""
+    return format_message(
+        f"{name} was changed in place before the backward pass",
+        {"shape": shape},
+        "it is sharded over the batch's dim, and the backward pass would gather its new values",
+        "call backward() first, and change weights (as optimizer.step() does) after it",
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,7 +3,8 @@
 It is longer than other files because it is the one place of them all.
 
 torch.autograd.Variable                 _execution_engine: queue_callback
-torch._C                                _current_graph_task_id: the backward pass that runs now;
+torch._C                                _current_graph_task_id: the backward pass that runs now, and
+                                        _will_engine_execute_node: what it will come to;
                                         _get_dtensor_allow_implicit_replication and its setter
 torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode, enabled_local_tensor_mode: devices
                                         simulated in one process; _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the modes
@@ -15,6 +16,11 @@ torch.distributed.tensor._op_schema     OutputSharding: what it does about one
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse;
                                         ShardOrderEntry: one axis that is sharded over several mesh dims, in any order
 torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
+torch.distributed.fsdp                  the state of a module that fully_shard was applied to: _lazy_init, _pre_forward,
+                                        _post_forward, _pre_backward, _root_post_backward_final_callback, _state_ctx,
+                                        _comm_ctx, _reset_iter_state; of its group of parameters: _training_state,
+                                        _all_gather_result, _to_sharded, _post_forward_indices, is_unsharded,
+                                        fsdp_params, wait_for_unshard, post_backward; of a parameter: _unsharded_param
 torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
 torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
@@ -304,6 +310,7 @@ try:
     from torch._C import _current_graph_task_id as backward_pass
     from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
     from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
+    from torch._C import _will_engine_execute_node as will_be_reached
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
     _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -397,6 +404,117 @@ def decomposed(op: Any, args: Any, kwargs: Any) -> Any:
     return op.decompose(*args, **kwargs)
 
 
+# -- weights that `fully_shard` gathers
+
+_OF_STATE = (
+    *("_lazy_init", "_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
+    *("_reset_iter_state", "_training_state", "_state_ctx", "_comm_ctx"),
+)
+_OF_GROUP = (
+    *("fsdp_params", "is_unsharded", "wait_for_unshard", "post_backward", "_to_sharded"),
+    *("_training_state", "_all_gather_result", "_post_forward_indices"),
+)
+
+
+class FullySharded:
+    """What `fully_shard` does with the weights of a module that it was applied to, without its hooks.
+
+    Args:
+        module: The module.
+        is_asynchronous: Whether gathers are waited for when they are needed.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, is_asynchronous: bool) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        self._module = module
+        self._states = TrainingState
+        self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+        self._group: Any = next(iter(self._state._fsdp_param_groups), None)
+        if self._group is not None:
+            self._group.unshard_async_op = is_asynchronous
+        missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
+        missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
+        if missing:
+            raise _moved(f"fully_shard: {', '.join(missing)}")
+        self._state._root_post_backward_final_callback = plainly(
+            self._state._root_post_backward_final_callback
+        )
+
+    def begin(self) -> None:
+        """Get ready for the first call: all modules below it are known."""
+        self._state._lazy_init()
+
+    @property
+    def gathered(self) -> list[Any]:
+        """The gathered parameters; there are some from the first call on."""
+        return [each.unsharded_param for each in self._group.fsdp_params] if self._group else []
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call of it, or of a module above it, is open."""
+        return self._state._state_ctx.iter_forward_root is not None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gathered parameters have values."""
+        return self._group is not None and self._group.is_unsharded
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward pass has begun with it, and not ended."""
+        return self._state._training_state is self._states.PRE_BACKWARD and (
+            self._group is None or self._group._training_state is self._states.PRE_BACKWARD
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward pass has begun that did not end."""
+        return self._state._state_ctx.post_backward_final_callback_queued
+
+    def start_anew(self) -> None:
+        """Drop what a pass has left that failed, for all modules."""
+        states = self._state._state_ctx.all_states
+        states[0]._reset_iter_state()
+        for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each.unsharded_param.grad = None
+
+    def before_forward(self) -> None:
+        """Gather the parameters."""
+        self._state._pre_forward(self._module, (), {})
+
+    def after_forward(self) -> None:
+        """Free what was gathered, if it is not kept for the backward pass."""
+        self._state._post_forward(self._module, (), None)
+
+    def free(self) -> None:
+        """Free what was gathered, also what is on its way."""
+        if self._group is not None and (
+            self._group.is_unsharded or self._group._all_gather_result is not None
+        ):
+            self._group.wait_for_unshard()
+            self._group._to_sharded()
+
+    def forget_order(self) -> None:
+        """Forget in what order modules were called: no backward pass follows, which would."""
+        for state in self._state._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group._post_forward_indices.clear()
+        self._state._comm_ctx.post_forward_order.clear()
+
+    def before_backward(self) -> None:
+        """Gather the parameters; to be called in a backward pass, at whose end gradients are reduced at the latest."""
+        self._state._pre_backward(None)
+
+    def after_backward(self) -> None:
+        """Reduce the gradients and free what was gathered."""
+        if self._group is not None:
+            self._group.post_backward()
+
+
 # -- modules, and the tensors in them
 
 top_saving_hooks: Any = getattr(
@@ -462,6 +580,17 @@ def leave_mode(mode: Any) -> None:
 def has_saving_hooks() -> bool:
     """Whether something decides what autograd keeps for the backward pass, as activation checkpoints do."""
     return top_saving_hooks(True) is not None
+
+
+def saver() -> Any:
+    """What decides what autograd keeps for the backward pass: an object whose methods do, a function, or `None`."""
+    hooks = top_saving_hooks(True)
+    return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
+
+
+def is_checkpoint(saver: Any) -> bool:
+    """Whether an activation checkpoint decides: it keeps nothing, and computes once more."""
+    return getattr(saver, "__qualname__", "").startswith("_checkpoint_hook.")
 
 
 if not hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator"):

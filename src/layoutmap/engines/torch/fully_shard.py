@@ -1,0 +1,303 @@
+"""Weights that are sharded over one mesh dim, gathered ahead of time and reduced by torch's own `fully_shard`.
+
+It is applied to modules that hold nothing but the parameters, one for each set that is gathered together. A program's
+own modules have no hook and no state of it, and hold the sharded parameters whenever none of their calls is open.
+
+What calls for gathered values in a backward pass is that they are needed: a tensor that autograd kept is unpacked, or
+the gradient of a parameter comes. So it does not matter in what way a loss depends on the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from layoutmap.core.errors import format_message
+from layoutmap.engines.torch.fsdp import as_sum, changed_too_early
+from layoutmap.engines.torch.private import (
+    DTensorSpec,
+    FullySharded,
+    backward_pass,
+    dtensor,
+    hooks_of_tensor,
+    is_checkpoint,
+    local_of,
+    plainly,
+    saver,
+    spec_of,
+    storage_key,
+    version_of,
+    will_be_reached,
+)
+
+
+@dataclass(slots=True)
+class _Order:
+    """In what order the units of a model are called, as it was learned in the last call."""
+
+    outermost: Unit | None = None
+    last: Unit | None = None
+    following: dict[Unit, Unit] = field(default_factory=dict)
+    ahead: set[Unit] = field(default_factory=set)
+
+
+class Unit(torch.nn.Module):
+    """Parameters that are gathered together.
+
+    Args:
+        parameters: DTensors of one element type, sharded over the mesh dim, each of which `can_gather`, by name.
+        mesh: Their mesh.
+        mesh_dim: The number of the dim.
+        below: The units that are called inside of the call of this one, which is the outermost; `None`: it is not.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Any]],
+        mesh: Any,
+        mesh_dim: int,
+        below: Sequence[Unit] | None = None,
+    ) -> None:
+        super().__init__()
+        self._names = [name for name, _ in parameters]
+        self._sharded = [(each, local_of(each)) for _, each in parameters]
+        self._mesh_dim = mesh_dim
+        self._is_kept = below is not None
+        self.order = _Order()
+        self._storages: frozenset[int] = frozenset()
+        self._watched: set[int] = set()
+        self._below = list(below or ())
+        for number, unit in enumerate(self._below):
+            self.add_module(f"unit {number}", unit)
+            unit.order = self.order
+        self._apply_to([each for _, each in parameters], mesh)
+        self.state = FullySharded(self, is_asynchronous=mesh.device_type == "cpu")  # a GPU has streams for it
+        if below is not None:
+            self.order.outermost = self
+            self.state.begin()
+
+    def _apply_to(self, parameters: Sequence[Any], mesh: Any) -> None:
+        # Late: it takes a tenth of a second to load.
+        from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+
+        axes: dict[int, Any] = {}
+        for number, each in enumerate(parameters):
+            placeholder = _placeholder(each, mesh, self._mesh_dim)
+            axes[id(placeholder)] = Shard(each.placements[self._mesh_dim].dim)
+            self.register_parameter(f"weight {number}", placeholder)
+        made: Any = fully_shard(
+            self,
+            mesh=mesh,
+            dp_mesh_dims=DataParallelMeshDims(shard=mesh.mesh_dim_names[self._mesh_dim]),
+            shard_placement_fn=lambda each: axes[id(each)],
+            reshard_after_forward=not self._is_kept,
+        )
+        for number, each in enumerate(parameters):
+            self._parameters[f"weight {number}"] = each
+        made.set_gradient_divide_factor(1.0)  # what waits to be summed up is no mean
+        made.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+    def is_up_to_date(self, held: Sequence[Any]) -> bool:
+        """Whether this can be used: modules hold what was given, and nobody else sees gradients, or keeps tensors."""
+        around = saver()
+        if not (around is None or isinstance(around, _Call) or is_checkpoint(around)):
+            return False
+        return all(
+            each is parameter and local_of(each) is local and not _has_foreign_hooks(each)
+            for each, (parameter, local) in zip(held, self._sharded, strict=True)
+        )
+
+    @contextmanager
+    def gathered(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[Any]]:
+        """While open, its parameters are gathered.
+
+        Args:
+            inputs: The tensors that the module is called with whose weights they are.
+
+        Yields:
+            The gathered parameters.
+        """
+        self._enter(inputs)
+        around = saver()
+        try:
+            if torch.is_grad_enabled() and not is_checkpoint(around):
+                call = _Call(self, [version_of(each) for each, _ in self._sharded], self._storages, around)
+                with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+                    yield self._reachable()
+            else:
+                yield self._reachable()
+        finally:
+            self._leave()
+
+    @plainly
+    def _enter(self, inputs: Sequence[torch.Tensor]) -> None:
+        if backward_pass() >= 0:  # a checkpoint computes once more
+            if not self.state.is_in_backward:
+                self.state.before_backward()
+        else:
+            if not self.state.is_called and self.state.has_failed:
+                self.state.start_anew()
+            if self.state.is_gathered:
+                self.state.free()  # it was kept, and the parameters may have changed
+            self._learn()
+        self.state.before_forward()
+        if not self._storages:
+            self._storages = frozenset(storage_key(local_of(each)) for each in self.state.gathered)
+        if torch.is_grad_enabled():
+            for number, each in enumerate(self.state.gathered):
+                if each.requires_grad and number not in self._watched:
+                    self._watched.add(number)
+                    each.register_hook(plainly(partial(self._came, number)))
+            for each in inputs if self._sharded else ():
+                if each.grad_fn is not None:
+                    each.register_hook(self._done)
+
+    @plainly
+    def _reachable(self) -> list[Any]:
+        """The gathered parameters; a graph with them leads on to the sharded ones, to see who asks for these."""
+        gathered = self.state.gathered
+        trained = [number for number, each in enumerate(gathered) if each.requires_grad]
+        if trained and torch.is_grad_enabled():
+            first = gathered[trained[0]]
+            node = torch.autograd.graph.get_gradient_edge(first).node
+            sharded = [self._sharded[number][0] for number in trained]
+            gathered[trained[0]] = _Reachable.apply(node, first, *sharded)
+        return gathered
+
+    def _learn(self) -> None:
+        """Have the parameters of this unit gathered ahead, when the unit before it is called the next time."""
+        before, self.order.last = self.order.last, self
+        if before is not None and self.order.following.get(before) is not self:
+            self.order.following[before] = self
+            this: Any = before
+            this.set_modules_to_forward_prefetch([self])
+        self.order.ahead.discard(self)
+        if self in self.order.following:
+            self.order.ahead.add(self.order.following[self])
+
+    @plainly
+    def _leave(self) -> None:
+        self.state.after_forward()
+        if self._is_kept and not torch.is_grad_enabled():
+            self.state.free()
+        if backward_pass() < 0 and not self.state.is_called:
+            for unit in self.order.ahead:  # that was not called this time
+                unit.state.free()
+            self.order.ahead.clear()
+            self.order.last = None
+            if not torch.is_grad_enabled():
+                self.state.forget_order()
+
+    @plainly
+    def begin_backward(self) -> None:
+        """Gather the parameters in a backward pass, if they are not."""
+        if self.state.is_in_backward:
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SECOND_DERIVATIVE)
+        first = self.order.outermost
+        if first is not None and first is not self and first.state.is_gathered:
+            first.begin_backward()
+        self.state.before_backward()
+
+    def check_versions(self, versions: Sequence[int]) -> None:
+        """Raise if a parameter was changed in place since the forward pass used it."""
+        for name, (each, _), version in zip(self._names, self._sharded, versions, strict=True):
+            if version_of(each) != version:
+                raise RuntimeError(changed_too_early(name, tuple(each.shape)))
+
+    def _came(self, number: int, gradient: Any) -> Any:
+        """What of a gradient is to be summed up, for each process."""
+        self.begin_backward()
+        sharded = self._sharded[number][0]
+        if sharded.grad is not None and sharded.grad.placements != sharded.placements:
+            sharded.grad = sharded.grad.redistribute(sharded.device_mesh, sharded.placements)
+        return as_sum(gradient, spec_of(self.state.gathered[number]), self._mesh_dim)
+
+    @plainly
+    def _done(self, _: Any) -> None:
+        """The backward pass has come to what the unit was called with, and so is done with it."""
+        if self.state.is_in_backward:
+            self.state.after_backward()
+
+
+class _Reachable(torch.autograd.Function):
+    """The same gathered parameter; refuses to go on to sharded ones, whose gradients `fully_shard` brings by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Any, gathered: Any, *sharded: Any) -> Any:
+        ctx.node, ctx.number = node, len(sharded)
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        if not will_be_reached(ctx.node):
+            raise RuntimeError(_BY_WEIGHTS)
+        return None, *upstream, *[None] * ctx.number
+
+
+class _Call:
+    """What autograd keeps of one call: gathered values have to be there again when they are unpacked."""
+
+    def __init__(self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: Any) -> None:
+        self._unit = unit
+        self._versions = versions
+        self._seen = -1  # the backward pass that has used it
+        self.calls: dict[int, _Call] = {} if around is None else dict(around.calls)
+        self.calls.update(dict.fromkeys(storages, self))
+
+    def pack(self, tensor: Any) -> Any:
+        call = self.calls.get(storage_key(local_of(tensor))) if isinstance(tensor, DTensor) else None
+        return tensor if call is None else _Kept(tensor, call)
+
+    def unpack(self, packed: Any) -> Any:
+        if type(packed) is not _Kept:
+            return packed
+        packed.call.begin_backward()
+        return packed.tensor
+
+    def begin_backward(self) -> None:
+        if self._seen != backward_pass():
+            self._seen = backward_pass()
+            self._unit.check_versions(self._versions)
+        self._unit.begin_backward()
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    tensor: Any
+    call: _Call
+
+
+_BY_WEIGHTS = format_message(
+    "gradients by some weights were asked for (torch.autograd.grad, or backward(inputs=...))",
+    {},
+    "torch's fully_shard has gradients only in the .grad of all weights, after loss.backward()",
+    'call loss.backward(), or open the scope with gather="own"',
+)
+_SECOND_DERIVATIVE = format_message(
+    "gradients of gradients were asked for (create_graph=True)",
+    {},
+    "torch's fully_shard frees gathered weights after the first backward pass",
+    'open the scope with gather="own"',
+)
+
+
+def _has_foreign_hooks(tensor: Any) -> bool:
+    return any(not hasattr(hook, "__torch_unserializable__") for hook in hooks_of_tensor(tensor)[0])
+
+
+def _placeholder(parameter: Any, mesh: Any, mesh_dim: int) -> torch.nn.Parameter:
+    """A parameter without values that is laid out as one that is gathered."""
+    axis, size = parameter.placements[mesh_dim].dim, mesh.size(mesh_dim)
+    shape = [n * size if i == axis else n for i, n in enumerate(local_of(parameter).shape)]
+    placements = [Replicate() if i == mesh_dim else each for i, each in enumerate(parameter.placements)]
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=spec_of(parameter).tensor_meta)
+    local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    return torch.nn.Parameter(dtensor(local, spec), requires_grad=parameter.requires_grad)
