@@ -248,7 +248,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             3,
             """
             builtins.int is no model
-              why   it is of none of the supported libraries: keras, torch
+              why   it is of none of the supported libraries: keras, torch, jax
               fix   pass a model, or a function that makes and returns one
             """,
         ),

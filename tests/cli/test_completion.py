@@ -31,7 +31,7 @@ def folder(tmp_path):
         ("layoutmap pl", "plan"),
         ("layoutmap plan m:f --ba", "--backend --batch-dim"),
         ("layoutmap plan m:f --backend ", "jax tensorflow torch"),
-        ("layoutmap explain m:f d1 --library ", "keras torch"),
+        ("layoutmap explain m:f d1 --library ", "jax keras torch"),
         ("layoutmap devices --engine t", "tensorflow torch"),
         ("layoutmap plan m:f --optimizer adam", "adam adamax adamw"),
         ("layoutmap plan m:f --rules ru", "rules.yaml"),

@@ -152,7 +152,7 @@ def test_apply_wants_a_model():
 
     assert str(caught.value) == textwrap.dedent("""\
         builtins.int is no model
-          why   it is of none of the supported libraries: keras, torch
+          why   it is of none of the supported libraries: keras, torch, jax
           fix   pass a model, or a function that makes and returns one""")
 
 
@@ -163,7 +163,7 @@ def test_a_library_without_an_adapter():
 
     assert str(caught.value) == textwrap.dedent("""\
         there is no adapter 'sonnet'
-          why   the adapters are 'keras', 'torch'
+          why   the adapters are 'keras', 'torch', 'jax'
           fix   use one of them""")
 
 
