@@ -271,7 +271,7 @@ options:
 """,
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE]
-                      [--preset {bert,gemma,gpt2,llama,mixtral,qwen,t5,vit,whisper}]
+                      [--preset {bert,gemma,gpt2,gpt2_nnx,llama,llama_nnx,mixtral,qwen,t5,vit,whisper}]
                       [--model-dim DIM] [--fsdp-dim DIM] [--dtype POLICY] [--mesh DIMS]
                       [--inputs SPEC [SPEC ...]] [--optimizer NAME]
                       [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
@@ -286,7 +286,7 @@ positional arguments:
 options:
   -h, --help            show this help message and exit
   --rules FILE          the rules file, as LayoutMap.to_yaml writes it
-  --preset {bert,gemma,gpt2,llama,mixtral,qwen,t5,vit,whisper}
+  --preset {bert,gemma,gpt2,gpt2_nnx,llama,llama_nnx,mixtral,qwen,t5,vit,whisper}
                         the rules for a family of models, instead of a file
   --model-dim DIM       the mesh dim over which a preset shards layers, if it is not "model";
                         "none": over none
