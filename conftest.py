@@ -133,10 +133,10 @@ CHEAP = {
 # Files of the Keras adapter run on each backend: on the first all laws, on the others these, or else the first.
 SMOKE = {
     "test_keras_derived": (
-        "test_a_derived_variable_is_cut_where_its_parent_is",
+        "test_a_derived_variable_is_sharded_where_its_parent_is",
         "test_layers_with_inputs_in_int8_are_refused",  # by TensorFlow only
     ),
-    "test_keras_disagreements": (),  # on torch, the laws of its own adapter; on both, test_keras_processes_whole_batch
+    "test_keras_disagreements": (),  # on torch, the laws of its own adapter; on both, test_keras_processes_same_batch
     "test_keras_draws": ...,
     "test_keras_errors": (
         "test_a_layout_longer_than_the_rank",
@@ -145,7 +145,7 @@ SMOKE = {
     ),
     "test_keras_hooks": ...,
     "test_keras_hub": (),  # the models of test_keras_contract_* have the same layers
-    "test_keras_processes_whole_batch": ...,
+    "test_keras_processes_same_batch": ...,
     "test_keras_uneven": (),  # what is uneven is decided by the plan, which knows no backend
 }
 

@@ -86,13 +86,11 @@ class Watch(threading.Thread):
 
 def temporaries() -> int:
     """The most that one program of this library's creation needs on a device in addition to its result, in bytes."""
-    import numpy as np
-
     from layoutmap.engines.jax.engine import engine
 
     most = 0
     for program in engine().programs():
-        for lowered in program.lower([np.zeros(seed.shape, seed.dtype) for seed in program.seed_shapes]):
+        for lowered in program.lower():
             most = max(most, lowered.compile().memory_analysis().temp_size_in_bytes)
     return most
 

@@ -31,7 +31,7 @@ def whole(tensor):
 
 
 def held_specs(mesh, rank):
-    """The specs of all layouts that the engine can hold: TensorFlow cuts an axis over one dim only."""
+    """The specs of all layouts that the engine can hold: TensorFlow shards an axis over one dim only."""
     return [
         specs
         for specs in all_specs(mesh, rank)
@@ -40,7 +40,7 @@ def held_specs(mesh, rank):
 
 
 def test_the_documents_example_of_unpack():
-    """Six numbers in a row, cut over a grid of 3 x 2, are three pairs, each of them twice."""
+    """Six numbers in a row, sharded over a grid of 3 x 2, are three pairs, each of them twice."""
     tensor = relayout(np.arange(6), Layout(["x"], GRID), engine=ENGINE)
 
     assert [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]] == [part.tolist() for part in unpack(tensor)]
@@ -57,7 +57,7 @@ def test_the_documents_example_of_pack():
 @settings(deadline=None, max_examples=examples(40))
 @given(data=st.data())
 def test_pack_undoes_unpack(data):
-    """A tensor taken apart has one component for each device, and put together again is the same tensor."""
+    """A tensor taken apart has one component for each device, and assembled again is the same tensor."""
     mesh = data.draw(
         st.sampled_from([GRID, Mesh(None, "x=2,y=4"), Mesh(None, "x=1"), Mesh(None, "x=2,y=2,z=2")])
     )
@@ -141,7 +141,7 @@ def test_relayout_has_the_layout_asked_for():
 
 
 def test_copy_to_mesh_takes_plain_tensors_only():
-    """A plain tensor comes to lie on the mesh; one that lies on a mesh is refused."""
+    """A plain tensor comes to be on the mesh; one that is on a mesh is refused."""
     layout = Layout(["x"], GRID)
     tensor = copy_to_mesh(array(np.arange(6.0)), layout)
 

@@ -12,8 +12,8 @@ from layoutmap.testing.engine_contract import assert_same_bits, random_values
 GRID = Mesh(None, [("x", 3), ("y", 2)])
 
 
-def test_an_axis_may_be_cut_over_several_dims():
-    """A tensor moves to and from a layout that cuts one axis over two dims with all its bits."""
+def test_an_axis_may_be_sharded_over_several_dims():
+    """A tensor moves to and from a layout that shards one axis over two dims with all its bits."""
     values = random_values((6, 8), "float32", seed=2)
     layout = Layout([("y", "x"), None], GRID)
     moved = relayout(relayout(values, Layout(["x", "y"], GRID), engine="jax"), layout)

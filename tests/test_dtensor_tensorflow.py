@@ -250,7 +250,7 @@ def test_what_needs_values_is_refused_inside_a_compiled_function():
 
 
 def test_an_axis_over_several_dims_is_refused_by_name():
-    """TensorFlow cuts an axis over one dim; a layout with two is refused with the fix."""
+    """TensorFlow shards an axis over one dim; a layout with two is refused with the fix."""
     with pytest.raises(EngineError, match="axis 0 over x, y") as caught:
         relayout(np.zeros((6, 4)), Layout([("x", "y"), None], GRID), engine="tensorflow")
 

@@ -41,7 +41,7 @@ ADAPTERS = {
 }
 WITHOUT_SCOPES = ("TestNnx", "TestPytrees")
 ENGINES = {"TestJaxEngine": "JAX", "TestTensorFlowEngine": "TensorFlow", "TestTorchEngine": "PyTorch"}
-LIMITS = "tests/adapters/test_keras_limits_tensorflow.py"
+LIMITS = "tests/adapters/test_keras_unsupported_tensorflow.py"
 FILES = {
     "jax": (
         "tests/adapters/test_keras_contract.py",
@@ -61,7 +61,7 @@ FILES = {
 }
 # Test with one case for each layer -> what it shows of them.
 LAYERS = {
-    "test_what_is_wanted_whole_is_put_together": "weights stay sharded, and are gathered when the layer is called",
+    "test_what_is_wanted_replicated_is_gathered": "weights stay sharded, and are gathered when the layer is called",
     "test_what_cannot_run_is_known_before_the_first_step": "does not run or train; the plan says so, with the fix",
 }
 
@@ -113,11 +113,11 @@ DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
     ),
     "`use_ema`, and a second `fit`": f"{TRAINING}.test_averaged_weights_survive_a_second_fit",
     "`EarlyStopping`, `LearningRateScheduler`, `TensorBoard`": (
-        f"{DATA}.test_callbacks_see_a_whole_model",
-        f"{DATA}.test_tensorboard_is_told_the_losses",
+        f"{DATA}.test_callbacks_see_a_complete_model",
+        f"{DATA}.test_tensorboard_gets_the_losses",
     ),
     "`ModelCheckpoint`, `BackupAndRestore`": (
-        f"{DATA}.test_a_checkpoint_of_a_callback_is_a_whole_model",
+        f"{DATA}.test_a_checkpoint_of_a_callback_is_a_complete_model",
         f"{DATA}.test_training_that_was_interrupted_goes_on",
     ),
     "generators, `PyDataset`, `tf.data`": (
@@ -129,7 +129,7 @@ DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
     ),
     "while weights are loaded or set, no device holds more of one than its shard": (
         f"{SAVING}.test_no_device_holds_more_than_a_shard_while_weights_are_loaded",
-        f"{SAVING}.test_setting_weights_from_numpy_puts_no_value_whole_on_a_device",
+        f"{SAVING}.test_setting_weights_from_numpy_puts_no_global_value_on_a_device",
     ),
     "while a model is saved, the host holds one variable at a time": (
         f"{SAVING}.test_saving_holds_one_variable_at_a_time"
@@ -145,13 +145,13 @@ DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
     "`.h5` files of Keras 2's kind": f"{SAVING}.test_files_of_keras_2s_kind_are_loaded",
     "rules for activations": (
         f"{ACTIVATIONS}.test_a_model_with_them_trains_like_one_device",
-        f"{ACTIVATIONS}.test_a_layer_puts_out_what_its_rule_says",
+        f"{ACTIVATIONS}.test_a_layer_outputs_what_its_rule_says",
     ),
     "`uneven=`: one key head on 2, 4 and 8 devices": (
         "test_keras_uneven.test_one_head_of_keys_on_many_devices"
     ),
     "LoRA, int4, float8, int8 embeddings: they follow their weights, by loose rules and strict ones": (
-        f"{DERIVED}.test_a_derived_variable_is_cut_where_its_parent_is"
+        f"{DERIVED}.test_a_derived_variable_is_sharded_where_its_parent_is"
     ),
     "int8 layers with int8 inputs": {
         "jax": f"{DERIVED}.test_layers_with_inputs_in_int8",
@@ -160,8 +160,8 @@ DEPTH: dict[str, str | tuple[str, ...] | dict[str, str]] = {
     },
     "several processes: values, seeds and losses of one": {
         "jax": "test_keras_processes.test_each_brings_its_rows_and_all_get_the_numbers_of_one_process",
-        "tensorflow": "test_keras_processes_whole_batch.test_two_processes_train_one_model",
-        "torch": "test_keras_processes_whole_batch.test_two_processes_train_one_model",
+        "tensorflow": "test_keras_processes_same_batch.test_two_processes_train_one_model",
+        "torch": "test_keras_processes_same_batch.test_two_processes_train_one_model",
     },
     "no module of Keras is changed after a scope": (
         "test_keras_hooks.test_a_scope_changes_what_is_listed_and_leaves_no_trace"
@@ -175,8 +175,8 @@ WHY = {
 REFUSED = ("_are_refused", "_is_refused")
 PROCESSES = {
     "jax": "test_keras_processes",
-    "tensorflow": "test_keras_processes_whole_batch",
-    "torch": "test_keras_processes_whole_batch",
+    "tensorflow": "test_keras_processes_same_batch",
+    "torch": "test_keras_processes_same_batch",
 }
 DEPTH_FILES = (
     TRAINING,

@@ -27,6 +27,7 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 
 if TYPE_CHECKING:
     from layoutmap import dtensor
+    from layoutmap.adapters.jax.steps import jit_step
     from layoutmap.scope.parity import ParityReport, check_parity
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
@@ -62,6 +63,7 @@ __all__ = [
     "check_parity",
     "create_mesh",
     "dtensor",
+    "jit_step",
     "layout_map_scope",
     "plan",
     "scope",
@@ -71,6 +73,7 @@ _LATE = {
     "DVariable": "layoutmap.engines.tensorflow.variable",
     "ParityReport": "layoutmap.scope.parity",
     "check_parity": "layoutmap.scope.parity",
+    "jit_step": "layoutmap.adapters.jax.steps",
 }
 """Names whose modules load numpy or a framework, which takes long: they are imported when first asked for."""
 

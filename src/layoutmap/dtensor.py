@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from layoutmap.core.blocks import Ends, assemble, ends_of
+from layoutmap.core.blocks import Ends, NumpyArray, assemble, ends_of
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, as_layout
 from layoutmap.core.mesh import Mesh, as_mesh
@@ -22,8 +21,6 @@ from layoutmap.engines import Engine, engine_of_array, get_engine
 from layoutmap.scope.devices import default_engine_name
 
 __all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "run_on", "unpack"]
-
-NumpyArray = npt.NDArray[Any]
 
 
 def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -> Any:

@@ -47,7 +47,7 @@ def make_model(optimizer="adam"):
 
 
 def laid_out(dims, rules=RULES, on=None, **options):
-    """The model on a mesh, its batch cut."""
+    """The model on a mesh, its batch sharded."""
     mesh = lm.create_mesh(dims) if on is None else lm.Mesh(on, dims)
     with lm.LayoutMap(mesh, rules).scope(**{"batch_dim": "batch"} | options) as scope:
         model = make_model()

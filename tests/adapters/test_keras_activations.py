@@ -1,4 +1,4 @@
-"""A rule of `layout_map.activations` says how what a layer puts out lies, on every backend."""
+"""A rule of `layout_map.activations` says how a layer's output is placed, on every backend."""
 
 import textwrap
 
@@ -85,7 +85,7 @@ def test_a_model_with_them_trains_like_one_device(rows):
 
 
 @pytest.mark.parametrize("activations", [ACTIVATIONS, {}], ids=["rules", "none"])
-def test_a_layer_puts_out_what_its_rule_says(activations):
+def test_a_layer_outputs_what_its_rule_says(activations):
     """Under any of its paths; without a rule it puts out what comes."""
     layout_map = make_map(activations)
     with layout_map.scope(batch_dim="batch", strict=True) as scope:
@@ -100,7 +100,7 @@ def test_a_layer_puts_out_what_its_rule_says(activations):
     )
 
 
-def test_a_quantized_layer_puts_out_what_its_rule_says():
+def test_a_quantized_layer_outputs_what_its_rule_says():
     """Keras computes it in another method then."""
     layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {"up": (None,)}, {"up": (None, "model")})
     layout_map["up.kernel"] = (None, None)
@@ -141,7 +141,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_a_rule_that_does_not_fit_says_so_at_the_first_call(kind):
-    """What a layer puts out is not known before; the error names its path."""
+    """A layer's output is not known before; the error names its path."""
     specs, message = ERRORS[kind]
     with make_map({r"blocks\.\d+\.up": specs}).scope(batch_dim="batch"):
         model = make_model()
@@ -151,13 +151,13 @@ def test_a_rule_that_does_not_fit_says_so_at_the_first_call(kind):
     assert textwrap.dedent(message).strip() in str(caught.value)
 
 
-def test_a_rule_for_no_layer_is_told():
+def test_a_rule_for_no_layer_is_reported():
     """With the layers that it may have meant, and before anything is made."""
     with pytest.warns(lm.LayoutMapWarning, match=r"activation rule 1  blokcs.*matches no layer"):
         make_map({r"blokcs\.\d+": ("batch", None, None)}).build(make_model)
 
 
-def test_weights_cut_along_two_axes_want_a_rule_for_activations():
+def test_weights_sharded_along_two_axes_want_a_rule_for_activations():
     """Where a compiler chooses how activations lie, and it is not told, the plan warns; else it does not."""
     layout_map = make_map()
     del layout_map[r"(scale|head)\.kernel"]

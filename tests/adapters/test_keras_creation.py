@@ -387,11 +387,11 @@ def test_what_is_dead_is_forgotten():
         kept = keras.Sequential([keras.Input((4,)), L.Dense(8, name="d1")])
 
     assert [] == [ref() for ref in gone if ref() is not None]
-    assert 2 == len(scope.session._registry._records) == len(scope.plan)
+    assert 2 == len(scope.session.registry._records) == len(scope.plan)
     assert ("unsharded", "model") == kept.layers[0].kernel.layout.sharding_specs
 
 
-def test_birth_decides_the_order_of_draws_also_after_deaths():
+def test_creation_decides_the_order_of_draws_also_after_deletions():
     """A variable that has the memory of a dead one is not taken for it: it was born last."""
 
     def make_model():
@@ -482,7 +482,7 @@ def test_the_first_model_of_a_class_that_becomes_functional():
     )
 
 
-def test_a_model_without_a_call_is_told_so_by_keras():
+def test_a_model_without_a_call_is_refused_by_keras():
     """The message is Keras's own."""
     with make_map().scope():
         model = keras.Model()
@@ -509,7 +509,7 @@ def test_a_model_that_cannot_be_traced():
     assert model.d1.kernel.layout == model.d2.kernel.layout
 
 
-def test_a_bad_layout_is_told_by_the_first_call_of_a_model_that_cannot_be_traced():
+def test_a_bad_layout_is_reported_by_the_first_call_of_a_model_that_cannot_be_traced():
     """Keras tries other ways to build such a model when one fails; the plan's error is not lost there."""
     with make_map(rules={r"d1\.kernel": ("model",)}).scope():
         model = Branching()

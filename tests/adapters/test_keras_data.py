@@ -44,7 +44,7 @@ def test_data_may_come_from_a_generator_or_a_dataset():
     assert_close(expected, actual)
 
 
-def test_callbacks_see_a_whole_model():
+def test_callbacks_see_a_complete_model():
     """Callbacks that read, keep and restore weights, or change the rate, work in the middle of training."""
 
     def train(model):
@@ -60,7 +60,7 @@ def test_callbacks_see_a_whole_model():
     assert_in_layouts(model, mlp_map())
 
 
-def test_tensorboard_is_told_the_losses(tmp_path):
+def test_tensorboard_gets_the_losses(tmp_path):
     """The callback writes what plain training writes, step by step."""
 
     def train(model):
@@ -132,7 +132,7 @@ def test_data_may_come_from_tensorflow():
     assert_close(expected, actual)
 
 
-def test_a_checkpoint_of_a_callback_is_a_whole_model(tmp_path):
+def test_a_checkpoint_of_a_callback_is_a_complete_model(tmp_path):
     """`ModelCheckpoint` keeps the best weights and whole models in the middle of training; both come back."""
 
     def train(model):

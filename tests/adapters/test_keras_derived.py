@@ -72,7 +72,7 @@ def read(variable):
     return get_adapter("keras").read(variable)
 
 
-# The layer, the layout of its weight, what is done to it, and where each derived variable is cut.
+# The layer, the layout of its weight, what is done to it, and where each derived variable is sharded.
 CASES = {
     "dense lora": (dense, COLUMNS, lora, {"lora_kernel_a": (None, None), "lora_kernel_b": (None, "model")}),
     "dense lora, rows": (
@@ -238,7 +238,7 @@ def rules_for(layer, specs, end):
     ("name", "end"),
     [(name, "") for name in CASES if name not in INPUTS_IN_INT8] + [("dense lora", "$"), ("heads int4", "$")],
 )
-def test_a_derived_variable_is_cut_where_its_parent_is(name, end):
+def test_a_derived_variable_is_sharded_where_its_parent_is(name, end):
     """By what its axes mean, by a loose rule and a strict one; values and outputs are those of the plain layer."""
     check(name, end)
 

@@ -1,4 +1,4 @@
-"""From Keras's initializers to draws: what is shared, and what the plan says is drawn whole."""
+"""From Keras's initializers to draws: what is shared, and what the plan says is initialized globally."""
 
 import importlib
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings(
     ],
     ids=lambda initializer: type(initializer).__name__,
 )
-def test_the_plan_names_what_the_engine_draws_whole(initializer):
+def test_the_plan_names_what_the_engine_initializes_globally(initializer):
     """A dry run says of an initializer what the engine finds out when it traces it."""
     port = backend_of(backend_name())
     made = initializer_of(initializer, SHAPE, "float32")

@@ -93,7 +93,7 @@ def test_an_axis_that_does_not_divide():
 
 
 def test_all_problems_are_in_one_error():
-    """Two variables that do not fit are told of at once."""
+    """Two variables that do not fit are reported at once."""
     layout_map = make_map({r"d1\.kernel": (None, "model"), r"d2\.bias": ("model", None)})
     said = raised(lm.PlanError, lambda: layout_map.build(lambda: make_model(6)))
 
@@ -388,7 +388,7 @@ except lm.ScopeError as error:
 """
 
 
-def test_a_keras_that_makes_its_variables_whole():
+def test_a_keras_that_makes_global_variables():
     """KERAS_NNX_ENABLED is refused by name: in that mode each global value is first made on one device."""
     source = "import keras\nkeras.config.is_nnx_enabled = lambda: True\n" + OPEN
 

@@ -1,4 +1,4 @@
-"""Presets for real models: no problem in their plans, at any size; and each that is made is told."""
+"""Presets for real models: no problem in their plans, at any size; and each that is made is reported."""
 
 import functools
 import math
@@ -72,7 +72,7 @@ def winners(plan):
 
 @functools.cache
 def published_plan(name):
-    """The plan of a published model with all that its preset cuts, on a mesh that cuts heads as far as may be."""
+    """The plan of a published model with all that its preset shards, on a mesh that shards heads as far as may be."""
     model = zoo.model(name)
     mesh = lm.create_mesh(f"batch=64,model={HEADS.get(name, 8)}")
     return lm.plan(model.make, lm.LayoutMap.preset(model.preset, mesh, fsdp_dim="batch"), strict=True)
@@ -146,8 +146,8 @@ def test_a_preset_of_another_name_that_is_named_fits(family):
 
 
 @pytest.mark.parametrize("name", few(["llama", "gemma", "mixtral", "qwen"], "llama"))
-def test_heads_of_keys_that_are_too_few_are_whole(name):
-    """Four of them on eight devices: the plan notes it, also of biases, and all else is cut."""
+def test_heads_of_keys_that_are_too_few_are_replicated(name):
+    """Four of them on eight devices: the plan notes it, also of biases, and all else is sharded."""
     config = hub_models.TINY[name] | ({"num_experts": 8} if name == "mixtral" else {})
     plan = lm.plan(lambda: hub_models.make(name, config), hub_models.rules(name, "model=8"), strict=True)
     whole = [

@@ -125,7 +125,7 @@ def test_two_optimizers_of_models_of_one_name_have_slots_of_their_own_shapes():
     assert expected == {key: shape for key, shape in slots.items() if "kernel" in key[1]}
 
 
-def test_variables_of_one_name_in_a_layer_are_told_apart():
+def test_variables_of_one_name_in_a_layer_are_distinguished():
     """A layer may make several weights of one name that no attribute holds; each has its own shape and values."""
 
     class Two(L.Layer):

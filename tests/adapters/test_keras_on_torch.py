@@ -86,7 +86,7 @@ def test_parameters_stay_in_step():
     assert not lora & {id(p) for p in model.parameters()}
 
 
-def test_reads_and_writes_are_whole():
+def test_reads_and_writes_are_global():
     """`numpy`, `np.asarray`, `get_weights`, `assign` and `set_weights` know nothing of pieces."""
     _, model = both(mlp)
     kernel = model.layers[1].kernel
@@ -180,7 +180,7 @@ class Attention(L.Layer):
     ("name", "rows"), [*((name, 7) for name in LAYERS), ("convolutions", 8), ("norms", 8)]
 )
 def test_layers_compute_as_on_one_device(name, rows):
-    """Outputs, gradients and a step agree, whatever is cut, also for a batch that does not divide."""
+    """Outputs, gradients and a step agree, whatever is sharded, also for a batch that does not divide."""
 
     def make_model():
         model = keras.Sequential([keras.Input((4, 4, 8)), *LAYERS[name]()])

@@ -180,7 +180,7 @@ def test_optimizers_in_an_optimizer_that_were_made_outside():
 
 
 def test_two_models_have_slots_of_the_same_paths():
-    """Slots are told apart by the model, as weights are."""
+    """Slots are distinguished by the model, as weights are."""
     kept = []
     with make_map().scope() as scope:
         for name in ("teacher", "student"):

@@ -95,7 +95,7 @@ def test_meshes_that_share_rows_or_leave_devices_out(told):
 
 
 def test_one_process_writes_a_file_and_all_read_it(told):
-    """Of equal names the first process writes, of different ones each; what comes back is whole and laid out."""
+    """Of equal names the first process writes, of different ones each; what comes back is complete and laid out."""
     (first, second), _ = told
 
     assert [(2, 1), (1, 0)] == [
@@ -135,7 +135,7 @@ def test_a_process_that_fails_tells_the_others(told):
 
 
 @pytest.mark.parametrize("what", SAID)
-def test_processes_that_do_not_do_the_same_are_told_so(told, what):
+def test_processes_that_do_not_do_the_same_are_refused(told, what):
     """Other plans, parts, rows or values are an error in every process, which says what differs."""
     processes, _ = told
 

@@ -237,8 +237,8 @@ def test_no_device_holds_more_than_a_shard_while_weights_are_loaded(load, tmp_pa
     assert max(16 * 32 // 4, 32 * 64 // 8, before) >= max(seen)
 
 
-def test_setting_weights_from_numpy_puts_no_value_whole_on_a_device(monkeypatch):
-    """`set_weights` and `assign` cut a numpy array on the host, and each device gets its shard."""
+def test_setting_weights_from_numpy_puts_no_global_value_on_a_device(monkeypatch):
+    """`set_weights` and `assign` shard a numpy array on the host, and each device gets its shard."""
     model = built(optimizer="sgd")
     seen = []
     plain_equal = keras.src.backend.common.variables.shape_equal
@@ -440,7 +440,7 @@ def test_files_of_keras_2s_kind_are_loaded(tmp_path):
         assert make_map()["d2.kernel"] == each.layers[1].kernel.layout
 
 
-def test_a_plan_that_does_not_fit_is_told_before_a_file_is_read(tmp_path, reads):
+def test_a_plan_that_does_not_fit_is_reported_before_a_file_is_read(tmp_path, reads):
     """Rules are checked before the first value comes out of a file."""
     path = str(tmp_path / "m.keras")
     built().save(path)

@@ -42,7 +42,7 @@ RULES = {
 
 @pytest.mark.parametrize("mesh", ["model=2", "model=4", "model=8"])
 def test_one_head_of_keys_on_many_devices(mesh):
-    """Without it nothing is made; with it the keys are whole, the plan tells it, and numbers are the plain ones."""
+    """Without it nothing is made; with it the keys are replicated, the plan reports it, and numbers are plain."""
     strict = lm.LayoutMap(lm.create_mesh(mesh), RULES)
     layout_map = lm.LayoutMap(lm.create_mesh(mesh), RULES, uneven="shrink")
     rng = np.random.default_rng(0)
@@ -59,10 +59,10 @@ def test_one_head_of_keys_on_many_devices(mesh):
     lm.check_parity(make_model, layout_map, batch, steps=2)
 
 
-if keras.backend.backend() != "tensorflow":  # DTensor cuts an axis over one dim only
+if keras.backend.backend() != "tensorflow":  # DTensor shards an axis over one dim only
 
-    def test_an_axis_over_two_dims_is_cut_over_the_one_that_divides():
-        """24 is cut over 2 x 4, and 4 over the 4 only."""
+    def test_an_axis_over_two_dims_is_sharded_over_the_one_that_divides():
+        """24 is sharded over 2 x 4, and 4 over the 4 only."""
         layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES, uneven="shrink")
         del layout_map[r"head\.kernel"], layout_map[r"up\.kernel"]
         layout_map.add(r"(up|head)\.kernel", (None, ("batch", "model")), uneven="shrink")

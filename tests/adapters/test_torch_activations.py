@@ -1,4 +1,4 @@
-"""Layouts for what layers put out, where batches do not divide and layers put out several tensors."""
+"""Layouts for layers' outputs, where batches do not divide and layers put out several tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_model():
 
 
 @pytest.mark.parametrize("rows", [4, 3])
-def test_a_batch_that_does_not_divide_is_whole(rows):
+def test_a_batch_that_does_not_divide_is_replicated(rows):
     """Outputs and gradients are those of one device for the last batch, too."""
     layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES, {"1": ("batch", None)})
     model = layout_map.build(make_model, batch_dim="batch", library="torch")

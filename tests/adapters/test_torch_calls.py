@@ -22,7 +22,7 @@ class TestCalls:
     """What goes in and what comes out."""
 
     def test_plain_tensors_give_plain_tensors(self):
-        """A loop that knows nothing of layouts works: outputs and losses are whole plain tensors."""
+        """A loop that knows nothing of layouts works: outputs and losses are replicated plain tensors."""
         plain, model = pair()
         outputs = [each(X) for each in (plain, model)]
 
@@ -55,7 +55,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("rows", [1, 3, 8])
     def test_a_batch_that_does_not_divide(self, rows):
-        """The outputs are those of one device, whether the batch can be cut or not."""
+        """The outputs are those of one device, whether the batch can be sharded or not."""
         plain, model = pair()
         for each in (plain, model):
             each.eval()
@@ -135,7 +135,7 @@ SPECS = all_specs(lm.Mesh(None, "batch=2,model=4"), 2)
     batch_dim=st.sampled_from(["batch", "model", None]),
 )
 def test_gradients_in_any_layout(first, second, activation, batch_dim):
-    """Whatever the layouts of weights, of what a layer puts out and of the batch, gradients are those of one device."""
+    """Whatever the layouts of weights, of a layer's output and of the batch, gradients are those of one device."""
     layout_map = make_map({r"body\.0\.weight": first, r"body\.3\.weight": second})
     if activation is not None:
         layout_map.activations[r"body\.2"] = activation
@@ -150,9 +150,9 @@ def test_gradients_in_any_layout(first, second, activation, batch_dim):
 
 
 class TestActivations:
-    """Layouts for what layers put out."""
+    """Layouts for layers' outputs."""
 
-    def test_a_layer_puts_out_what_its_rule_says(self):
+    def test_a_layer_outputs_what_its_rule_says(self):
         """The output of a layer is in the layout of its rule, and the numbers stay."""
         layout_map = make_map()
         layout_map.activations[r"body\.0"] = ("batch", None)
@@ -172,7 +172,7 @@ class TestActivations:
         assert ("batch", "unsharded") == seen["body"].sharding_specs
         assert ("unsharded", "model") == seen["main"].sharding_specs
 
-    def test_the_gradient_of_what_a_layer_puts_out_lies_so_too(self):
+    def test_the_gradient_of_a_layers_output_has_its_layout_too(self):
         """Summed up where the rule says whole, even where the output itself lies right by chance."""
         layout_map = make_map({r"body\.3\.weight": ("model", None)})
         layout_map.activations[r"body\.0"] = ("batch", None)

@@ -28,7 +28,7 @@ def make_map(mesh="batch=2,model=4", rules=None):
 
 
 def rules_for(model):
-    """A rule for each tensor of a plain model that cuts what divides."""
+    """A rule for each tensor of a plain model that shards what divides."""
     rules = {}
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         dims = ["model", "batch"]
@@ -153,8 +153,8 @@ class TestFirstValues:
         """Initializers, copies, conversions and reads inside of a scope give the plain model's values."""
         assert_as_plain(MODELS[name])
 
-    def test_little_is_drawn_whole_and_the_plan_names_it(self):
-        """Only what cannot be drawn in pieces is drawn whole; the plan says what and why."""
+    def test_little_is_initialized_globally_and_the_plan_names_it(self):
+        """Only what cannot be drawn in pieces is initialized globally; the plan says what and why."""
         _, scope = assert_as_plain(zoo)
         whole = {a.variable.path: a.global_init for a in scope.plan.assignments if a.global_init}
 

@@ -26,7 +26,7 @@ def variables(model):
 
 
 class TestRefusedBeforeAnythingIsMade:
-    """Each is told with what, why and the fix."""
+    """Each is reported with what, why and the fix."""
 
     def test_an_axis_that_does_not_divide(self):
         """A plan error names the path, the shape, the rule and the fix."""
@@ -72,7 +72,7 @@ class TestRefusedBeforeAnythingIsMade:
         assert ["not built"] == [p.kind for p in plan.problems if "no weights yet" in p.what]
 
     def test_a_sparse_tensor(self):
-        """A layout cuts dense tensors."""
+        """A layout shards dense tensors."""
 
         def make_model():
             model = nn.Linear(8, 8)
@@ -90,7 +90,7 @@ class TestRefusedBeforeAnythingIsMade:
             build(lambda: nn.Linear(8, 8))
 
     def test_no_model(self):
-        """A function that returns something else is told so."""
+        """A function that returns something else is refused."""
         with pytest.raises(lm.ScopeError, match="returned no model"):
             build(lambda: None)
         with pytest.raises(lm.ScopeError, match="is no model"):
@@ -188,7 +188,7 @@ class TestWhatIsSaid:
 
 
 class TestActivations:
-    """Rules for what layers put out."""
+    """Rules for layers' outputs."""
 
     def test_a_rule_for_no_layer(self):
         """It is a warning, and an error of a strict scope."""

@@ -52,7 +52,7 @@ def test_axes_do_what_their_roles_say(name):
     assert ("out.0",) == use_of(bias, {}).roles
 
 
-def test_the_size_of_a_head_is_told_for_what_attention_modules_hold():
+def test_the_size_of_a_head_is_known_for_what_attention_modules_hold():
     """By the names that transformers has for it; an MLP has none."""
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(WITH_A_PLAN["llama"][1]())
@@ -88,7 +88,7 @@ KEYS = {("heads", "self_attn.k_proj"), ("heads", "self_attn.v_proj")}
     ],
 )
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
-def test_published_models_are_passed_unless_devices_cut_through_their_heads(name, on_4, on_16):
+def test_published_models_are_passed_unless_sharding_splits_their_heads(name, on_4, on_16):
     """Under the plans that transformers ships, or that are written for those without one."""
     kind, _, _ = {**WITH_A_PLAN, **WITHOUT}[name]
 

@@ -90,7 +90,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("rules", [ROWS, COLUMNS, {}], ids=["rows", "columns", "none"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_an_output(name, rules):
-    """A function of what a layer puts out is right, however the layer is sharded."""
+    """A function of a layer's output is right, however the layer is sharded."""
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))
 
     assert_as_one_device(lambda: Two(FUNCTIONS[name]), x, "batch=2,model=2", rules)

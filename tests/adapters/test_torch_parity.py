@@ -1,7 +1,7 @@
 """A transformer and an MLP train as on one device: five steps of three kinds of optimizers, on every kind of mesh.
 
-Their rules cut weights by both dims of a mesh. On a mesh of one dim they cut by what is left: by `model` as tensor
-parallelism does, by `batch`, which the rows are cut by, too, as FSDP does.
+Their rules cut weights by both dims of a mesh. On a mesh of one dim they sharded by what is left: by `model` as tensor
+parallelism does, by `batch`, which the rows are sharded by, too, as FSDP does.
 """
 
 from functools import partial

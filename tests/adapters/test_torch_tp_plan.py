@@ -1,4 +1,4 @@
-"""Plans of real models: every rule made of one is for a parameter of that model, and cuts it evenly.
+"""Plans of real models: every rule made of one is for a parameter of that model, and shards it evenly.
 
 The models are on the meta device here, since only the names and shapes of their parameters are read.
 """
@@ -19,7 +19,7 @@ MESH = lm.Mesh(None, "batch=2,model=4")
 
 
 def check(layout_map, model):
-    """Every rule is for something, every layout fits, and what the plan is for is all cut."""
+    """Every rule is for something, every layout fits, and what the plan is for is all sharded."""
     shapes = {path: tuple(p.shape) for path, p in model.named_parameters(remove_duplicate=False)}
     used = {match.rule.pattern for path in shapes if (match := layout_map.match(path)).rule}
     layers = [path for path, _ in model.named_modules(remove_duplicate=False)]
@@ -51,8 +51,8 @@ def test_the_plan_that_a_model_has_becomes_rules_for_its_parameters(name):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe", "gemma3"])
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
-def test_activations_have_the_rank_of_what_the_layers_put_out(name):
-    """What a layer puts out is known when it runs: for these models the rules' ranks are right."""
+def test_activations_have_the_rank_of_the_layers_outputs(name):
+    """A layer's output is known when it runs: for these models the rules' ranks are right."""
     kind, config, _ = WITH_A_PLAN[name]
     model = getattr(transformers, kind)(config())
     layout_map = lm.LayoutMap.from_tp_plan(model, MESH)
@@ -86,7 +86,7 @@ def test_a_plan_written_for_a_model_becomes_rules_for_its_parameters(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_the_plan_for_experts_cuts_them_by_expert(name):
+def test_the_plan_for_experts_shards_them_by_expert(name):
     """`base_model_ep_plan` of a config, with the prefix of the base model."""
     kind, config, _ = WITH_A_PLAN[name]
     model = on_meta(kind, config)

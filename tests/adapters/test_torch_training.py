@@ -143,10 +143,10 @@ def num_tensors_of(shapes):
 
 
 class TestWeightsCutByTheBatch:
-    """Weights that are cut over the dim that splits the batch."""
+    """Weights that are sharded over the dim that splits the batch."""
 
-    def test_they_are_whole_while_their_layer_computes(self):
-        """A layer sees them put together; before and after they are cut."""
+    def test_they_are_gathered_while_their_layer_computes(self):
+        """A layer sees them gathered; before and after they are sharded."""
         _, model = pair(rules=BY_BATCH)
         seen = []
         layer = model.body[0]
@@ -172,7 +172,7 @@ class TestWeightsCutByTheBatch:
 
     @pytest.mark.parametrize("kept", [False, True])
     def test_they_are_let_go_between_the_passes(self, kept):
-        """While a graph waits for its backward pass no weight is whole, unless the program asks autograd to keep it."""
+        """While a graph waits for its backward pass no weight is replicated, unless autograd is to keep it."""
         plain, model = pair(Layers, rules=BY_BATCH)
         keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if kept else nullcontext()
         before = num_tensors_of({(128, 64), (64, 128)})
@@ -215,8 +215,8 @@ class TestWeightsCutByTheBatch:
         with pytest.raises(RuntimeError, match="once_differentiable"):
             again.square().sum().backward()
 
-    def test_what_lies_outside_of_blocks_stays_while_the_model_runs(self):
-        """Embeddings and heads are whole from the model's call on; called by themselves they gather their own."""
+    def test_what_is_outside_of_blocks_stays_while_the_model_runs(self):
+        """Embeddings and heads are replicated from the model's call on; called by themselves they gather their own."""
         plain, model = pair(Transformer, {r"norm\.weight": ("batch",), r"tokens\.weight": ("batch", None)})
         tokens = torch.from_numpy(batch("transformer")[0])
         seen = []

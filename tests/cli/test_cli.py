@@ -392,7 +392,7 @@ CANNOT = {
 
 
 @pytest.mark.parametrize("arguments", CANNOT, ids=" ".join)
-def test_what_cannot_be_done_is_told(arguments, capsys):
+def test_what_cannot_be_done_is_reported(arguments, capsys):
     """In this library's form, on stderr, with exit code 2."""
     code, _, err = run(capsys, *arguments)
 

@@ -94,7 +94,7 @@ def test_a_fifo_is_written_to(folder, capsys):
 
 
 def test_a_device_is_written_to(capsys):
-    """A device node stays one; a full one is told of, and the plan is a failure."""
+    """A device node stays one; a full one is reported, and the plan is a failure."""
     assert 0 == run(capsys, "--json", "/dev/null")[0]
     code, _, err = run(capsys, "--json", "/dev/full")
 

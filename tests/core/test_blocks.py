@@ -1,4 +1,4 @@
-"""Blocks of an array: cut it anyhow, put it together again."""
+"""Blocks of an array: split it anyhow, assemble it again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.core.blocks import Index, assemble, block_shape, intersect, whole_index, with_ends
+from layoutmap.core.blocks import Index, assemble, block_shape, full_index, intersect, with_ends
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.testing import strategies
 
@@ -25,8 +25,8 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Index:
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Index]:
-    """All blocks of an array that is cut in two, again and again, not always along the same axis: no grid."""
-    blocks = [whole_index(shape)]
+    """All blocks of an array that is sharded in two, again and again, not always along the same axis: no grid."""
+    blocks = [full_index(shape)]
     for _ in range(draw(st.integers(0, 6))):
         block = blocks.pop(draw(st.integers(0, len(blocks) - 1)))
         axes = [axis for axis, part in enumerate(block) if part.stop - part.start > 1]
@@ -45,8 +45,8 @@ def numbered(shape: tuple[int, ...]) -> np.ndarray:
 
 
 @given(st.data(), array_shapes)
-def test_blocks_put_together_are_the_array(data: st.DataObject, shape: tuple[int, ...]):
-    """However an array is cut, any part of it is put together from its blocks, in any order."""
+def test_blocks_assembled_are_the_array(data: st.DataObject, shape: tuple[int, ...]):
+    """However an array is sharded, any part of it is assembled from its blocks, in any order."""
     array = numbered(shape)
     blocks = data.draw(cuts(shape))
     wanted = data.draw(st.none() | indices(shape))
@@ -104,7 +104,7 @@ a block of shape (1,) does not fit its place [0:4]
 
 @given(strategies.layouts(), st.data())
 def test_the_distinct_shards_of_a_layout_are_the_array(layout, data: st.DataObject):
-    """The shards of all devices, each index once, put together are the tensor."""
+    """The shards of all devices, each index once, assembled are the tensor."""
     shape = data.draw(strategies.shapes(layout, max_side=2).filter(lambda shape: np.prod(shape) <= 4096))
     array = numbered(shape)
     shards = {
@@ -119,7 +119,7 @@ def test_the_distinct_shards_of_a_layout_are_the_array(layout, data: st.DataObje
 
 
 @given(st.data(), array_shapes)
-def test_the_intersection_holds_what_lies_in_both(data: st.DataObject, shape: tuple[int, ...]):
+def test_the_intersection_holds_what_is_in_both(data: st.DataObject, shape: tuple[int, ...]):
     """An element lies in the intersection just if it lies in both blocks; no shared element gives `None`."""
     a, b = data.draw(indices(shape)), data.draw(indices(shape))
     in_a, in_b = np.zeros(shape, bool), np.zeros(shape, bool)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.core.blocks import block_shape, whole_index, with_ends
+from layoutmap.core.blocks import block_shape, full_index, with_ends
 from layoutmap.core.uneven import fitted
 from layoutmap.core.variables import VariableSpec, itemsize
 from layoutmap.rules.near_misses import Candidates
@@ -36,7 +36,7 @@ def test_numbers_of_numpy_do_not_wrap():
         (small, np.int8(99))
     )
     assert "(unsharded,)" == str(fitted(lm.Layout(["x"], lm.Mesh(None, "x=1000")), (small,), "replicate"))
-    assert (slice(0, 100),) == whole_index((small,))
+    assert (slice(0, 100),) == full_index((small,))
     assert (200,) == block_shape((slice(np.int8(-100), small),))
     assert all(type(n) is int for n in (*with_ends((slice(None),), (small,)),)[0].indices(100)[:2])
     assert all(type(n) is int for n in VariableSpec("k", large, "int8").shape)

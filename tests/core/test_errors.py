@@ -15,7 +15,7 @@ KINDS = [
 ]
 
 
-def test_facts_why_and_mend_stand_in_aligned_lines():
+def test_facts_why_and_fix_stand_in_aligned_lines():
     """The headline comes first, then the facts in their order, then why and the fix, all aligned."""
     error = LayoutMapError(
         "up.kernel: axis 1 cannot be split evenly",

@@ -205,7 +205,7 @@ def test_np_arange_of_6_over_a_mesh_of_3_by_2():
     st.data(),
 )
 def test_tensorflow_puts_on_each_device_the_shard_that_we_name(layout: Layout, data: st.DataObject):
-    """Component by component, a tensor that TensorFlow laid out is cut where `shard_slices` cuts it."""
+    """Component by component, a tensor that TensorFlow laid out is sharded where `shard_slices` shards it."""
     shape = data.draw(strategies.shapes(layout, max_side=2).filter(lambda shape: np.prod(shape) <= 1024))
     values = np.arange(np.prod(shape, dtype=np.int32), dtype=np.int32).reshape(shape)
 
@@ -233,7 +233,7 @@ def test_a_mesh_of_which_only_the_local_devices_are_named_goes_both_ways():
 
 
 def test_the_devices_of_a_mesh_may_be_said_twice():
-    """TensorFlow writes all devices once more when it is told to; the mesh is the same."""
+    """TensorFlow writes all devices once more when asked to; the mesh is the same."""
     mesh = cpu_mesh("x=2")
     assert mesh.devices is not None
     devices = list(mesh.devices)

@@ -294,7 +294,7 @@ def test_a_hostile_text_is_refused_in_a_short_message(text: str):
 
 
 def test_a_hostile_message_is_refused():
-    """Sizes whose product has more digits than Python writes are told, as is a size that is none."""
+    """Sizes whose product has more digits than Python writes are reported, as is a size that is none."""
     for size in (2**63 - 1, -(2**63), 0):
         dims = [layout_pb2.MeshDimensionProto(name=f"x{i}", size=size) for i in range(400)]
         for ids in ([], [0]):

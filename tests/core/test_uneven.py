@@ -48,7 +48,7 @@ def test_a_layout_of_another_rank_stays():
 
 
 def test_an_axis_made_of_several_follows_the_first():
-    """Heads and features that were made one axis are cut along the heads."""
+    """Heads and features that were made one axis are sharded along the heads."""
     kernel = lm.Layout([None, "model", "batch"], lm.Mesh(None, "batch=2,model=4"))
 
     assert ("unsharded", "model") == derived_layout(kernel, ((0,), (1, 2))).sharding_specs

@@ -60,11 +60,11 @@ class Framework:
 
     Attributes:
         seed: A seed of the framework, from a number.
-        normal: Draws an array of `SHAPE` from a seed, by a program that can be cut.
+        normal: Draws an array of `SHAPE` from a seed, by a program that can be sharded.
         summed: Draws one by a program that needs all of it.
         plain: A plain array of the framework.
         dtypes: The element types to move between layouts.
-        cuts_over_several_dims: Whether one axis may be cut over several mesh dims.
+        cuts_over_several_dims: Whether one axis may be sharded over several mesh dims.
     """
 
     seed: Callable[[int], Any]

@@ -22,7 +22,7 @@ def seed_of(number):
 
 
 def trained():
-    """A weight and its momentum after two steps on rows that are cut over the processes."""
+    """A weight and its momentum after two steps on rows that are sharded over the processes."""
     mesh = lm.Mesh(None, "x=2,y=4")
     layout = lm.Layout([None, "y"], mesh)
     weight, momentum = (lm.DVariable(np.zeros((2, 4), np.float32), layout=layout) for _ in range(2))

@@ -113,14 +113,15 @@ def test_programs_make_only_shards():
     draw = random_draw((64, 128), "float32", seed=1)
     assert draw.program is not None
     program = ShardedProgram(trace(draw.program.function, draw.program.seed), engine().native(layout, 2))
-    for lowered in program.lower(draw.program.seed):
+    steps = program.lower()
+    for lowered in steps:
         compiled = lowered.compile()
         text = compiled.as_text()
 
         assert [] == re.findall(r"all-gather|all-reduce|all-to-all|collective-\w+|\[64,128\]", text)
         assert 4 * 32 * 32 == compiled.memory_analysis().output_size_in_bytes
         assert "f32[32,32]" in text
-    assert 3 == program.num_steps
+    assert 3 == len(steps)
 
 
 def test_equal_variables_share_a_program():
@@ -164,8 +165,8 @@ def test_other_layouts_are_other_programs():
         ),
     ],
 )
-def test_what_would_change_when_cut_is_drawn_whole(name, function):
-    """A program that adds elements up is drawn whole, says why, and has the plain draw's bits."""
+def test_what_would_change_when_sharded_is_drawn_globally(name, function):
+    """A program that adds elements up is initialized globally, says why, and has the plain draw's bits."""
     seed = key_of(3)
     draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))
     made = created({"w": draw}, layout_on("x=2,y=4", ("y", "x"), None), (16, 16))["w"]
@@ -187,7 +188,7 @@ def test_what_would_change_when_cut_is_drawn_whole(name, function):
         ("its seed", lambda seed: jnp.broadcast_to(seed[0].astype("float32"), (16, 16))),
     ],
 )
-def test_what_does_not_change_when_cut_is_drawn_in_shards(name, function):
+def test_what_does_not_change_when_sharded_is_drawn_in_shards(name, function):
     """Moves, whole numbers and work on single elements are done in shards, with the plain draw's bits."""
     seed = key_of(4)
     draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))
@@ -260,7 +261,7 @@ def test_natives_are_made_once():
 
 
 def test_arrays_that_jax_laid_out_have_a_layout():
-    """The layout of an array that was laid out by JAX's own means is told, also on a mesh with explicit axes."""
+    """The layout of an array that was laid out by JAX's own means is reported, also on a mesh with explicit axes."""
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     native = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("b", "a")))
     array = jax.device_put(np.arange(16.0, dtype=np.float32).reshape(8, 2), native)

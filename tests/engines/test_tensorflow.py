@@ -44,7 +44,7 @@ def random_draw(shape, dtype, seed):
 
 def reason(draw):
     """Why an initializer's program cannot be computed in pieces."""
-    return programs.trace(draw.program.function, draw.program.seed).why_global
+    return programs.PieceProgram(draw.program.function, draw.program.seed).why_global
 
 
 class TestTensorFlowEngine(EngineContract):
@@ -105,7 +105,7 @@ SHAPES_AND_LAYOUTS = [
 
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "float16", "bfloat16"], "float32", "bfloat16"))
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_draw_in_pieces_has_the_bits_of_the_whole(source, dtype, monkeypatch):
+def test_a_draw_in_pieces_has_the_bits_of_one_draw(source, dtype, monkeypatch):
     """In pieces of any size, on any layout, a random draw has the bits of the same operations on the whole."""
     for shape, dims, specs in SHAPES_AND_LAYOUTS:
 
@@ -125,7 +125,7 @@ def test_a_draw_in_pieces_has_the_bits_of_the_whole(source, dtype, monkeypatch):
 
 @settings(max_examples=examples(30))
 @given(data=st.data())
-def test_any_run_of_a_draw_has_the_bits_of_the_whole(data):
+def test_any_run_of_a_draw_has_the_bits_of_one_draw(data):
     """Wherever a run of random numbers starts and ends, it has the bits that stand there in the whole."""
     size = data.draw(st.integers(3, 5000))
     start = data.draw(st.integers(0, size - 1))
@@ -138,7 +138,7 @@ def test_any_run_of_a_draw_has_the_bits_of_the_whole(data):
         return source((size,), seed, dtype=dtype) * tf.cast(0.3, dtype) + tf.cast(0.1, dtype)
 
     index = (slice(start, start + count),)
-    (block,) = programs.trace(function, key).blocks(key, [index]).values()
+    (block,) = programs.PieceProgram(function, key).blocks(key, [index]).values()
 
     assert_same_bits(function(key).numpy()[index], block)
 
@@ -202,7 +202,7 @@ def test_no_piece_is_larger_than_was_asked_for(specs, monkeypatch):
         ),
     ],
 )
-def test_what_does_not_change_when_cut_is_drawn_in_pieces(name, function):
+def test_what_does_not_change_when_sharded_is_drawn_in_pieces(name, function):
     """Fills, sources and work on single elements are done in pieces, with the plain draw's bits."""
     draw = drawn_by(name, function)
     made = created(draw, layout_on("x=2,y=4", "y", "x"), (48, 48))
@@ -235,8 +235,8 @@ def normal(seed):
         ("RandomUniform", lambda seed: normal(seed) + tf.random.uniform(()) * 0),
     ],
 )
-def test_what_would_change_when_cut_is_drawn_whole(why, function):
-    """A program that needs more than single elements is drawn whole, says why, and has the plain draw's bits."""
+def test_what_would_change_when_sharded_is_drawn_globally(why, function):
+    """A program that needs more than single elements is initialized globally, says why, and has the plain bits."""
 
     def floats(seed):
         return tf.cast(function(seed), tf.float32)
@@ -253,7 +253,7 @@ def test_what_would_change_when_cut_is_drawn_whole(why, function):
     [("ReadVariableOp", tf.Variable(0.3)), ("an array that it is not given", tf.fill([500], 0.3))],
 )
 def test_an_array_that_a_program_is_not_given_is_noticed(why, scale):
-    """A program that reads a variable or tensor from outside is drawn whole: that is not part of the program."""
+    """A program that reads a tensor from outside is initialized globally: that is not part of the program."""
     draw = drawn_by(why, lambda seed: normal(seed) * tf.reduce_max(scale))
     made = created(draw, layout_on("x=2", "x", None), (48, 48))
 
@@ -312,7 +312,7 @@ def test_natives_are_tensorflows_own():
     )
 
 
-def test_a_mesh_dim_of_size_1_in_a_tuple_cuts_nothing():
+def test_a_mesh_dim_of_size_1_in_a_tuple_shards_nothing():
     """Of several dims on one axis those of size 1 do not count, so that such a layout is held."""
     layout = layout_on("x=1,y=4", ("x", "y"), None)
     tensor = engine().relayout(np.arange(8, dtype=np.float32).reshape(4, 2), layout)
@@ -346,7 +346,7 @@ def test_tensorflows_layouts_are_ours():
 
 
 def test_tensors_that_tensorflow_laid_out_have_a_layout():
-    """The layout of a tensor that was laid out by TensorFlow's own means is told, with short device names."""
+    """The layout of a tensor that was laid out by TensorFlow's own means is reported, with short device names."""
     own_mesh = dtensor.create_mesh([("a", 2), ("b", 2)], devices=[f"CPU:{i}" for i in (4, 5, 6, 7)])
     tensor = dtensor.relayout(tf.ones((4, 4)), dtensor.Layout(["b", "unsharded"], own_mesh))
     mesh = Mesh([f"CPU:{i}" for i in (4, 5, 6, 7)], "a=2,b=2")

@@ -177,8 +177,8 @@ def test_an_exception_leaves_no_mesh_behind():
     assert dtensor.get_default_mesh() is None
 
 
-def test_a_shard_can_be_read_whole():
-    """TensorFlow cannot read a variable that is cut; here `numpy` gives all of it."""
+def test_a_shard_can_be_read_in_full():
+    """TensorFlow cannot read a variable that is sharded; here `numpy` gives all of it."""
     values = np.arange(8, dtype=np.float32)
     own = dtensor.DVariable(dtensor.relayout(values, own_layout("x")))
     with pytest.raises(tf.errors.UnimplementedError, match="non-replicated DTensor"):

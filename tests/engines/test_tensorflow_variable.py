@@ -125,7 +125,7 @@ def test_a_variable_is_made_while_tensorflow_traces():
 # -- reading, copying, giving a value
 
 
-def test_a_variable_is_read_whole():
+def test_a_variable_is_read_gathered():
     """All common ways to numpy give the whole value, in the element type that is asked for."""
     held = variable()
 
@@ -136,7 +136,7 @@ def test_a_variable_is_read_whole():
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
-def test_copies_lie_in_the_same_layout(again):
+def test_copies_have_the_same_layout(again):
     """A deep copy and what comes out of a pickle have the value, layout and settings, and a life of their own."""
     held = variable(name="kernel", trainable=False)
     made = again(held)

@@ -106,7 +106,7 @@ def on_another_mesh(plan, draw):
 
 
 def of_output(plan, draw):
-    """Another layout of what a layer puts out, or of one more layer."""
+    """Another layout of a layer's output, or of one more layer."""
     first, *rest = plan.activations or [Match("added", None)]
     layouts = strategies.layouts(plan.mesh).filter(lambda layout: layout != first.layout)
     return replace(plan, activations=(replace(first, rule=Rule(1, "added", draw(layouts))), *rest))
@@ -126,8 +126,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 @given(st.data())
-def test_one_change_is_told_by_its_path(what, data):
-    """Whatever is changed in a plan: that is told, with how it was and is, and nothing else."""
+def test_one_change_is_reported_by_its_path(what, data):
+    """Whatever is changed in a plan: that is reported, with how it was and is, and nothing else."""
     before = data.draw(strategies.plans(layers=True))[2]
     after = CHANGES[what](before, data.draw)
     assume(after is not None)
@@ -226,7 +226,7 @@ def test_in_a_notebook():
 
 
 def test_another_mesh_is_one_change():
-    """That every layout is on another mesh is told once."""
+    """That every layout is on another mesh is reported once."""
     rules = {".*": (None, "model")}
     diff = plan_of(model(), rules).diff(plan_of(model(), rules, lm.Mesh(None, "batch=4,model=2")))
 
@@ -238,7 +238,7 @@ def test_another_mesh_is_one_change():
 
 
 def test_another_rule_with_the_same_layout_is_no_change():
-    """What counts is where a variable lies, and not who said so."""
+    """What counts is where a variable is placed, and not who said so."""
     one = plan_of(model(), {".*": (None, "model")})
     two = plan_of(model(), {".*kernel": (None, "model"), "tokens": (None, "model")})
 
@@ -246,7 +246,7 @@ def test_another_rule_with_the_same_layout_is_no_change():
     assert one != two
 
 
-def test_models_are_told_apart():
+def test_models_are_distinguished():
     """Where a scope has built several, each change names its model; where there is one, it needs no name."""
     before, after = (
         plan_of([VariableSpec("k", (8,), "float32", model=m) for m in models], {})

@@ -241,7 +241,7 @@ STRICT = {
 
 @pytest.mark.parametrize(("text", "what"), STRICT.values(), ids=STRICT)
 def test_a_plan_is_read_strictly(text, what):
-    """Nothing is guessed, counted twice or left for later: the first wrong part is told with its place."""
+    """Nothing is guessed, counted twice or left for later: the first wrong part is reported with its place."""
     with pytest.raises(lm.PlanError) as caught:
         lm.Plan.from_json(text)
 

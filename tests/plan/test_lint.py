@@ -1,4 +1,4 @@
-"""Lint: what is probably not meant is told with its evidence and a fix, and what is meant is not."""
+"""Lint: what is probably not meant is reported with its evidence and a fix, and what is meant is not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FLAT = GOOD | {
     r".*(query|key|value)\.bias": ("model",),
     r".*output\.kernel": ("model", None),
 }
-# The other axis of each weight is cut over the dim that cuts the batch.
+# The other axis of each weight is sharded over the dim that shards the batch.
 BOTH = GOOD | {
     r".*embeddings": ("model", "data"),
     r".*(query|key|value)\.kernel": ("data", "model", None),
@@ -82,7 +82,7 @@ def found(plan, **options):
 
 @pytest.mark.parametrize("rules", [GOOD, FLAT, BOTH], ids=["heads", "flat", "both"])
 def test_a_map_as_it_is_meant_is_passed(rules):
-    """CouldShard over what layers put out, then over what they take in."""
+    """CouldShard over layers' outputs, then over what they take in."""
     plan = plan_of(rules, decoder(flat=rules is FLAT), free_activations=True)
 
     assert () == plan.errors
@@ -148,7 +148,7 @@ QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}
     ],
 )
 def test_an_axis_for_the_other_is_found(slip, found_at):
-    """A cut that divides, in a layout that can be made: the plan alone has nothing to say of it."""
+    """A sharding that divides, in a layout that can be made: the plan alone has nothing to say of it."""
     plan = plan_of(but(slip) | {r".*bias": (None,)}, [v for v in decoder() if "bias" not in v.path])
     kernels = {p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint()}
 
@@ -156,7 +156,7 @@ def test_an_axis_for_the_other_is_found(slip, found_at):
     assert found_at == kernels
 
 
-def test_a_slip_that_is_mended_as_told_is_gone():
+def test_a_mistake_that_is_fixed_as_reported_is_gone():
     """Queries, keys and values whose axes are swapped: in the layouts that the fix names lint finds nothing."""
     plan = plan_of(but({r".*(query|key|value)\.kernel": ("model", "data", None)}))
     (fix,) = {p.fix for p in plan.lint() if p.kind == "swapped"}
@@ -176,7 +176,7 @@ def test_layers_that_only_have_the_same_sizes_are_not_taken_for_neighbours():
     assert [] == found(plan_of(rules, variables))
 
 
-def test_heads_that_lie_side_by_side_are_not_cut_through():
+def test_heads_in_one_axis_are_not_split():
     """Eight heads of 16 in one axis of 128: sixteen devices divide the axis and not the heads."""
     variables = decoder(flat=True)
     for mesh, kinds in ((f"data=2,model={HEADS}", set()), ("data=2,model=16", {"heads"})):
@@ -189,7 +189,7 @@ def test_heads_that_lie_side_by_side_are_not_cut_through():
 
 
 def test_one_head_of_keys_that_no_mesh_divides_is_no_slip():
-    """It has to be whole where the queries' heads are cut."""
+    """It has to be replicated where the queries' heads are sharded."""
     variables = [
         weight("attention.query.kernel", (HIDDEN, HEADS, SIZE), "in.0", "out.0", "out.1"),
         *(
@@ -233,7 +233,7 @@ def test_the_batchs_dim_is_that_of_the_activations_or_one_of_its_names_or_the_on
         unknown.lint(batch_dim="row")
 
 
-def test_a_dim_of_the_mesh_that_nothing_is_cut_over_is_told():
+def test_a_dim_of_the_mesh_that_nothing_is_sharded_over_is_reported():
     """With how many devices do the same as others."""
     (problem,) = plan_of(GOOD, mesh="data=2,model=4,spare=3").lint()
 
@@ -243,8 +243,8 @@ def test_a_dim_of_the_mesh_that_nothing_is_cut_over_is_told():
     )
 
 
-def test_a_scale_with_a_rule_that_contradicts_its_kernel_is_told():
-    """A scale that follows its kernel is right by itself, and one that is whole costs little."""
+def test_a_scale_with_a_rule_that_contradicts_its_kernel_is_reported():
+    """A scale that follows its kernel is right by itself, and one that is replicated costs little."""
 
     def derived(layout):
         kernel = weight("up.kernel", (HIDDEN, WIDE), "in.0", "out.0")
@@ -258,8 +258,8 @@ def test_a_scale_with_a_rule_that_contradicts_its_kernel_is_told():
     assert [("contradicts its kernel", "up.scale")] == derived(("data",))
 
 
-def test_repeated_blocks_are_told_once():
-    """In the text, with the numbers of all of them, and the line below counts what is told."""
+def test_repeated_blocks_are_reported_once():
+    """In the text, with the numbers of all of them, and the line below counts what is reported."""
     text = str(plan_of(but({r".*up\.bias": ("data",)})).lint())
 
     assert text.startswith(

@@ -24,7 +24,7 @@ def test_the_parts_are_all_that_a_device_holds(drawn):
 
 
 @given(strategies.plans())
-def test_what_could_be_cut_can_be(drawn):
+def test_what_could_be_sharded_can_be(drawn):
     """Each is replicated, the axis divides, the bytes are what a device would save, and the most come first."""
     _, _, plan = drawn
     cuts = plan.memory.could_be_sharded

@@ -114,7 +114,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_problem_is_told_in_full(kind):
+def test_each_kind_of_problem_is_reported_in_full(kind):
     """A problem says what, where, why, and what to type instead."""
     variables, rules, severity, message = KINDS[kind]
     global_init = {("", "d1.kernel"): "it is not to be split"} if kind == "global init" else None
@@ -186,7 +186,7 @@ def test_a_slot_follows_the_weight_of_its_own_model():
     assert (16, 4) == plan.assignments[2].shard_shape
 
 
-def test_a_problem_of_a_slot_is_told_at_its_weight():
+def test_a_problem_of_a_slot_is_reported_at_its_weight():
     """A layout that does not fit a weight is one problem, however many slots follow it."""
     plan = plan_of([weight("d1.kernel", (16, 6)), slot("d1.kernel", shape=(16, 6))], {"d1": (None, "model")})
 
@@ -332,7 +332,7 @@ def test_every_variable_is_assigned_exactly_once_in_order(drawn):
 
 @given(strategies.plans())
 def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
-    """A rule is, if it matches the variable and not its parent; else each axis is cut as the parent's axes it is of."""
+    """A rule is, if it matches the variable and not its parent; else each axis is sharded as those of its parent."""
     _, layout_map, plan = drawn
     for a in plan.assignments:
         v = a.variable
@@ -380,7 +380,7 @@ def test_a_plan_has_an_error_exactly_where_something_does_not_fit(drawn):
 
 
 @given(strategies.plans())
-def test_every_rule_is_used_or_told_of(drawn):
+def test_every_rule_is_used_or_reported(drawn):
     """A rule wins at least one variable, or a warning says that it is unused or shadowed."""
     _, layout_map, plan = drawn
     winners = {a.match.rule.pattern for a in plan.assignments if a.match and a.match.rule}
@@ -447,7 +447,7 @@ def lora(path="up.lora_kernel_a", shape=(16, 8)):
 
 
 def test_a_rule_for_a_derived_variable_is_about_its_own_axes():
-    """Also where the parent has as many: what the rule cuts is cut, and an axis that does not divide is an error."""
+    """Also where the parent has as many: the rule counts, and an axis that does not divide is an error."""
     rules = {r"up\.kernel": ("model", None), r"up\.lora_kernel_a": (None, "model")}
     plan = plan_of([weight("up.kernel"), lora()], rules)
     uneven = plan_of([weight("up.kernel"), lora(shape=(16, 6))], rules)
@@ -457,7 +457,7 @@ def test_a_rule_for_a_derived_variable_is_about_its_own_axes():
     assert [("uneven", "error")] == [(p.kind, p.severity) for p in uneven.problems]
 
 
-def test_a_rule_of_another_rank_is_told_with_the_shape_that_it_is_for():
+def test_a_rule_of_another_rank_is_reported_with_the_shape_that_it_is_for():
     """The variable's own, or that of the weight in whose place it is."""
     own = plan_of(
         [weight("up.kernel"), lora()], {r"up\.kernel": ("model", None), r"up\.lora_kernel_a": ("model",)}
@@ -474,7 +474,7 @@ def test_a_rule_of_another_rank_is_told_with_the_shape_that_it_is_for():
 
 
 def test_an_exact_key_beats_a_rule_that_comes_before_for_a_derived_variable_too():
-    """As for any other variable, and the other is told as one that also matches."""
+    """As for any other variable, and the other is reported as one that also matches."""
     rules = {
         r"up\.kernel": ("model", None),
         r".*lora_kernel_a": (None, None),

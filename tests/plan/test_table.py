@@ -14,7 +14,7 @@ from layoutmap.scope.plan import make_plan
 MAP = lm.LayoutMap(lm.Mesh(None, "model=4"))
 
 
-def test_a_plan_is_a_whole_mapping():
+def test_a_plan_is_a_mapping_in_all_its_methods():
     """`in`, `[]`, `get`, `keys`, `items` and `len` speak of the variables' paths."""
     plan = make_plan(
         [VariableSpec("d1.kernel", (4,), "float32"), VariableSpec("d1.bias", (4,), "float32")], MAP
@@ -40,7 +40,7 @@ def test_a_variable_is_found_under_each_of_its_paths():
     assert (8,) == plan["d1"].variable.shape
 
 
-def test_variables_of_one_path_are_told_apart_by_their_model():
+def test_variables_of_one_path_are_distinguished_by_their_model():
     """Each has a key of its own, and their path alone says which there are."""
     variables = [
         VariableSpec("k", (n,), "float32", model=model) for n, model in ((4, "teacher"), (8, "student"))

@@ -94,7 +94,7 @@ def plan():
 
 @pytest.mark.parametrize("path", EXPLAINED)
 def test_the_text(plan, path):
-    """What it is, where it lies, why, what else matches, what is wrong with it, and what to type."""
+    """What it is, where it is placed, why, what else matches, what is wrong with it, and what to type."""
     assert textwrap.dedent(EXPLAINED[path]).strip() == plan.explain(path)
 
 

@@ -485,7 +485,7 @@ def test_what_a_map_says_of_a_path(path, said):
 
 
 def test_what_activations_say_of_a_path():
-    """What a layer puts out is not replicated where no rule matches."""
+    """A layer's output is not replicated where no rule matches."""
     activations = lm.LayoutMap(MESH, activations={r"blocks\.\d+": ("batch", None)}).activations
 
     assert (

@@ -87,9 +87,11 @@ def test_the_page_loads_nothing():
 
 
 def test_every_part_of_the_page_is_in_it():
-    """No script lies beside the others and is left out."""
-    assert {path.name for path in PARTS.glob("*.js")} == set(_SCRIPTS)
-    assert {"page.html", "page.css", *_SCRIPTS} == {path.name for path in PARTS.iterdir()}
+    """No script is beside the others and left out."""
+    assert {path.name for path in PARTS.glob("*.js")} == {f"{name}.js" for name in _SCRIPTS}
+    assert {"page.html", "page.css", *(f"{name}.js" for name in _SCRIPTS)} == {
+        path.name for path in PARTS.iterdir()
+    }
 
 
 NASTY = (

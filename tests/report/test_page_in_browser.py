@@ -208,7 +208,7 @@ def test_the_policy_holds(browser, show):
 
 
 def test_search(browser, show):
-    """Text anywhere in a path, an alias or a rule's pattern; a regex between slashes; a wrong regex is told."""
+    """Text anywhere in a path, an alias or a rule's pattern; a regex between slashes; a wrong regex is reported."""
     show(PLAN)
     for words, found in {
         "UP.bias": ["blocks.{0..2}.up.bias", "optimizer.*.momentum"],
@@ -292,7 +292,7 @@ def test_a_click_on_a_row_draws_the_variable(browser, show):
 
     assert "blocks.1.up.kernel" == chosen(browser)
     assert "8 slices of 1.0 KiB, each held by 2 devices." in text(browser, "#slices-readout")
-    assert "axis 1: 64 over model, then batch, 8 pieces of 8" in text(browser, "#slices-legend")
+    assert "axis 1: 64 over model, then batch, 8 shards of 8" in text(browser, "#slices-legend")
     assert r"rule 2 .*up\.kernel" in text(browser, "#details")
     in_address = "search=blocks.1.up.kernel", "variable=blocks.1.up.kernel"
     WebDriverWait(browser, 10).until(lambda _: all(each in browser.current_url for each in in_address))
@@ -363,18 +363,18 @@ def test_the_arithmetic_of_the_page_is_that_of_layout(compute, data):
     mesh = data.draw(strategies.meshes())
     layout = data.draw(strategies.layouts(mesh))
     shape = data.draw(strategies.shapes(layout, min_side=0))
-    cut = [[mesh.dim_names.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]
+    specs = [[mesh.dim_names.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]
     offsets = layout.offset_to_shard()
     told = compute(
-        """const [sizes, cut, shape, size] = arguments;
+        """const [sizes, specs, shape, size] = arguments;
         return [...Array(size).keys()].map((device) => {
-          const offset = layoutmap.shardOffset(sizes, cut, device);
-          const slices = layoutmap.slicesOf(layoutmap.shardCounts(sizes, cut), shape, offset);
-          const weights = layoutmap.shardWeights(sizes, cut);
-          return [offset, slices, layoutmap.devicesOf(sizes, cut, offset), weights];
+          const offset = layoutmap.shardOffset(sizes, specs, device);
+          const slices = layoutmap.slicesOf(layoutmap.shardCounts(sizes, specs), shape, offset);
+          const weights = layoutmap.shardWeights(sizes, specs);
+          return [offset, slices, layoutmap.devicesOf(sizes, specs, offset), weights];
         });""",
         mesh.shape,
-        cut,
+        specs,
         shape,
         mesh.size,
     )
@@ -473,7 +473,7 @@ def test_what_the_page_says_of_a_device_is_what_it_holds(browser, show, data):
 
 
 def test_a_variable_of_three_axes_is_drawn_by_two_of_them(browser, show):
-    """Another axis can be drawn, and the piece of a cut axis that is not drawn is chosen by number."""
+    """Another axis can be drawn, and the shard along an axis that is not drawn is chosen by number."""
     show(PLAN, variable="blocks.0.attn.query.kernel", device=15)
     select = find(browser, "#slices-axis-0")
     assert "axis 0 (32)" in select.text
@@ -481,9 +481,9 @@ def test_a_variable_of_three_axes_is_drawn_by_two_of_them(browser, show):
     assert "down, axis 2: 4, unsharded" in text(browser, "#slices-legend")
     assert "[16:32, 6:8, 0:4]" == drawn_slices(browser)
 
-    piece = find(browser, "#slices input[type=number]")
-    piece.clear()
-    piece.send_keys("0", Keys.TAB)
+    shard = find(browser, "#slices input[type=number]")
+    shard.clear()
+    shard.send_keys("0", Keys.TAB)
     assert "[0:16, 6:8, 0:4]" == drawn_slices(browser)
 
 
@@ -497,7 +497,7 @@ def test_what_does_not_fit_says_so(browser, show):
     assert "7 is not a multiple of 4" in text(browser, "#details")
 
 
-def test_variables_without_a_rule_are_told_in_one(browser, show):
+def test_variables_without_a_rule_are_reported_as_one(browser, show):
     """As in the terminal: how many, what to type for each, and a way to each."""
     show(PLAN)
     found = [p for p in PLAN.problems if p.kind == "no rule"]
@@ -611,7 +611,7 @@ def test_plans_of_next_to_nothing(browser, show):
     assert "[0:0, 0:3]" == drawn_slices(browser)
 
 
-def test_layers_whose_output_is_laid_out_are_told(browser, show):
+def test_layers_whose_output_is_laid_out_are_reported(browser, show):
     """In a table of their own."""
     layout_map = lm.LayoutMap(MESH, {"k": (None,)}, {r"blocks\.\d+$": ("batch", None)})
     show(make_plan([VariableSpec("k", (4,), "float32")], layout_map, layers=["blocks.0", "blocks.1"]))

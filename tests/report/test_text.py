@@ -113,7 +113,7 @@ def test_every_variable_is_in_exactly_one_row():
     assert plan.global_bytes == sum(row.global_bytes for row in rows)
 
 
-def test_models_are_told_apart():
+def test_models_are_distinguished():
     """Where a scope built several models, each row names its model; one model needs no name."""
     several = [VariableSpec("k", (8,), "float32", model=name) for name in ("teacher", "student")]
 
@@ -122,7 +122,7 @@ def test_models_are_told_apart():
 
 
 def test_sizes_as_people_read_them():
-    """Bytes are whole; larger sizes have one digit behind the point; the largest unit has no end."""
+    """Bytes are whole numbers; larger sizes have one digit behind the point; the largest unit has no end."""
     sizes = [0, 1023, 1024, 1536, 2**20, 2**30, 2**40, 5 * 2**50]
 
     assert ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 GiB", "1.0 TiB", "5120.0 TiB"] == list(

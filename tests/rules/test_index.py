@@ -18,7 +18,7 @@ def plain_loop(patterns: list[re.Pattern[str]], path: str) -> list[int]:
     return [number for number, pattern in enumerate(patterns) if pattern.match(path)]
 
 
-# What the regexes are made of, put together anyhow: likelier to match an odd regex than a real path is.
+# What the regexes are made of, combined anyhow: likelier to match an odd regex than a real path is.
 texts = strategies.paths() | st.text("kern.el012 #\n(|a", max_size=12)
 
 

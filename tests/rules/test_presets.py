@@ -17,7 +17,7 @@ MESH = lm.Mesh(None, "data=2,tp=4")
 
 
 def without(layout_map: lm.LayoutMap, dim: str) -> dict[str, lm.Layout]:
-    """The rules of a map with the axes whole that it cuts over a dim."""
+    """The rules of a map with the axes unsharded that it shards over a dim."""
     cut = {p: layout.sharding_specs for p, layout in layout_map.items()}
     return {p: lm.Layout([None if spec == dim else spec for spec in specs], MESH) for p, specs in cut.items()}
 
@@ -37,8 +37,8 @@ def test_a_preset_is_the_same_on_meshes_with_other_names(name: str):
 
 
 @pytest.mark.parametrize("name", presets.names())
-def test_a_dim_that_is_not_asked_for_cuts_nothing(name: str):
-    """Each form is the one over both dims without the cuts over the other; activations have rules with `fsdp_dim`."""
+def test_a_dim_that_is_not_asked_for_shards_nothing(name: str):
+    """Each form is the one over both dims without the other dim; activations have rules with `fsdp_dim`."""
     both = lm.LayoutMap.preset(name, MESH, model_dim="tp", fsdp_dim="data")
     model = lm.LayoutMap.preset(name, MESH, model_dim="tp")
     fsdp = lm.LayoutMap.preset(name, MESH, model_dim=None, fsdp_dim="data")
@@ -70,7 +70,7 @@ def test_rules_of_ones_own_come_after_it_or_in_its_place():
     assert before == {**lm.LayoutMap.preset("llama", MESH, model_dim="tp")}
 
 
-def test_what_there_is_not_is_told():
+def test_what_there_is_not_is_reported():
     """With the presets there are, or the dims that the mesh has."""
     with pytest.raises(RuleError) as unknown:
         lm.LayoutMap.preset("lama", MESH)

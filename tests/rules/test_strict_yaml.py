@@ -101,7 +101,7 @@ def test_what_surprises_is_refused(text, line, what):
         ("uneven: [a, [b, [c, [d, [e]]]]]", "rules file: uneven=['a', ['b', ['c', [...]]]]"),
     ],
 )
-def test_a_wrong_type_is_told_with_its_place(text, what):
+def test_a_wrong_type_is_reported_with_its_place(text, what):
     """No value of another type gets as far as the mesh or a rule."""
     with pytest.raises(lm.RuleError) as caught:
         lm.LayoutMap.from_yaml("version: 1\n" + text)

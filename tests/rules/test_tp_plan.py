@@ -101,7 +101,7 @@ def test_where_parameters_are_not_known_a_linear_layer_has_a_weight_and_a_bias()
         ("ep_router", (None, None), (None,), None),
     ],
 )
-def test_every_style_of_a_layer_says_how_weight_bias_and_output_lie(style, weight, bias, output):
+def test_every_style_of_a_layer_says_how_weight_bias_and_output_are_placed(style, weight, bias, output):
     """One entry, one layer with a weight and a bias."""
 
     def named(layout):
@@ -121,8 +121,8 @@ EXPERTS = {
 }
 
 
-def test_experts_are_cut_by_expert():
-    """An entry may name a parameter itself; the plan for expert parallelism cuts the first axis."""
+def test_experts_are_sharded_by_expert():
+    """An entry may name a parameter itself; the plan for expert parallelism shards the first axis."""
     plan = {
         "mlp.experts": "ep_dispatch_experts",
         "mlp.experts.gate_up_proj": "grouped_gemm",
@@ -140,8 +140,8 @@ def test_experts_are_cut_by_expert():
         assert {r"mlp\.experts$": ("batch", "unsharded")} == specs(layout_map.activations)
 
 
-def test_packed_weights_are_cut_in_one_piece_and_it_is_said():
-    """The gate and the up projection in one tensor: a layout cannot cut each for itself."""
+def test_packed_weights_are_sharded_as_one_with_a_warning():
+    """The gate and the up projection in one tensor: a layout cannot shard each for itself."""
     plan = {
         "mlp.experts.gate_up_proj": "packed_colwise",
         "mlp.experts.down_proj": "rowwise",
@@ -167,7 +167,7 @@ numbers are the same, and taking the weights apart moves them between devices
         assert [__file__] == [w.filename for w in caught]
 
 
-def test_a_packed_row_is_cut_along_its_last_axis():
+def test_a_packed_row_is_sharded_along_its_last_axis():
     """As for the experts of Llama 4, which are no linear layers."""
     plan = {"experts.up": "packed_rowwise", "lin": "packed_rowwise"}
     with pytest.warns(lm.LayoutMapWarning, match="packed"):
@@ -334,7 +334,7 @@ def test_what_cannot_be_is_refused(mistake):
     assert textwrap.dedent(message).strip() == str(caught.value)
 
 
-def test_an_entry_for_nothing_in_the_model_is_told():
+def test_an_entry_for_nothing_in_the_model_is_reported():
     """Where the parameters are known, entries for none of them are a warning."""
     with pytest.warns(lm.LayoutMapWarning) as caught:
         layout_map = converted({**LLAMA, "layers.*.mlp.gate_porj": "colwise"}, SHAPES, prefix="model.")

@@ -1,4 +1,4 @@
-"""Rules files: what is written is read back, and what is wrong is told by its place."""
+"""Rules files: what is written is read back, and what is wrong is reported by its place."""
 
 import copy
 import pickle
@@ -147,7 +147,7 @@ rules file: it is no mapping
     ],
     ids=["twice", "version", "key", "activation specs", "specs", "text"],
 )
-def test_what_is_wrong_is_told(text, message):
+def test_what_is_wrong_is_reported(text, message):
     """A rules file that cannot be read says what, where and the fix."""
     with pytest.raises(lm.RuleError) as caught:
         lm.LayoutMap.from_yaml(text, lm.Mesh(None, "model=2"))
@@ -155,7 +155,7 @@ def test_what_is_wrong_is_told(text, message):
     assert message == str(caught.value)
 
 
-def test_text_that_is_no_yaml_is_told():
+def test_text_that_is_no_yaml_is_refused():
     """The place of a mistake in the YAML itself is in the message."""
     with pytest.raises(lm.RuleError, match="line 1, column"):
         lm.LayoutMap.from_yaml("{version: 1")

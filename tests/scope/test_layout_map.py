@@ -581,7 +581,7 @@ rule 'new': sharding specs (None, 'model') have no mesh
         ),
     ],
 )
-def test_two_meshes_in_one_map_are_told_apart(ours: Mesh, theirs: Mesh, said: tuple[str, str]):
+def test_two_meshes_in_one_map_are_distinguished(ours: Mesh, theirs: Mesh, said: tuple[str, str]):
     """The error shows where the meshes differ, and nothing of where they agree."""
     layout_map = LayoutMap(ours)
 

@@ -201,7 +201,7 @@ class PartsTakenForWhole(L.Dense):
 
 
 def test_a_wrong_layout_of_an_activation_is_found():
-    """An array that says of itself that it lies otherwise than it does shows in what the model puts out."""
+    """An array that says of itself that it is placed otherwise than it is shows in a model's output."""
 
     def make_model():
         layers = [keras.Input((8,)), PartsTakenForWhole(16, name="d1"), L.Dense(8, name="d2")]
@@ -230,14 +230,14 @@ def test_two_builds_that_differ_are_no_comparison():
     assert str(caught.value).startswith("the two builds made different variables\n")
 
 
-def test_a_plan_that_does_not_fit_is_told_as_such():
+def test_a_plan_that_does_not_fit_is_reported_as_such():
     """A layout map that does not fit the model raises its plan's problems, not a difference."""
     with pytest.raises(lm.PlanError, match=r"^d1\.kernel: a layout of rank 1 for a tensor of rank 2\n"):
         lm.check_parity(mlp, make_map({r"d1\.kernel": ("model",)}), numbers())
 
 
 def test_a_nan_never_agrees():
-    """A comparison that is not a number is a difference, and the first of them is told."""
+    """A comparison that is not a number is a difference, and the first of them is reported."""
     rows = (ParityRow("weights", "a", 0.0, 0.0), ParityRow("forward", "output 0", float("nan"), 1e-5))
     report = ParityReport(rows, ())
 

@@ -52,7 +52,7 @@ def test_each_hears_what_all_say():
     assert [[""] * 3] * 3 == everywhere(3, lambda i, gather: gather_texts("", gather))
 
 
-def test_what_is_alike_is_not_told():
+def test_what_is_alike_is_not_reported():
     """The same words give nothing, others those of all; numbers are gathered along."""
     assert [([], [0, 1])] * 2 == everywhere(2, lambda i, gather: check_alike("same", gather, i))
     assert [(["0", "1"], [0, 0])] * 2 == everywhere(2, lambda i, gather: check_alike(str(i), gather))
@@ -77,7 +77,7 @@ def test_plans_are_compared_by_what_they_place():
 
 
 def test_meshes_are_compared_by_their_devices():
-    """The same layouts on devices in another order are another plan, and the orders are told."""
+    """The same layouts on devices in another order are another plan, and the orders are reported."""
     orders = [["CPU:0", "CPU:1"], ["CPU:1", "CPU:0"]]
     errors = everywhere(2, lambda i, gather: check_plans(plan_of(("x", None), orders[i]), gather))
 
@@ -101,7 +101,7 @@ def test_values_are_compared_bit_for_bit(dtype):
 
 
 def test_recipes_are_compared_by_their_text():
-    """Of the first variable with another recipe the line that differs is told, shortened, or that there is none."""
+    """Of the first variable with another recipe the line that differs is reported, shortened, or that there is none."""
     recipes = [[("a", "same"), ("b", f"same\n{'x' * 300} {i}")] for i in range(2)]
     errors = everywhere(2, lambda i, gather: check_recipes(recipes[i], gather))
     fewer = everywhere(2, lambda i, gather: check_recipes(recipes[0][: 2 - i], gather))
@@ -138,7 +138,7 @@ def test_batches_are_compared():
 
 
 def test_all_processes_refuse_a_plan_or_none():
-    """Where only one process finds a problem in the plan that all have, all are told."""
+    """Where only one process finds a problem in the plan that all have, all are reported."""
     problem = Problem("unused", "warning", "none", "rule 2  none: matches no variable")
     plans = [plan_of(("x", None)), plan_of(("x", None)).with_problem(problem)]
     errors = everywhere(2, lambda i, gather: check_plans(plans[i], gather, strict=True))

@@ -96,7 +96,7 @@ def test_a_plan_without_inputs_says_what_it_cannot_know():
     assert message == str(caught.value)
 
 
-def test_a_batch_is_cut_where_it_divides():
+def test_a_batch_is_sharded_where_it_divides():
     """The batch lies over the batch dim, and whole where it does not divide or has no axis."""
     with make_map().scope(batch_dim="batch") as scope, make_map().scope() as whole:
         pass

@@ -109,19 +109,23 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="plan | explain | lint | diff | devices | presets | schema | completion"
     )
 
-    def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[Any], int], text: str, *plans: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
             name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
         )
         made.set_defaults(run=run)
+        for each in plans:
+            made.add_argument(
+                each, metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model"
+            )
         return made
 
     plan = command(
         "plan",
         _plan,
         "Print the plan of a model: every variable with its layout and bytes, and all problems.",
+        "model",
     )
-    plan.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model")
     plan.add_argument(
         "--json", metavar="FILE", help='also write the plan to a file, for diff; "-": to stdout'
     )
@@ -136,22 +140,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch_dim(plan)
     add_model_options(plan)
     explain = command(
-        "explain", _explain, "Explain why a variable has its layout, and what to type to change it."
+        "explain", _explain, "Explain why a variable has its layout, and what to type to change it.", "model"
     )
-    explain.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model")
     explain.add_argument("path", metavar="PATH", help="the variable's path, as the plan shows it")
     add_model_options(explain)
     lint = command(
-        "lint", _lint, "Report layouts that are valid but probably not intended, with the evidence."
+        "lint", _lint, "Report layouts that are valid but probably not intended, with the evidence.", "model"
     )
-    lint.add_argument("model", metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model")
     _add_batch_dim(lint)
     add_model_options(lint)
     diff = command(
-        "diff", _diff, "Show what changes from one plan to another; the exit code is 1 if anything does."
+        "diff",
+        _diff,
+        "Show what changes from one plan to another; the exit code is 1 if anything does.",
+        *("before", "after"),
     )
-    for name in ("before", "after"):
-        diff.add_argument(name, metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model")
     add_model_options(diff)
     there = command("devices", _devices, "List the devices of this machine.")
     there.add_argument(

@@ -23,16 +23,8 @@ from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan as make_plan
 
 _OF_MODELS = (
-    "rules",
-    "preset",
-    "model_dim",
-    "fsdp_dim",
-    "dtype",
-    "mesh",
-    "inputs",
-    "optimizer",
-    "backend",
-    "library",
+    *("rules", "preset", "model_dim", "fsdp_dim", "dtype", "mesh", "inputs", "optimizer"),
+    *("backend", "library"),
 )
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

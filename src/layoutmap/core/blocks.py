@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from layoutmap.core.errors import LayoutMapError
 
+NumpyArray = npt.NDArray[Any]
 Index = tuple[slice, ...]
 """Where a block is: one slice for each axis, with both ends."""
 
@@ -21,11 +23,11 @@ Ends = tuple[tuple[int, int], ...]
 """An index as a value that has a hash."""
 
 
-def whole_index(shape: Sequence[int]) -> Index:
+def full_index(shape: Sequence[int]) -> Index:
     """The index of everything.
 
     Example:
-        >>> whole_index((2, 3))
+        >>> full_index((2, 3))
         (slice(0, 2, None), slice(0, 3, None))
     """
     return tuple(slice(0, operator.index(n)) for n in shape)
@@ -105,7 +107,7 @@ def assemble(
         >>> assemble(halves, (4,), int, index=(slice(1, 3),))
         array([2, 3])
     """
-    wanted = whole_index(shape) if index is None else index
+    wanted = full_index(shape) if index is None else index
     result = np.empty(block_shape(wanted), dtype)
     places: list[Index] = []
     for place, values in blocks:

@@ -19,8 +19,11 @@ from typing import Any
 from layoutmap.core.patches import Closing
 
 
-class _Entry(Closing):
-    """One `with` of a session, where it was entered."""
+class entered(Closing):
+    """Make a session the current one of this thread and task for a while; afterwards the one before it is again.
+
+    It may end in any order and anywhere: a generator that holds it can be closed late, by another task or thread.
+    """
 
     def __init__(self, session: Any):
         self.session = session  # `None` once it is closed
@@ -34,9 +37,11 @@ class _Entry(Closing):
         return self._thread == threading.get_ident() and task is _task()
 
     def open(self) -> None:
+        """Begin."""
         _current.set(_Link(weakref.ref(self), next(_links(), None)))
 
     def close(self) -> None:
+        """End; to close twice is to close once."""
         self.session = None
         link = _current.get()
         if link is not None and link.entry() is self:
@@ -47,7 +52,7 @@ class _Entry(Closing):
 class _Link:
     """An entry, which its `with` holds and the variable does not, and what was open before it."""
 
-    entry: weakref.ref[_Entry]
+    entry: weakref.ref[entered]
     outer: _Link | None
 
 
@@ -62,14 +67,6 @@ def current() -> Any:
 def is_entered(session: Any) -> bool:
     """Whether a session is open in this thread and task, perhaps around another one."""
     return any(each is session for each in _sessions())
-
-
-def entered(session: Any) -> Closing:
-    """Make a session the current one of this thread and task for a while; afterwards the one before it is again.
-
-    It may end in any order and anywhere: a generator that holds it can be closed late, by another task or thread.
-    """
-    return _Entry(session)
 
 
 def _sessions() -> Iterator[Any]:

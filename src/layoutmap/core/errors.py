@@ -64,14 +64,14 @@ def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -
     """
     rows = [(escaped(name), str(value)) for name, value in facts.items()] + [("why", why), ("fix", fix)]
     rows = [(name, escaped(value.rstrip("\n"), keep="\n")) for name, value in rows if value]
-    width = max(4, *(len(name) for name, _ in rows)) if rows else 0
+    return aligned(escaped(what, keep="\n"), rows)
+
+
+def aligned(head: str, rows: Sequence[tuple[str, str]]) -> str:
+    """A headline, and under it names with their texts, which begin in one column."""
+    width = max((4, *(len(name) for name, _ in rows)))
     indent = "\n" + " " * (width + 4)
-    return "\n".join(
-        [
-            escaped(what, keep="\n"),
-            *(f"  {name:<{width}}  {value.replace(chr(10), indent)}" for name, value in rows),
-        ]
-    )
+    return "\n".join([head, *(f"  {name:<{width}}  {text.replace(chr(10), indent)}" for name, text in rows)])
 
 
 class _Message(Exception):

@@ -13,6 +13,9 @@ from layoutmap.core.uneven import Uneven
 Rest = Literal["replicated"]
 """What a map says of variables that no rule matches."""
 
+KERAS = "keras:"
+"""How a rule over what Keras calls a variable begins, and how such a name does where it stands among paths."""
+
 AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 

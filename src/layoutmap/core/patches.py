@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Generator, Iterable, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 
@@ -162,3 +163,24 @@ class _Use(Closing):
 
     def close(self) -> None:
         self._patches.discard(self)
+
+
+@contextmanager
+def temporarily(owner: Any, name: str, value: Any) -> Generator[None]:
+    """While open, an attribute of an object of this library, such as a thread-local one, has another value.
+
+    Example:
+        >>> class Here:
+        ...     depth = 0
+        >>> with temporarily(Here, "depth", 1):
+        ...     Here.depth
+        1
+        >>> Here.depth
+        0
+    """
+    before = getattr(owner, name, None)
+    try:
+        setattr(owner, name, value)
+        yield
+    finally:
+        setattr(owner, name, before)

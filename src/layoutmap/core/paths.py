@@ -41,10 +41,20 @@ def path_pattern(paths: Sequence[str]) -> str:
         >>> print(path_pattern(["blocks.0.conv2d.kernel", "blocks.1.conv2d.kernel"]))
         r"blocks\\.\\d+\\.conv2d\\.kernel$"
     """
+    return f'r"{path_regex(paths)}"'
+
+
+def path_regex(paths: Sequence[str]) -> str:
+    """A rule's pattern that matches the paths of one group and nothing behind them; of one path, that path alone.
+
+    Example:
+        >>> print(path_regex(["a.0.b", "a.1.b"]), path_regex(["a.0.b"]))
+        a\\.\\d+\\.b$ a\\.0\\.b$
+    """
     columns = zip(*map(_NUMBER.findall, paths), strict=True)
     varies = iter([len(set(column)) > 1 for column in columns])
     pattern = _NUMBER.sub(lambda number: r"\d+" if next(varies) else number.group(), re.escape(paths[0]))
-    return f'r"{pattern}$"'
+    return f"{pattern}$"
 
 
 def _ranges(texts: Iterable[str]) -> str:

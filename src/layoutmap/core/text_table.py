@@ -10,7 +10,7 @@ from layoutmap.core.escaping import escaped
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
 
 
-def size(nbytes: float) -> str:
+def size(num_bytes: float) -> str:
     """A size as people read it.
 
     Example:
@@ -18,9 +18,9 @@ def size(nbytes: float) -> str:
         ('3.0 MiB', '100 B')
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if nbytes < 1024 or unit == "TiB":
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
+        if num_bytes < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
     raise AssertionError("unreachable")
 
 

@@ -94,3 +94,26 @@ def derived_layout(parent: Layout, axes: Axes) -> Layout:
         (unsharded, unsharded) (model,)
     """
     return Layout([parent.mesh_dims_of(of[0]) if of else () for of in axes], parent.mesh)
+
+
+def sharded_further(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
+    """A layout that is sharded over one more mesh dim, along the first axis that divides; as it is if none does.
+
+    Args:
+        layout: The layout.
+        shape: The tensor's shape.
+        dim: The mesh dim. A layout that is sharded over it stays as it is.
+
+    Example:
+        >>> from layoutmap import Mesh
+        >>> print(sharded_further(Layout(["model", None], Mesh(None, "batch=2,model=4")), (16, 8), "batch"))
+        ((model, batch), unsharded)
+    """
+    dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+    if layout.rank != len(shape) or any(dim in of for of in dims):
+        return layout
+    for axis, size in enumerate(shape):
+        if size and size % (layout.num_shards(axis) * layout.mesh.dim_size(dim)) == 0:
+            dims[axis] = (*dims[axis], dim)
+            return Layout(dims, layout.mesh)
+    return layout

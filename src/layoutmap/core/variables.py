@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 
@@ -64,6 +64,8 @@ class VariableSpec:
             variables of a scope have both one model and one path.
         use: What its layer does with its axes, where that is known.
         trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
+        name: What its library calls it, for rules over such names: `keras:dense/kernel`; empty if there are none. It
+            is no part of the plan's value: where a rule asks for it, it is an alias.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").global_bytes
@@ -81,6 +83,7 @@ class VariableSpec:
     model: str = ""
     use: Use | None = None
     trainable: bool = True
+    name: str = field(default="", compare=False, repr=False)
 
     @property
     def is_trained(self) -> bool:

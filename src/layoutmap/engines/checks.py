@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from layoutmap.core.blocks import Index, block_shape
+from layoutmap.core.blocks import Index, NumpyArray, block_shape
 from layoutmap.core.errors import EngineError, MeshError, listed
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    NumpyArray = npt.NDArray[Any]
 
 Value = TypeVar("Value")
 

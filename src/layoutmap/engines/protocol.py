@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -12,12 +12,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from layoutmap.core.blocks import Index
-
-    NumpyArray: TypeAlias = npt.NDArray[np.generic]
+    from layoutmap.core.blocks import Index, NumpyArray
 
 Array = Any
 """An array of the engine's framework."""

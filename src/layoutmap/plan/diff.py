@@ -21,7 +21,7 @@ class Change:
         path: The variable or layer; `""` for the mesh. Where the plans are of several models, a variable's
             stands before it: `teacher: d1.kernel`.
         what: What of it differs: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"layout"`, `"mesh"`, or
-            `"output"`: the layout of what a layer puts out.
+            `"output"`: the layout of a layer's output.
         before: How the first plan has it; empty if it has it not.
         after: How the second has it; empty if it has it not.
         weight: Of an optimizer's slot that changes as its weight does: the weight's path. Empty for all else.

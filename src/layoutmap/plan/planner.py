@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from layoutmap.core.errors import LayoutError, PlanError
+from layoutmap.core.errors import LayoutError, PlanError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import path_pattern, path_shape
-from layoutmap.core.uneven import Uneven, derived_layout, fitted
+from layoutmap.core.uneven import Uneven, derived_layout, fitted, sharded_further
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity, in_order
+from layoutmap.plan.slots import is_sharded_further, note_of_zero, problems_of_slot
 from layoutmap.plan.table import PlanTable
+from layoutmap.rules.keras_rules import is_named, layout_for
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.rules.rules import Rules
@@ -37,6 +39,8 @@ def make_table(
     complete: bool = True,
     layers: Sequence[str] | None = None,
     free_activations: bool = False,
+    given: Mapping[tuple[str, str], Layout] | None = None,
+    zero_dim: str | None = None,
 ) -> PlanTable:
     """Match every variable, collect every problem; pure.
 
@@ -48,6 +52,8 @@ def make_table(
         complete: Whether these are all variables there will be. Rules that match nothing are only a problem then.
         layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: they are not known.
         free_activations: Whether a compiler chooses the layouts of activations without a rule.
+        given: The layouts of variables that have one already, by `key`; the rules are not asked for these.
+        zero_dim: The mesh dim over which slots are sharded further than their weights; `None`: they are not.
 
     Raises:
         PlanError: The layout map has no mesh, so nothing can be laid out.
@@ -59,12 +65,15 @@ def make_table(
             why="it was made without one and has no rule",
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
-    planning = _Planning(variables, layout_map, mesh, global_init or {})
+    planning = _Planning(variables, layout_map, mesh, global_init or {}, given or {}, zero_dim)
     assignments = planning.assignments()
     problems = planning.problems
+    if zero_dim is not None:
+        problems.append(note_of_zero(assignments, zero_dim))
     if complete:
-        paths = [path for v in variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
+        paths = [path for v in planning.variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
         problems += _problems_of_rules(layout_map, planning.won, planning.beaten, paths, "variable")
+        problems += _problems_of_outputs(layout_map, paths) if planning.has_named else ()
     matches = [layout_map.activations.match(path) for path in layers or ()]
     laid_out = tuple(match for match in matches if match.rule)
     if complete and layers is not None:
@@ -85,16 +94,21 @@ class _Planning:
         layout_map: RuleSet,
         mesh: Mesh,
         global_init: Mapping[tuple[str, str], str],
+        given: Mapping[tuple[str, str], Layout],
+        zero_dim: str | None,
     ) -> None:
-        self.variables = variables
+        self.has_named = any(is_named(rule.pattern) for rule in layout_map.rules)
+        self.variables = [_with_its_name(v) for v in variables] if self.has_named else variables
         self.layout_map = layout_map
         self.mesh = mesh
         self.global_init = global_init
+        self.given = given
+        self.zero_dim = zero_dim
         self.several_models = has_several_models(variables)
         self.problems: list[Problem] = []
         self.won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
         self.beaten: dict[int, tuple[Rule, str]] = {}
-        self._by_path = {v.key: v for v in variables}
+        self._by_path = {v.key: v for v in self.variables}
         self._done: dict[tuple[str, str], Assignment] = {}
         self._replicated: dict[int, Layout] = {}
         self._patterns = Candidates(layout_map, _MOST_COMPARISONS)
@@ -110,14 +124,20 @@ class _Planning:
             asked, match, uneven = self._asked(variable)
             layout = fitted(asked, variable.shape, uneven)
             assignment = Assignment(variable, layout, match, self.global_init.get(key, ""))
+            self._add(variable, _problems_of(assignment, asked))
+            if self.zero_dim is not None and is_sharded_further(variable):
+                assignment = replace(
+                    assignment, layout=sharded_further(layout, variable.shape, self.zero_dim)
+                )
             self._done[key] = assignment
             if match and match.rule:
                 self._count(match.rule, match.others, variable.path)
-            self._add(variable, _problems_of(assignment, asked))
         return self._done[key]
 
     def _asked(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
         """The layout that is asked for, what the map said (`None`: it was not asked), and what may be done to it."""
+        if variable.key in self.given:
+            return self.given[variable.key], None, "error"
         if variable.follows:
             match = self._meant(variable)
             if match is None:
@@ -127,9 +147,10 @@ class _Planning:
         rule = match and match.rule
         if rule is None:
             return self._replicated_layout(len(variable.shape)), match, "error"
-        if variable.is_packed and rule.layout.rank == len(variable.rule_shape):
-            return derived_layout(rule.layout, variable.axes or ()), match, "shrink"
-        return rule.layout, match, rule.uneven
+        layout = layout_for(rule, len(variable.rule_shape if variable.is_packed else variable.shape))
+        if variable.is_packed and layout.rank == len(variable.rule_shape):
+            return derived_layout(layout, variable.axes or ()), match, "shrink"
+        return layout, match, rule.uneven
 
     def _replicated_layout(self, rank: int) -> Layout:
         if rank not in self._replicated:
@@ -138,7 +159,14 @@ class _Planning:
 
     def _match(self, variable: VariableSpec) -> Match:
         """What the map says of a variable under all its paths; the first rule of the map among them wins."""
-        answers = {path: self.layout_map.matching_rules(path) for path in (variable.path, *variable.aliases)}
+        names = [path for path in variable.aliases if is_named(path)]
+        answers = {path: self.layout_map.matching_rules(path) for path in _paths_of(variable)}
+        named = [rule for name in names for rule in self.layout_map.matching_rules(name)]
+        if named:  # a name is no other path to the variable: a rule over names is one for its first path
+            exact = {variable.path, *names}
+            answers[variable.path] = sorted(
+                (*answers[variable.path], *named), key=lambda r: (r.pattern not in exact, r.number)
+            )
         winners = {path: rules[0] for path, rules in answers.items() if rules}
         if not winners and self.layout_map.rest:
             return Match(variable.path, None, otherwise=AS_REST)
@@ -147,7 +175,9 @@ class _Planning:
             if block not in self._near:  # they take a while to find, and are the same in all repeated blocks
                 self._near[block] = tuple(self._patterns.nearest(variable.path))
             return Match(variable.path, None, near_misses=self._near[block])
-        rule = min(winners.values(), key=lambda r: (r.pattern not in answers, r.number))
+        rule = min(winners.values(), key=lambda r: (r.pattern not in (*answers, *names), r.number))
+        if len(named) > 1 and rule == named[0] and rule.pattern not in names:
+            self._add(variable, [_problem_of_contradiction(variable, named)])
         if len({r.layout for r in winners.values()}) > 1:
             problem = Problem(
                 "tied",
@@ -169,7 +199,7 @@ class _Planning:
         """
         if variable.kind not in _MATCHED or variable.parent is None:
             return None
-        of_parent = self.layout_map.matching_rules(variable.parent)
+        of_parent = self._rules_of_parent(variable)
         paths = (variable.path, *variable.aliases)
         found = {r for path in paths for r in self.layout_map.matching_rules(path) if r not in of_parent}
         if not found:
@@ -184,16 +214,24 @@ class _Planning:
         if parent is not None and not parent.is_packed:
             layout, shape = self._assignment(parent).layout, parent.shape
         else:  # it has made way for those that are derived from it, a packed form of it among them
-            rule = next(iter(self.layout_map.matching_rules(variable.parent or "")), None)
+            rule = next(iter(self._rules_of_parent(variable)), None)
             if rule is None:
                 return replicated
             self._count(rule, (), variable.path)
-            layout, shape = rule.layout, variable.rule_shape
+            layout, shape = layout_for(rule, len(variable.rule_shape)), variable.rule_shape
         if variable.axes is None:
             return layout if shape == variable.shape else replicated
         return (
             derived_layout(layout, variable.axes) if layout.rank == len(variable.rule_shape) else replicated
         )
+
+    def _rules_of_parent(self, variable: VariableSpec) -> list[Rule]:
+        """The rules that match the parent's path, and its name if it has one."""
+        parent = self._by_path.get((variable.model, variable.parent or ""))
+        names = [path for path in parent.aliases if is_named(path)] if parent else []
+        return [
+            rule for path in (variable.parent or "", *names) for rule in self.layout_map.matching_rules(path)
+        ]
 
     def _add(self, variable: VariableSpec, problems: Iterable[Problem]) -> None:
         self.problems += (p.of_model(variable.model if self.several_models else "") for p in problems)
@@ -202,6 +240,30 @@ class _Planning:
         self.won[rule.number] += 1
         for other in others:
             self.beaten.setdefault(other.number, (rule, path))
+
+
+def _with_its_name(variable: VariableSpec) -> VariableSpec:
+    """A variable with what its library calls it among its aliases."""
+    if not variable.name or variable.name in variable.aliases:
+        return variable
+    return replace(variable, aliases=(*variable.aliases, variable.name))
+
+
+def _paths_of(variable: VariableSpec) -> list[str]:
+    """The object paths of a variable."""
+    return [variable.path, *(path for path in variable.aliases if not is_named(path))]
+
+
+def _problem_of_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
+    return Problem(
+        "contradiction",
+        "error",
+        variable.path,
+        f"{variable.path}: {len(rules)} of Keras's rules match its name",
+        tuple((str(rule), str(rule.layout)) for rule in rules),
+        "Keras refuses a name that several keys of a layout map match, whichever comes first",
+        f"make one of them narrower, or add a rule that is the path itself: layout_map[{variable.path!r}]",
+    )
 
 
 def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
@@ -220,6 +282,7 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
             yield replace(problem, fix=f'{problem.fix}, or say uneven="shrink"')
         else:
             yield _of_taken(error, assignment, axis)
+    yield from problems_of_slot(variable)
     if match is not None and not (match.rule or match.is_rest) and variable.kind in _NEED_A_RULE:
         near = ", ".join(match.near_misses)
         yield Problem(
@@ -331,7 +394,7 @@ def _problems_of_rules(
     of: str,
 ) -> Iterator[Problem]:
     """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
-    candidates: Candidates | None = None
+    candidates: dict[bool, tuple[int, Candidates]] = {}
     for rule in rules.rules:
         if won[rule.number]:
             continue
@@ -348,14 +411,39 @@ def _problems_of_rules(
                 f"put it before rule {winner.number}, or delete it",
             )
             continue
-        candidates = candidates or Candidates(paths, _MOST_COMPARISONS)
-        near = candidates.nearest(rule.pattern)
+        named = is_named(rule.pattern)
+        if named not in candidates:
+            tried = [path for path in paths if is_named(path) == named]
+            candidates[named] = len(tried), Candidates(tried, _MOST_COMPARISONS)
+        count, candidate_paths = candidates[named]
+        near = candidate_paths.nearest(rule.pattern)
         yield Problem(
             "unused rule",
             "warning",
             rule.pattern,
             f"{name}: matches no {of}",
             (("near misses", ", ".join(near)),),
-            f"re.match finds it at the start of none of the {len(paths)} paths",
+            f"re.fullmatch finds it in none of the {count} names that Keras gives"
+            if named
+            else f"re.match finds it at the start of none of the {count} paths",
             f"did you mean {path_pattern(near[:1])}? else delete it" if near else "fix it, or delete it",
+        )
+
+
+def _problems_of_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
+    """A note for each of Keras's rules by which Keras lays out the outputs of layers, too."""
+    above = {path[:at] for path in paths if is_named(path) for at, sign in enumerate(path) if sign == "/"}
+    outputs: dict[Rule, list[str]] = {}
+    for layer in sorted(above):
+        for rule in rules.matching_rules(f"{layer}/output"):
+            outputs.setdefault(rule, []).append(f"{layer}/output")
+    for rule, names in outputs.items():
+        yield Problem(
+            "layer output",
+            "note",
+            rule.pattern,
+            f"{rules.name_of(rule)}: Keras lays out outputs of layers by it, too; this map does not",
+            (("outputs", listed(names)),),
+            "Keras looks up the output of a layer in the map of its variables, as the layer's path and /output",
+            "if that is meant, say it by the layer's path: layout_map.activations[...]",
         )

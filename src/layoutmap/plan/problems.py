@@ -21,7 +21,8 @@ class Problem:
     Args:
         kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`
             (of variables or of activations), `"tied"`, `"global init"`, `"no activations"`, `"not built"`,
-            `"unused dim"`, `"unsupported layout"` or `"unsupported"`. What lint finds has kinds of its own; see
+            `"unused dim"`, `"loose slot"`, `"zero"`, `"unsupported layout"` or `"unsupported"`; of rules that begin
+            with `keras:` `"contradiction"` or `"layer output"`. What lint finds has kinds of its own; see
             `layoutmap.plan.lint`.
         severity: `"error"`: the model cannot be made so. `"warning"`: it can, and `strict` makes it an error. `"note"`:
             worth knowing, never an error.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layoutmap.core.errors import aligned
 from layoutmap.core.escaping import escaped
 from layoutmap.core.match import how_to_change
 from layoutmap.core.paths import path_pattern
@@ -25,14 +26,7 @@ def explain_text(plan: PlanTable, path: str) -> str:
         for rows in (_what(assignment), _why(assignment), _how(assignment))
     )
     rows = [*what, *why, *_problems(plan, assignment), *how]
-    width = max(len(name) for name, _ in rows)
-    indent = "\n" + " " * (width + 4)
-    return "\n".join(
-        [
-            escaped(assignment.variable.path),
-            *(f"  {name:<{width}}  {text.replace(chr(10), indent)}" for name, text in rows),
-        ]
-    )
+    return aligned(escaped(assignment.variable.path), rows)
 
 
 def _what(assignment: Assignment) -> Iterator[tuple[str, str]]:

@@ -6,8 +6,10 @@ import re
 import warnings
 
 from layoutmap.core.errors import LayoutMapWarning, RuleError
+from layoutmap.core.match import KERAS
 from layoutmap.core.users_line import level_of_user
 from layoutmap.rules.backtracking import doubling_text
+from layoutmap.rules.keras_rules import anchored
 
 
 def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
@@ -17,19 +19,21 @@ def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
         RuleError: It is no regex.
     """
     try:
-        return re.compile(pattern)
+        return re.compile(anchored(pattern))
     except (re.error, OverflowError, RecursionError) as error:
         raise RuleError(
-            f"{rule} {pattern!r} is not a regex", why=_why(error), fix=_fix(pattern, error)
+            f"{rule} {pattern!r} is not a regex",
+            why=_why(error),
+            fix=_fix(pattern.removeprefix(KERAS), error),
         ) from error
 
 
 def warn_if_slow(compiled: re.Pattern[str], rule: str) -> None:
-    """Warn, on the user's line, of a regex that can take exponential time to fail."""
+    """Warn, on the user's line, of a regex that can take exponential time to fail; `rule` names it with its pattern."""
     text = doubling_text(compiled)
     if text is not None:
         warning = LayoutMapWarning(
-            f"{rule} {compiled.pattern!r} can take for ever on a path that it does not match",
+            f"{rule} can take for ever on a path that it does not match",
             facts={"for example": f"a path with {text!r} many times in a row"},
             why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
             fix="write it with one way to match, as in [^.]+ for a part of a path",

@@ -16,6 +16,7 @@ from layoutmap.core.layout import Layout, as_layout
 from layoutmap.core.match import Match, Rule, layout_text
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven, as_uneven
+from layoutmap.rules.keras_rules import is_named
 from layoutmap.rules.near_misses import nearest
 from layoutmap.rules.patterns import compile_pattern, warn_if_slow
 from layoutmap.rules.table import Entry, Table
@@ -97,7 +98,7 @@ class Rules(MutableMapping[str, Layout]):
     def matching_rules(self, path: str) -> list[Rule]:
         """All rules that match a path, the one that wins first."""
         table = self._table
-        found = [table.in_order[number] for number in table.index.matches(path)]
+        found = list(_matching(table, path))
         exact = table.entries.get(path)
         if exact is not None:
             found = [exact.rule, *(rule for rule in found if rule.pattern != path)]
@@ -118,8 +119,7 @@ class Rules(MutableMapping[str, Layout]):
         exact = table.entries.get(path)
         if exact is not None:
             return exact.rule
-        number = next(table.index.matches(path), None)
-        return None if number is None else table.in_order[number]
+        return next(_matching(table, path), None)
 
     # -- the dict of rules
 
@@ -212,7 +212,7 @@ class Rules(MutableMapping[str, Layout]):
                 fix="use the map's mesh, or make another map",
             )
         own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
-        warn_if_slow(compiled, self._rule)
+        warn_if_slow(compiled, f"{self._rule} {pattern!r}")
         number = len(self._table.in_order) + len(beside) + 1
         return Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
 
@@ -344,6 +344,12 @@ class Rules(MutableMapping[str, Layout]):
     def title(self) -> str:
         """What these rules are, and on which mesh: the first line of their text."""
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
+
+
+def _matching(table: Table, path: str) -> Iterator[Rule]:
+    """The rules that match a path, in order; what Keras calls a variable is for the rules over such names alone."""
+    rules = (table.in_order[number] for number in table.index.matches(path))
+    return (rule for rule in rules if is_named(rule.pattern)) if is_named(path) else rules
 
 
 def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:

@@ -7,13 +7,19 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from layoutmap.core.errors import LayoutMapWarning, RuleError
+from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError
 from layoutmap.core.match import layout_text
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import html_table
+from layoutmap.core.users_line import level_of_user
+from layoutmap.rules.keras_rules import rules_of
+from layoutmap.rules.logical_axes import Semantics, logical_specs
+from layoutmap.rules.partition_specs import rules_by_path, searched_specs, shapes_of, specs_of_tree
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
 from layoutmap.scope.context import Scope
+from layoutmap.scope.optimizers import apply_optimizer, build_optimizer, plan_optimizer
+from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, plan, scope
 
 
@@ -25,6 +31,8 @@ class LayoutMap(RuleSet):
     `items`, ...) is the dict of the rules themselves.
 
     `activations` is a dict of the same kind, from regex over a layer's path to the layout of the layer's output.
+
+    A rule that begins with `keras:` is one over what Keras calls a variable; see `from_keras`.
 
     `re.match` anchors the start of the path and not its end: `d1\\.kernel` also matches `d1.kernel_scale`. End a
     pattern with `$` to exclude that.
@@ -137,6 +145,206 @@ class LayoutMap(RuleSet):
             warnings.warn(text, LayoutMapWarning, stacklevel=2)
         return cls(mesh, made.rules, made.activations if activations else None)
 
+    @classmethod
+    def from_keras(cls, keras_map: Any, mesh: Mesh | str | None = None) -> LayoutMap:
+        """Take over a layout map of Keras's own, `keras.distribution.LayoutMap`.
+
+        Its keys are regexes over `variable.path`, the names of layers joined by slashes. They are kept as they are,
+        as rules that begin with `keras:`, and mean what they mean to Keras 3.15: an exact name comes first, else the
+        regex that matches all of the name; two that match one name are an error of the plan; and axes that a layout
+        leaves out are unsharded. Where Keras adds a number to a name that nobody gave, it counts from the beginning of
+        the scope, as in a process in which nothing was made before.
+
+        Rules over object paths can be added. A rule that is exactly a variable's path or name wins, else the first rule
+        that matches it, of either sort.
+
+        Args:
+            keras_map: The map.
+            mesh: The mesh to use instead of the map's, with the dims that its layouts name.
+
+        Raises:
+            RuleError: It is no such map, it has no mesh, or a rule of it is not allowed.
+            MeshError: Its mesh is not allowed.
+
+        Example:
+            >>> import keras
+            >>> devices = keras.distribution.DeviceMesh((2, 4), ("batch", "model"), keras.distribution.list_devices())
+            >>> theirs = keras.distribution.LayoutMap(devices)
+            >>> theirs["up/kernel"] = (None, "model")
+            >>> layout_map = LayoutMap.from_keras(theirs)
+            >>> layout_map["keras:up/kernel"].sharding_specs
+            ('unsharded', 'model')
+            >>> print(layout_map)
+            LayoutMap on batch=2, model=4, 1 rules
+               1  keras:up/kernel  (unsharded, model)
+        """
+        found, rules = rules_of(keras_map, mesh_of(mesh))
+        return cls(found, rules)
+
+    @classmethod
+    def from_partition_specs(cls, specs: Any, mesh: Mesh | str, parameters: Any) -> LayoutMap:
+        """Make a map of the `PartitionSpec`s or `NamedSharding`s of arrays.
+
+        Args:
+            specs: They, in a dict by path (`{"d1.kernel": P(None, "model")}`) or in nested dicts. `None` means
+                replicated.
+            mesh: The mesh.
+            parameters: The shapes of all arrays by path: a plan, a dict, or nested dicts of shapes or of anything with
+                a shape. An array without a spec gets no rule.
+
+        Returns:
+            The map. Its rules match these paths, and those of further blocks that differ from them in numbers only.
+
+        Raises:
+            RuleError: A spec does not fit its array, has no array, or says what a layout cannot express.
+
+        Example:
+            >>> specs = {"d1": {"kernel": (None, "model"), "bias": ()}}
+            >>> shapes = {"d1": {"kernel": (8, 16), "bias": (16,)}}
+            >>> print(LayoutMap.from_partition_specs(specs, "batch=2,model=4", shapes))
+            LayoutMap on batch=2, model=4, 2 rules
+               1  d1\\.kernel$  (unsharded, model)
+               2  d1\\.bias$    (unsharded,)
+        """
+        where, on = "from_partition_specs", _mesh(mesh)
+        return cls(on, rules_by_path(specs_of_tree(specs, shapes_of(parameters, where), on, where)))
+
+    @classmethod
+    def from_partition_rules(cls, rules: Any, mesh: Mesh | str, parameters: Any) -> LayoutMap:
+        """Make a map of rules as EasyLM and many others write them: `[(regex, PartitionSpec), ...]`.
+
+        They mean what they mean there: the first regex wins that `re.search` finds in an array's path, its parts joined
+        by slashes; an array of one element is replicated; and each other array must have a rule.
+
+        Args:
+            rules: The pairs, in order.
+            mesh: The mesh.
+            parameters: See `from_partition_specs`; every array gets a rule.
+
+        Returns:
+            The map, with rules over paths joined by dots; see `from_partition_specs`.
+
+        Raises:
+            RuleError: There is no rule for an array, or a rule is none, does not fit its array or says what a layout
+                cannot express.
+
+        Warns:
+            LayoutMapWarning: A rule decides nothing.
+
+        Example:
+            >>> rules = [("attention/(wq|wk|wv)/kernel", ("fsdp", "model")), (".*", ())]
+            >>> shapes = {f"h.{i}.attention.{name}.kernel": (16, 64) for i in range(32) for name in ("wq", "wo")}
+            >>> print(LayoutMap.from_partition_rules(rules, "fsdp=2,model=4", shapes))
+            LayoutMap on fsdp=2, model=4, 2 rules
+               1  h\\.\\d+\\.attention\\.wq\\.kernel$  (fsdp, model)
+               2  h\\.\\d+\\.attention\\.wo\\.kernel$  (unsharded, unsharded)
+
+        References:
+            `match_partition_rules` of EasyLM.
+        """
+        where, on = "from_partition_rules", _mesh(mesh)
+        specs, unused = searched_specs(rules, shapes_of(parameters, where), where)
+        if unused:
+            _warn(
+                f"{where}: {len(unused)} rules decide nothing",
+                {"rules": ", ".join(unused)},
+                "re.search finds them in no path, or earlier rules come first wherever it does",
+                "let it be if the model has no such part, else fix them or put them further up",
+            )
+        return cls(on, rules_by_path(specs))
+
+    @classmethod
+    def from_logical_axes(
+        cls,
+        rules: Any,
+        axes: Any,
+        mesh: Mesh | str,
+        parameters: Any,
+        *,
+        semantics: Semantics = "linen",
+    ) -> LayoutMap:
+        """Make a map of logical axis rules, as flax and MaxText have them, and the names of each array's axes.
+
+        Args:
+            rules: Pairs of the name of an axis and the mesh dims it is sharded over, in order:
+                `[("embed", "fsdp"), ("mlp", ("tensor",)), ("norm", None)]`.
+            axes: The names of the axes of each array, by path or in nested dicts, as `nn.get_partition_spec` returns
+                them: `{"mlp": {"kernel": P("embed", "mlp")}}`.
+            mesh: The mesh.
+            parameters: See `from_partition_specs`.
+            semantics: What the rules mean where several are for one name, or none is. `"linen"`, that of `flax.linen`
+                and MaxText: in order, each rule is taken whose axis has no dims yet and whose dims shard no other
+                axis of the array; a name without a rule is unsharded. `"nnx"`, that of `flax.nnx`: the last rule for
+                a name wins, and a name without a rule is that of a mesh dim.
+
+        Returns:
+            The map; see `from_partition_specs`.
+
+        Raises:
+            RuleError: A rule is none, or axes or dims do not fit their array or the mesh.
+
+        Warns:
+            LayoutMapWarning: In linen, a name has no rule.
+
+        Example:
+            >>> axes = {"mlp": {"kernel": ("embed", "mlp")}, "norm": {"scale": ("embed",)}}
+            >>> shapes = {"mlp": {"kernel": (16, 64)}, "norm": {"scale": (16,)}}
+            >>> rules = [("mlp", "tensor"), ("embed", "fsdp")]
+            >>> print(LayoutMap.from_logical_axes(rules, axes, "fsdp=2,tensor=4", shapes))
+            LayoutMap on fsdp=2, tensor=4, 2 rules
+               1  mlp\\.kernel$  (fsdp, tensor)
+               2  norm\\.scale$  (fsdp,)
+
+        References:
+            `flax.linen.logical_to_mesh_axes` and `flax.nnx.get_partition_spec` of flax 0.12.8.
+        """
+        where, on = "from_logical_axes", _mesh(mesh)
+        specs, without = logical_specs(rules, axes, shapes_of(parameters, where), semantics, where)
+        if without:
+            _warn(
+                f"{where}: {len(without)} names of axes have no rule",
+                {"names": ", ".join(without)},
+                "linen leaves such an axis unsharded",
+                f"say so, with ({without[0]!r}, None) among the rules, or say over which dim it is sharded",
+            )
+        return cls(on, rules_by_path(specs))
+
+    def to_partition_specs(self, tree: Any) -> Any:
+        """Return a tree of `PartitionSpec`s, for a pytree of arrays or of `jax.ShapeDtypeStruct`s.
+
+        A leaf's path is its keys joined by dots, as in `blocks.0.kernel`. Rules are checked as in a plan.
+
+        Args:
+            tree: The pytree.
+
+        Returns:
+            The same tree with an entry for each axis of each array, and `None` in the place of what is no array.
+
+        Raises:
+            PlanError: Something does not fit.
+
+        Example:
+            >>> import jax, layoutmap as lm
+            >>> layout_map = lm.LayoutMap("batch=2,model=4", {"d1.kernel": (None, "model")})
+            >>> layout_map.to_partition_specs({"d1": {"kernel": jax.ShapeDtypeStruct((8, 16), "float32")}})
+            {'d1': {'kernel': P(None, 'model')}}
+        """
+        return self._plan_of(tree).to_partition_specs(tree)
+
+    def to_named_shardings(self, tree: Any) -> Any:
+        """Return a tree of `NamedSharding`s on this machine's devices; see `to_partition_specs`.
+
+        Raises:
+            PlanError: Something does not fit.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        return self._plan_of(tree).to_named_shardings(tree)
+
+    def _plan_of(self, tree: Any) -> Plan:
+        from layoutmap.engines.jax.trees import variables_of  # late: JAX
+
+        return make_plan(variables_of(tree), self).check()
+
     def scope(self, **options: Any) -> AbstractContextManager[Scope]:
         """Build models whose variables are created straight in their layouts; see `layoutmap.scope`."""
         return scope(self, **options)
@@ -148,6 +356,106 @@ class LayoutMap(RuleSet):
     def apply(self, model: Any, **options: Any) -> Any:
         """Lay out a model that exists; see `layoutmap.apply`."""
         return apply(model, self, **options)
+
+    def plan_optimizer(self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None) -> Plan:
+        """Say where the state of an optimizer would go: the dry run of `build_optimizer`. Computes nothing.
+
+        Args:
+            tx: See `build_optimizer`.
+            params: See `build_optimizer`. Parameters without a layout, such as the `jax.ShapeDtypeStruct`s of
+                `jax.eval_shape`, get that of their rule.
+            wrt: See `build_optimizer`.
+            zero_dim: See `build_optimizer`.
+
+        Returns:
+            The plan of the parameters and of all slots, each with its parameter. Slots of several elements that
+            follow no parameter are replicated, and among its problems.
+
+        Raises:
+            LayoutError: A parameter is no array.
+            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            ScopeError: There is no such dim, or `tx` is no optimizer.
+
+        Example:
+            >>> import jax, optax
+            >>> layout_map = LayoutMap("batch=2,model=4", {r".*kernel": (None, "model")})
+            >>> params = {"up": {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}}
+            >>> plan = layout_map.plan_optimizer(optax.adafactor(1e-3), params)
+            >>> [(slot, str(plan[slot].layout)) for slot in plan if "v_" in slot]
+            [('optimizer.up.kernel.0.v_row', '(unsharded,)'), ('optimizer.up.kernel.0.v_col', '(model,)')]
+        """
+        return plan_optimizer(self, tx, params, wrt=wrt, zero_dim=zero_dim)
+
+    def build_optimizer(
+        self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
+    ) -> Any:
+        """Make the state of an optimizer of optax, each leaf straight in its layout.
+
+        A leaf belongs to the parameter whose path is in its own, and its axes are laid out as the axes of the parameter
+        that they are made of: moments as the parameter, Adafactor's rows and columns as what is left of it. All else,
+        such as step counts, is replicated.
+
+        Args:
+            tx: The optimizer: anything with `init` and `update`, as in `optax.adamw(1e-3)`.
+            params: The parameters, in layouts: a pytree of arrays, a state of `flax.nnx`, or a module of it.
+            wrt: For a module: which of its variables are parameters; `None` means `nnx.Param`.
+            zero_dim: A mesh dim over which slots are sharded further than their parameters, along the first axis that
+                divides, as ZeRO-1 does; mostly that of the batch. `None`: they are not.
+            strict: Whether what is only worth a warning, a large slot that follows no parameter, is an error.
+
+        Returns:
+            The state, as `tx.init(params)` returns it, with the same values. For a module an `nnx.Optimizer`.
+
+        Raises:
+            LayoutError: A parameter is no array, or has no layout.
+            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            PlanError: `strict`, and there are warnings.
+            ScopeError: There is no such dim, `tx` is no optimizer, or its `init` cannot be traced.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> layout_map = LayoutMap(lm.create_mesh("batch=2,model=4"))
+            >>> layout = lm.Layout([None, "model"], layout_map.mesh)
+            >>> params = {"up": {"kernel": lm.dtensor.relayout(jnp.ones((64, 256)), layout)}}
+            >>> state = layout_map.build_optimizer(optax.adam(1e-3), params)
+            >>> print(lm.dtensor.fetch_layout(state[0].mu["up"]["kernel"]))
+            (unsharded, model)
+            >>> state = layout_map.build_optimizer(optax.adam(1e-3), params, zero_dim="batch")
+            >>> print(lm.dtensor.fetch_layout(state[0].mu["up"]["kernel"]))
+            (batch, model)
+        """
+        return build_optimizer(self, tx, params, wrt=wrt, zero_dim=zero_dim, strict=strict)
+
+    def apply_optimizer(
+        self, state: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
+    ) -> Any:
+        """Lay out the state of an optimizer that exists: the same plan, with the values that it has.
+
+        Args:
+            state: The state, as `tx.init` or a checkpoint gave it; or an `nnx.Optimizer`, which is changed in place.
+            params: See `build_optimizer`.
+            wrt: See `build_optimizer`; `None` means that of an `nnx.Optimizer`.
+            zero_dim: See `build_optimizer`.
+            strict: See `build_optimizer`.
+
+        Returns:
+            The state in its layouts, or the `nnx.Optimizer`.
+
+        Raises:
+            LayoutError: A parameter is no array, or has no layout.
+            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            PlanError: `strict`, and there are warnings.
+            ScopeError: There is no such dim.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> layout_map = LayoutMap(lm.create_mesh("model=4"))
+            >>> params = [lm.dtensor.relayout(jnp.ones(8), lm.Layout(["model"], layout_map.mesh))]
+            >>> state = layout_map.apply_optimizer(optax.adam(1e-3).init([jnp.ones(8)]), params)
+            >>> print(lm.dtensor.fetch_layout(state[0].mu[0]))
+            (model,)
+        """
+        return apply_optimizer(self, state, params, wrt=wrt, zero_dim=zero_dim, strict=strict)
 
     def _repr_html_(self) -> str:
         shown = [(self, "rule"), (self.activations, "activation rule")]
@@ -161,6 +469,26 @@ class LayoutMap(RuleSet):
             for rules, kind in shown
             if rules or rules is self
         )
+
+
+def _mesh(mesh: Mesh | str) -> Mesh:
+    """The mesh of a map that needs one.
+
+    Raises:
+        MeshError: There is none.
+    """
+    found = mesh_of(mesh)
+    if found is None:
+        raise MeshError(
+            "there is no mesh",
+            why="specs name dims of one",
+            fix='pass one, as in lm.create_mesh("batch=2,model=4"), or that text',
+        )
+    return found
+
+
+def _warn(what: str, facts: Mapping[str, object], why: str, fix: str) -> None:
+    warnings.warn(LayoutMapWarning(what, facts=facts, why=why, fix=fix), stacklevel=level_of_user())
 
 
 def _made_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from layoutmap.plan.diff import PlanDiff, diff_plans
+from layoutmap.plan.keras_names import layouts_by_name
 from layoutmap.plan.lint import Findings, lint_plan
 from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.planner import make_table
@@ -134,6 +135,74 @@ class Plan(PlanTable):
         from layoutmap.plan.json import fingerprint
 
         return fingerprint(self)
+
+    # -- for other libraries
+
+    def to_partition_specs(self, tree: Any = None) -> Any:
+        """Return the `PartitionSpec`s of JAX, with an entry for each axis.
+
+        Args:
+            tree: A pytree whose arrays are variables of the plan, by their keys joined by dots.
+
+        Returns:
+            The same tree of specs; or, without one, a dict by path.
+
+        Raises:
+            KeyError: The plan has no variable of the path of an array; names those that come close.
+
+        Example:
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "batch=512,model=4"), {"d1": (None, "model")})
+            >>> make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).to_partition_specs()
+            {'d1.kernel': P(None, 'model')}
+        """
+        from layoutmap.engines.jax.devices import partition_spec
+        from layoutmap.engines.jax.trees import partition_specs
+
+        if tree is None:
+            return {path: partition_spec(a.layout) for path, a in self.items()}
+        return partition_specs(tree, lambda path: self[path].layout)
+
+    def to_named_shardings(self, tree: Any = None) -> Any:
+        """Return the `NamedSharding`s of JAX, on this machine's devices; see `to_partition_specs`.
+
+        Raises:
+            KeyError: The plan has no variable of the path of an array.
+            MeshError: The machine does not have the mesh's devices.
+        """
+        from layoutmap.engines.jax.devices import named_sharding
+        from layoutmap.engines.jax.trees import named_shardings
+
+        if tree is None:
+            return {path: named_sharding(a.layout) for path, a in self.items()}
+        return named_shardings(tree, lambda path: self[path].layout)
+
+    def to_keras(self, device_mesh: Any = None) -> Any:
+        """Return the layouts as a layout map of Keras's own, for `keras.distribution.ModelParallel`.
+
+        It has a key for each variable of the plan: what Keras calls it in a process in which nothing was made before.
+
+        Args:
+            device_mesh: The `keras.distribution.DeviceMesh`, of the plan's dims; `None`: it is made of the devices of
+                the plan's mesh, or of all of this machine.
+
+        Returns:
+            A `keras.distribution.LayoutMap`.
+
+        Raises:
+            PlanError: Keras's map cannot express some of it: an axis that is sharded over several dims, outputs of
+                layers, two variables of one name; or the plan is not of a Keras model, or was read from a file.
+
+        Example:
+            >>> import keras, layoutmap as lm
+            >>> make = lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")], name="model")
+            >>> plan = lm.plan(make, lm.LayoutMap("batch=2,model=4", {"d1.kernel": (None, "model")}))
+            >>> plan.to_keras()["model/d1/kernel"].axes
+            (None, 'model')
+        """
+        from layoutmap.adapters.keras.distribution import keras_map
+
+        return keras_map(self.mesh, layouts_by_name(self), device_mesh)
 
     # -- texts
 

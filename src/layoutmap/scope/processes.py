@@ -14,18 +14,16 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
 
-NumpyArray = npt.NDArray[Any]
 _MAX_SHOWN = 200  # characters of a process's text in a message
 
 Gather = Callable[[NumpyArray], NumpyArray]
@@ -112,16 +110,14 @@ def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
         recipes: A variable's path, and the text that determines its first value, for each variable in order.
         gather: Gathers from all processes.
     """
-    found = _first_difference(recipes, gather)
-    if found is not None:
-        path, texts = found
-        raise ScopeError(
-            f"{path}: the processes initialize it in different ways",
-            facts=_of_processes(texts),
-            why="each process initializes the shards that it holds, and they would be of different values",
-            fix="make the same model in all processes, with the same arguments of initializers, and seed them alike "
-            "before it is made",
-        )
+    _check_equal(
+        recipes,
+        gather,
+        "the processes initialize it in different ways",
+        why="each process initializes the shards that it holds, and they would be of different values",
+        fix="make the same model in all processes, with the same arguments of initializers, and seed them alike "
+        "before it is made",
+    )
 
 
 def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
@@ -131,15 +127,20 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
         checksums: A path, and the checksum of the value there, for each value in order.
         gather: Gathers from all processes.
     """
-    found = _first_difference([(path, f"checksum {each:08x}") for path, each in checksums], gather)
+    _check_equal(
+        [(path, f"checksum {each:08x}") for path, each in checksums],
+        gather,
+        "the processes have different values of it",
+        why="it was made in each process for itself, and the shards of one variable would be of different values",
+        fix="give all processes the same seed before it is made, or load the same file in all of them",
+    )
+
+
+def _check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: str, **parts: str) -> None:
+    found = _first_difference(named_texts, gather)
     if found is not None:
         path, texts = found
-        raise ScopeError(
-            f"{path}: the processes have different values of it",
-            facts=_of_processes(texts),
-            why="it was made in each process for itself, and the shards of one variable would be of different values",
-            fix="give all processes the same seed before it is made, or load the same file in all of them",
-        )
+        raise ScopeError(f"{path}: {what}", facts=_of_processes(texts), **parts)
 
 
 def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:

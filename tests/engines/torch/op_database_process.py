@@ -20,13 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["LAYOUTMAP_SIMULATED_DEVICES"] = "10"
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
-from layoutmap.engines.torch.dtensor_ops.whole import whole as values_of
+from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
 
@@ -97,7 +96,7 @@ def laid_out(tensor, layout, on_mesh):
 
 
 def whole(value):
-    return values_of(value.detach()) if isinstance(value, DTensor) else value.detach()
+    return full_tensor(value.detach())
 
 
 def outcome(op, sample, layouts, on_mesh, in_place):

@@ -154,8 +154,8 @@ def test_the_scope_is_of_its_thread():
     assert "got mixed" in said[0]
 
 
-def test_values_are_read_whole():
-    """Whatever reads values reads those of the whole tensor, of a sum that waits or of a tensor that is cut."""
+def test_values_are_read_gathered():
+    """Whatever reads values reads those of the global tensor, of a sum that waits or of a tensor that is sharded."""
     values = torch.arange(8.0)
     with run_on():
         total, cut = place(values, "batch").sum(), place(values, ("batch", "model"))
@@ -230,7 +230,7 @@ def collectives(function):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_attention_moves_nothing(dropout_p):
-    """Attention that is cut along the batch and the heads moves nothing, forwards or backwards."""
+    """Attention that is sharded along the batch and the heads moves nothing, forwards or backwards."""
     heads = [place(torch.randn(8, 4, 6, 2), "batch", "model", None, None).requires_grad_() for _ in range(3)]
     mask = torch.zeros(8, 1, 6, 6)
 
@@ -260,8 +260,8 @@ def test_what_is_apart_moves_nothing(name):
     assert {} == collectives(function)
 
 
-def test_what_has_no_rule_is_computed_whole(monkeypatch):
-    """A function that nobody has a rule for is computed on whole tensors, and a warning says so once."""
+def test_what_has_no_rule_is_computed_gathered(monkeypatch):
+    """A function that nobody has a rule for is computed on global tensors, and a warning says so once."""
     monkeypatch.setattr(gathered, "_warned", set())
     x = torch.randint(5, (8,), generator=torch.Generator().manual_seed(0))
     laid_out = place(x, "batch")
@@ -275,7 +275,7 @@ def test_what_has_no_rule_is_computed_whole(monkeypatch):
     assert __file__ == caught[0].filename
 
 
-def test_mistakes_are_told_as_torch_tells_them():
+def test_mistakes_raise_what_torch_raises():
     """What plain tensors cannot compute fails with the error of plain tensors."""
     x = place(torch.ones(8, 6), "batch", None)
     with (

@@ -1,4 +1,4 @@
-"""Weights put together by one collective are those put together one by one, and so are their gradients."""
+"""Weights gathered by one collective are those gathered one by one, and so are their gradients."""
 
 import itertools
 
@@ -32,7 +32,7 @@ CUT_BY_BATCH = [
 
 
 def test_what_can_be_gathered_is_gathered():
-    """Weights that a mesh dim cuts, by itself or within what another cuts, have their values and gradients."""
+    """Weights that a mesh dim shards, by itself or within what another shards, have their values and gradients."""
     fitting = [specs for specs in CUT_BY_BATCH if can_gather(weights([specs])[0], 0)]
     cut = weights(fitting)
     together = gather_over(cut, 0)
@@ -62,7 +62,7 @@ def test_a_gradient_is_summed_up_once(placement, times):
     assert (times == whole(weight.grad)).all()
 
 
-def test_what_another_dim_cuts_too_is_left():
-    """An axis that two dims cut is not put together by the first dim alone where the second cuts more finely."""
+def test_what_another_dim_shards_too_is_left():
+    """An axis that two dims shard is not gathered over the first dim alone where the second shards more finely."""
     for specs in itertools.permutations((("batch", "model"), None, None)):
         assert not can_gather(weights([specs])[0], 0)

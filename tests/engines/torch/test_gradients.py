@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.gradients import finalize_gradients
+from layoutmap.engines.torch.gradients import Gradients
 
 PROCESSES = ("torch",)
 
@@ -57,7 +57,7 @@ class Pair:
     def __init__(self):
         self.plain = make_model()
         self.laid_out = laid_out(self.plain)
-        self.gradients = finalize_gradients(self.laid_out.parameters())
+        self.gradients = Gradients(self.laid_out.parameters())
 
     def backward(self, seed=0, **options):
         plain, ours = loss_of(self.plain, seed), loss_of(self.laid_out, seed, on_mesh=True)
@@ -124,7 +124,7 @@ def test_sums_are_made_together():
             for name, number in counted.get_comm_counts().items()
             if number != usual.get_comm_counts().get(name, 0)
         }
-        # The one that is scattered is of the weight that the batch's dim cuts.
+        # The one that is scattered is of the weight that the batch's dim shards.
         assert {"all_reduce": len(MESH.shape), "reduce_scatter_tensor": 1} == added
         for parameter in without.parameters():
             parameter.grad = None
@@ -177,7 +177,7 @@ def test_removed():
 def test_plain_parameters():
     """Plain parameters are passed over."""
     model = make_model()
-    gradients = finalize_gradients(model.parameters())
+    gradients = Gradients(model.parameters())
     loss_of(model).backward()
 
     assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
@@ -189,7 +189,7 @@ def test_shared_parameters():
     weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = batch()[0]
     plain, ours = nn.Parameter(weight), nn.Parameter(place(weight, None, None))
-    finalize_gradients([ours])
+    Gradients([ours])
 
     def loss(weight, x):
         return (torch.relu(x @ weight) @ weight.T).square().mean()

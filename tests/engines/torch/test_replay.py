@@ -218,7 +218,7 @@ IN_PIECES: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", IN_PIECES)
-def test_blocks_never_make_the_whole(name: str):
+def test_blocks_never_make_the_global_tensor(name: str):
     """What is made on the way to a block is no larger than the block or a few pieces."""
     recipe = recipe_of(IN_PIECES[name])
     index = tuple(slice(0, n // 8) for n in recipe.shape)
@@ -241,8 +241,8 @@ WHOLE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("why", WHOLE)
-def test_what_needs_the_whole_says_why(why: str):
-    """A recipe that must draw the whole tensor names the operation that needs it."""
+def test_what_needs_the_global_tensor_says_why(why: str):
+    """A recipe that must draw the global tensor names the operation that needs it."""
     assert why == recipe_of(WHOLE[why]).why_global
 
 
@@ -284,7 +284,7 @@ def test_a_jump_is_as_many_words_ahead(before: int, words: int):
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(DRAWS), st.integers(1, 400), st.sampled_from([16, 64, 1 << 18]))
-def test_a_stream_gives_the_numbers_of_the_whole(data: Any, draw: RandomFill, numel: int, piece: int):
+def test_a_stream_gives_the_numbers_of_one_draw(data: Any, draw: RandomFill, numel: int, piece: int):
     """Any runs, further on each time, are those of one draw of all."""
     generator = torch.Generator().manual_seed(8)
     stream = Stream(draw, numel, generator.get_state(), piece)

@@ -62,7 +62,7 @@ def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 18, seed: int 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(sorted(MAKERS)), st.sampled_from([1 << 10, 1 << 18]))
-def test_any_part_is_a_part_of_the_same_whole(data: Any, name: str, piece: int):
+def test_any_part_is_a_part_of_the_same_tensor(data: Any, name: str, piece: int):
     """Blocks at any index, made in any order and piece, agree with the whole."""
     whole = recipe_of(MAKERS[name]).global_value()
     ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in whole.shape]
@@ -145,7 +145,7 @@ RUNS = st.builds(
 @settings(max_examples=examples(200), deadline=None)
 @given(RUNS, st.integers(0, 30), st.integers(0, 30))
 def test_part_of_a_run(run: Run, low: int, high: int):
-    """The part of a run between two elements is those of its elements that lie there; rows that are cut are refused."""
+    """The part of a run between two elements is those of its elements that are there; parts of rows are refused."""
     places = run.places().tolist()
     assert run.numel == len(places)
     between = [place for place in places if low <= place < high]

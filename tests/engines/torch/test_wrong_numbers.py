@@ -61,7 +61,7 @@ MEANS = {
 @pytest.mark.parametrize(("specs", "pieces"), [(BATCH, 2), (BOTH, 4), (CHANNELS, 2)])
 @pytest.mark.parametrize("name", MEANS)
 def test_gradients_of_means(name, specs, pieces):
-    """The gradient of a mean of a cut tensor is that of the whole; alone it is that times the number of pieces."""
+    """The gradient of a mean of a sharded tensor is that of the global tensor; alone it is a multiple of it."""
     loss, x, target = MEANS[name]
     specs = (*specs, None)[:2]
     _, expected = value_and_gradient(loss, x, target)
@@ -108,7 +108,7 @@ def test_ignored_labels(name):
     ],
 )
 def test_running_statistics(make, specs):
-    """Running statistics are those of the whole batch."""
+    """Running statistics are those of the global batch."""
     x = normal(8, 4, 6) * torch.arange(1.0, 9)[:, None, None]
     plain = make(4, track_running_stats=True)
     plain(x)
@@ -127,7 +127,7 @@ def test_running_statistics(make, specs):
 
 
 def test_a_loss_of_cosines():
-    """The cosine embedding loss of tensors whose features are cut is that of the whole."""
+    """The cosine embedding loss of tensors whose features are sharded is that of the global tensor."""
     x, y, signs = normal(8, 6), normal(8, 6, seed=1), normal(8, seed=2).sign()
     expected = value_and_gradient(F.cosine_embedding_loss, x, y, signs)
 
@@ -165,7 +165,7 @@ def test_gradients_of_the_largest(name):
 
 @pytest.mark.parametrize("name", ["scatter_add", "index_add_"])
 def test_additions_at_an_index(name):
-    """What is added to some rows of a tensor has its gradient, however it is cut."""
+    """What is added to some rows of a tensor has its gradient, however it is sharded."""
     width = 2 if name == "scatter_add" else 6
     x, y = normal(8, 6), normal(8, width, seed=1)
     rows = torch.randint(8, (8, width), generator=torch.Generator().manual_seed(0))
@@ -194,7 +194,7 @@ def assign_columns(x, y):
 
 @pytest.mark.parametrize("assign", [assign_rows, assign_columns])
 def test_assignments_to_parts(assign):
-    """What is assigned to a part of a cut axis is there; alone it is lost."""
+    """What is assigned to a part of a sharded axis is there; alone it is lost."""
     x, y = normal(8, 6), normal(8, 6, seed=1)
     expected = x.clone()
     assign(expected, y)
@@ -219,7 +219,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_of_slices_that_are_copies(name):
-    """A slice along a cut axis is a copy, so a change of it is refused; alone it is lost."""
+    """A slice along a sharded axis is a copy, so a change of it is refused; alone it is lost."""
     expected, laid_out = normal(8, 6), place(normal(8, 6), "batch", "model")
     CHANGES[name](expected)
 

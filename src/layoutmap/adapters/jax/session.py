@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.core
 
+from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.pytrees import Leaf
 from layoutmap.adapters.jax.tracing import Traced, is_key, trace
 from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values
@@ -85,7 +87,10 @@ class JaxSession:
 
     def made(self, model: Any) -> bool:
         """Return whether a model was made here: not if its arrays of JAX have values."""
-        values = [leaf.value for leaf in arrays_of(model).leaves if isinstance(leaf.value, jax.Array)]
+        if isinstance(model, TrainState):
+            return self.made(model.model)
+        tree = sys.modules["flax.nnx"].state(model) if is_nnx(model) else model
+        values = [value for value in jax.tree.leaves(tree) if isinstance(value, jax.Array)]
         return not values or any(isinstance(value, jax.core.Tracer) for value in values)
 
     def unbuilt(self) -> Sequence[str]:

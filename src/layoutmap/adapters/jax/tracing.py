@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from layoutmap.adapters.jax.private import short_messages
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
 from layoutmap.engines.jax.programs import closed_of, why_global
@@ -59,7 +60,8 @@ def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        closed = jax.make_jaxpr(run)()
+        with short_messages():
+            closed = jax.make_jaxpr(run)()
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
             "the function that makes the model reads the value of an array that it computes",
@@ -124,10 +126,7 @@ class _Slice:
     closed: ClosedJaxpr
     takes: Sequence[Any]
     key: Hashable
-
-    @functools.cached_property
-    def why_global(self) -> str:
-        return why_global(self.closed)
+    why_global: str
 
     def run(self, seed: Sequence[Any]) -> Any:
         """Compute the array, one operation after the other, as the function itself does."""
@@ -155,6 +154,7 @@ class Operations:
                 self._seed_eqns.append(eqn)
                 self._seeds.update(eqn.outvars)
         self._slices: dict[Any, _Slice] = {}
+        self._whys: dict[Hashable, str] = {}
 
     def is_seed(self, var: Any) -> bool:
         """Return whether a value is computed beforehand."""
@@ -184,7 +184,10 @@ class Operations:
             takes = [var for var in needs if var in self._seeds]
             consts = {var: self._consts[var] for var in needs if var not in self._seeds}
             closed = closed_of(eqns, takes, [result], consts)
-            self._slices[result] = _Slice(closed, takes, _key_of(closed))
+            key = _key_of(closed)
+            if key not in self._whys:
+                self._whys[key] = why_global(closed)
+            self._slices[result] = _Slice(closed, takes, key, self._whys[key])
         return self._slices[result]
 
     def _leading_to(self, result: Any) -> tuple[list[Any], list[Any]]:

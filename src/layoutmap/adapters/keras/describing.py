@@ -1,4 +1,4 @@
-"""What the core is told of a scope's layers and optimizers: every variable, by its object path, and every layer."""
+"""What the core knows of a scope's layers and optimizers: every variable, by its object path, and every layer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from layoutmap.adapters.keras.names import is_noted, stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, roots, slot_path, sublayers
 from layoutmap.adapters.keras.private import is_global_seed, is_seed_state, without_number
 from layoutmap.adapters.keras.protocol import Backend
+from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.adapters.keras.training import parents_by_name
+from layoutmap.core.match import KERAS
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
 
@@ -28,29 +30,16 @@ class Entry:
     spec: VariableSpec
 
 
-def describe(
-    layers: Sequence[Any],
-    optimizers: Sequence[Any],
-    known: Sequence[Any],
-    parent_of: Callable[[Any], Any],
-    kind_of: Callable[[Any], Kind],
-) -> list[Entry]:
-    """All variables of a scope: those of its models first, in the order of the models, then the rest.
-
-    Args:
-        layers: The layers of the scope.
-        optimizers: Its optimizers.
-        known: Its variables, in the order in which they were made.
-        parent_of: Returns the weight of a slot, if somebody has seen it being made.
-        kind_of: Returns what a variable is that belongs to no layer and no optimizer.
-    """
+def describe(registry: Registry) -> list[Entry]:
+    """All variables of a scope: those of its models first, in the order of the models, then the rest."""
+    layers, optimizers, known = registry.layers(), registry.optimizers(), registry.variables()
     entries = list(_of_layers(layers))
     slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
-    entries += _held(layers, known, {id(entry.variable) for entry in entries} | slots, kind_of)
+    entries += _held(layers, known, {id(entry.variable) for entry in entries} | slots, registry.kind_of)
     by_variable = {id(entry.variable): entry for entry in entries}
     reduced = {id(each.slot): each for optimizer in optimizers for each in reduced_slots(optimizer)}
     # A variable that was made from an array, and is nowhere yet, hands no tag on to its slots.
-    unknown = [v for v in known if id(v) in slots and id(v) not in reduced and parent_of(v) is None]
+    unknown = [v for v in known if id(v) in slots and id(v) not in reduced and registry.parent_of(v) is None]
     trained = [entry.variable for entry in entries if entry.spec.is_trained]
     by_name = dict(zip(map(id, unknown), parents_by_name(unknown, trained), strict=True))
     taken: dict[str, set[str]] = {}  # the slots' paths in each model
@@ -58,7 +47,7 @@ def describe(
         if id(variable) in by_variable or is_global_seed(variable):
             continue
         of = reduced.get(id(variable))
-        parent = of.weight if of else by_name.get(id(variable), parent_of(variable))
+        parent = of.weight if of else by_name.get(id(variable), registry.parent_of(variable))
         entry = by_variable.get(id(parent)) if parent is not None else None
         if entry is not None:
             entries.append(_slot(variable, entry, of, taken.setdefault(entry.spec.model, set())))
@@ -66,7 +55,7 @@ def describe(
             path = slot_path(variable, None, "", taken.setdefault("", set()))
             entries.append(_entry(variable, path, Kind.SLOT))
         else:
-            entries.append(describe_alone(variable, kind_of(variable)))
+            entries.append(describe_alone(variable, registry.kind_of(variable)))
     alone = [entry for entry in entries if not entry.spec.model]
     for entry, path in zip(alone, distinct([entry.spec.path for entry in alone]), strict=True):
         entry.spec = replace(entry.spec, path=path)
@@ -82,13 +71,7 @@ def describe_alone(variable: Any, kind: Kind) -> Entry:
 
 
 def describe_below(layer: Any, prefix: str, variable: Any) -> Entry | None:
-    """Return a variable that is below a layer; `None` if it is not.
-
-    Args:
-        layer: The layer.
-        prefix: What paths begin with.
-        variable: The variable.
-    """
+    """Return a variable that is below a layer; `None` if it is not."""
     entries = _of_layer(layer, "", prefix, derivations([layer]), {})
     return next((entry for entry in entries if entry.variable is variable), None)
 
@@ -178,4 +161,4 @@ def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[
 def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
-    return Entry(variable, VariableSpec(path, shape, dtype, kind, **rest))
+    return Entry(variable, VariableSpec(path, shape, dtype, kind, name=f"{KERAS}{variable.path}", **rest))

@@ -19,11 +19,7 @@ from layoutmap.adapters.keras.registry import Registry
 
 
 class EarlyPaths:
-    """Finds the paths of single variables of a scope.
-
-    Args:
-        registry: The layers of the scope.
-    """
+    """Finds the paths of single variables of a scope."""
 
     def __init__(self, registry: Registry):
         self._registry = registry
@@ -34,12 +30,7 @@ class EarlyPaths:
         self._names: MutableMapping[Any, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
 
     def entry(self, variable: Any, layer: Any) -> Entry | None:
-        """Return a variable as the core will see it; `None` if the layer does not hold it.
-
-        Args:
-            variable: The variable.
-            layer: The layer that made it.
-        """
+        """Return a variable as the core will see it; `None` if the layer does not hold it."""
         prefix = ""
         top, seen = layer, {id(layer)}
         while (above := self._holder(top)) is not None and id(above) not in seen:

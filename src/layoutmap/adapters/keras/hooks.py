@@ -20,7 +20,7 @@ import keras
 from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer
 from layoutmap.core.current import current
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.patches import Attribute, Patches
+from layoutmap.core.patches import Attribute, Patches, temporarily
 
 
 def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
@@ -33,12 +33,10 @@ def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
         refusal = session.why_not_here()
         if refusal is not None:
             raise _Refused(refusal) if _is_being_built(sys._getframe()) else refusal
-        before = getattr(_inside, "variable", None)
-        _inside.variable = variable  # where another library has wrapped this, it may be wrapped twice
-        try:
+        with temporarily(
+            _inside, "variable", variable
+        ):  # where another library wraps this, it may come twice
             session.variable_created(variable, plain, initializer, args, kwargs)
-        finally:
-            _inside.variable = before
 
     return init
 

@@ -93,12 +93,7 @@ def may_draw(initializer: Any) -> bool:
 
 
 def with_its_seed(initializer: Any, plain: Callable[[Any], Any]) -> Any:
-    """An initializer that `draws_a_seed`, with the seed that it draws now.
-
-    Args:
-        initializer: The initializer.
-        plain: See `initializer_of`.
-    """
+    """An initializer that `draws_a_seed`, with the seed that it draws now."""
     drawn = copy.copy(initializer)
     drawn.seed = _Given(plain(draw_seed(initializer.seed)))
     return drawn

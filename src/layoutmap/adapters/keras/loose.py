@@ -7,14 +7,14 @@ alive until Python collects garbage, so the session has it do so before it descr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.paths import Found, attributes, find_layers, roots
-from layoutmap.core.variables import distinct
+from layoutmap.adapters.keras.paths import Found, attributes, find_layers, roots, with_distinct_paths
+from layoutmap.adapters.keras.registry import Registry
 
 _DEPTH = 4  # of objects in objects, below a layer
 _NOT_SEARCHED = (
@@ -32,15 +32,18 @@ _NOT_SEARCHED = (
 )
 
 
-def loose(layers: Sequence[Any], optimizers: Sequence[Any], variables: Sequence[Any]) -> set[int]:
-    """The ids of all that is in no model, and of the models if there are several: some may be garbage."""
+def loose(registry: Registry) -> set[int]:
+    """The ids of all in a scope that is in no model, and of the models if there are several: some may be garbage."""
+    layers = registry.layers()
     tops = roots(layers)
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
     used = [model.optimizer for model in models if getattr(model, "optimizer", None) is not None]
     held = {id(v) for thing in (*tops, *used) for v in thing.variables}
     held |= {id(v) for model in models for v in model.metrics_variables}
-    found = {id(v) for v in variables if id(v) not in held}
-    found |= {id(optimizer) for optimizer in optimizers if not any(optimizer is each for each in used)}
+    found = {id(v) for v in registry.variables() if id(v) not in held}
+    found |= {
+        id(optimizer) for optimizer in registry.optimizers() if not any(optimizer is each for each in used)
+    }
     return found | ({id(top) for top in tops} if len(tops) > 1 else set())
 
 
@@ -58,10 +61,7 @@ def find_held(root: Any, wanted: Collection[int]) -> list[Found]:
             if id(variable) in wanted:
                 name = f"{path}.{below}" if path else below
                 found.setdefault(id(variable), Found(variable, name, is_seed=is_seed))
-    every = list(found.values())
-    for each, path in zip(every, distinct([each.path for each in every]), strict=True):
-        each.path = path
-    return every
+    return with_distinct_paths(found.values())
 
 
 def _held_by(owner: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any, bool]]:

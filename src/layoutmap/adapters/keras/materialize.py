@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -22,25 +22,17 @@ from layoutmap.adapters.keras.loading import check_shape, from_host, is_on_host,
 from layoutmap.adapters.keras.pending import end_pending, is_pending
 from layoutmap.adapters.keras.private import is_seed_state
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.registry import Registry
 from layoutmap.core.initializers import Initializer
+from layoutmap.core.patches import temporarily
 from layoutmap.core.variables import Assignment
 
 
 class Materializer:
-    """Gives the variables of one scope their values.
+    """Gives the variables of one scope their values."""
 
-    Args:
-        session: The scope.
-        registry: Its variables.
-    """
-
-    def __init__(self, session: KerasSession, registry: Registry):
+    def __init__(self, session: KerasSession):
         self._session = session
-        self._registry = registry
-        self._undrawn: deque[weakref.ref[Any]] = (
-            deque()
-        )  # what may draw from a generator, in the order of making
+        self._undrawn = deque[weakref.ref[Any]]()  # what may draw from a generator, in the order of making
 
     def made(self, variable: Any) -> None:
         """Note a pending variable."""
@@ -81,7 +73,7 @@ class Materializer:
     def initialize(self, todo: Sequence[tuple[Entry, Assignment]]) -> None:
         """Initialize pending variables in the order in which they were made: seed generators advance in that order."""
         if len(todo) > 1:
-            order = {id(v): number for number, v in enumerate(self._registry.variables())}
+            order = {id(v): number for number, v in enumerate(self._session.registry.variables())}
             todo = sorted(todo, key=lambda pair: order.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
         with self._initializing():
@@ -92,16 +84,9 @@ class Materializer:
         for key, (variable, assignment) in keyed.items():
             self._first_value(variable, assignment, arrays[key])
 
-    @contextmanager
-    def _initializing(self) -> Iterator[None]:
+    def _initializing(self) -> AbstractContextManager[None]:
         """While open, what is drawn is drawn in turn."""
-        on_thread = self._session.on_thread
-        outer = on_thread.is_initializing
-        try:
-            on_thread.is_initializing = True
-            yield
-        finally:
-            on_thread.is_initializing = outer
+        return temporarily(self._session.on_thread, "is_initializing", True)
 
     def initialize_plainly(self, variable: Any) -> None:
         """Initialize a variable that belongs to no model as Keras does, and forget it."""
@@ -109,7 +94,7 @@ class Materializer:
         variable._layout = None
         with self._session.backend.outside():
             variable._deferred_initialize()
-        self._registry.forget(variable)
+        self._session.registry.forget(variable)
 
     def assign(self, variable: Any, assignment: Assignment, value: Any) -> None:
         """Give a pending variable an assigned value; its initializer never runs, and its seed is drawn all the same."""
@@ -138,7 +123,7 @@ class Materializer:
         tag = session.backend.store(variable, held, assignment, session)
         sharded_on_the_host(variable, assignment)
         variable.layout = layout
-        self._registry.set_layout(variable, layout, tag)
+        self._session.registry.set_layout(variable, layout, tag)
 
     def _initializer_of(self, variable: Any) -> Initializer:
         shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)

@@ -15,7 +15,7 @@ the order in which they were assigned. The rest are its aliases.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,39 +29,17 @@ _MOST_ALIASES = 16
 
 # What Keras and this library keep on a layer for their own use; what is in them is found under its own attribute.
 _BOOKKEEPING = frozenset(
-    {
-        "_trainable_variables",
-        "_non_trainable_variables",
-        "_layers",
-        "_metrics",
-        "_seed_generators",
-        "_tracker",
-        "_functional",
-        "_operations",
-        "_operations_by_depth",
-        "_nodes",
-        "_nodes_by_depth",
-        "_inbound_nodes",
-        "_outbound_nodes",
-        "_losses",
-        "_loss_ids",
-        "_losses_override",
-        "_loss_tracker",
-        "_compile_loss",
-        "_compile_metrics",
-        "_modules",
-        "_parameters",
-        "_torch_params",
-        "optimizer",
-        "_optimizer",
+    (
+        *("_trainable_variables", "_non_trainable_variables", "_layers", "_metrics", "_seed_generators"),
+        *("_tracker", "_functional", "_operations", "_operations_by_depth", "_nodes", "_nodes_by_depth"),
+        *("_inbound_nodes", "_outbound_nodes", "_losses", "_loss_ids", "_losses_override", "_loss_tracker"),
+        *("_compile_loss", "_compile_metrics", "_modules", "_parameters", "_torch_params"),
+        *("optimizer", "_optimizer"),
         # What TensorFlow notes, on each layer, about the others that it saves with it.
-        "_self_unconditional_checkpoint_dependencies",
-        "_self_unconditional_dependency_names",
-        "_self_unconditional_deferred_dependencies",
-        "_self_name_based_restores",
-        "_self_saveable_object_factories",
-        "_self_tracked_trackables",
-    }
+        *("_self_unconditional_checkpoint_dependencies", "_self_unconditional_dependency_names"),
+        *("_self_unconditional_deferred_dependencies", "_self_name_based_restores"),
+        *("_self_saveable_object_factories", "_self_tracked_trackables"),
+    )
 )
 
 
@@ -95,7 +73,12 @@ def find_variables(root: Any) -> list[Found]:
             found[id(variable)] = Found(variable, path, is_seed=is_seed)
         elif path != known.path and path not in known.aliases and len(known.aliases) < _MOST_ALIASES:
             known.aliases.append(path)
-    every = list(found.values())
+    return with_distinct_paths(found.values())
+
+
+def with_distinct_paths(found: Iterable[Found]) -> list[Found]:
+    """Variables of a model, those of one path numbered."""
+    every = list(found)
     for each, path in zip(every, distinct([each.path for each in every]), strict=True):
         each.path = path
     return every

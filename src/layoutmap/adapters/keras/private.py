@@ -38,32 +38,6 @@ import keras
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.patches import Closing
 
-__all__ = [
-    "ATTRIBUTES",
-    "CLONING",
-    "NAMES",
-    "BaseOptimizer",
-    "CommonVariable",
-    "Functional",
-    "H5IOStore",
-    "Layer",
-    "Names",
-    "after_stateless_scope",
-    "check_keras",
-    "dataset_of",
-    "draw_seed",
-    "global_seed_state",
-    "in_stateless_scope",
-    "in_symbolic_scope",
-    "is_default",
-    "is_global_seed",
-    "is_seed_state",
-    "outermost_layer",
-    "to_snake_case",
-    "without_number",
-    "without_value",
-]
-
 TESTED = "3.15"
 
 
@@ -200,9 +174,6 @@ def _codes_in(module: str) -> dict[str, types.CodeType]:
 def check_keras(more: Names = ()) -> None:
     """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
 
-    Args:
-        more: See `check_names`.
-
     Raises:
         ScopeError: Keras is not one this adapter works with.
     """
@@ -220,6 +191,30 @@ def without_number(name: str) -> str:
     prefix, _, number = name.rpartition("_")
     counts = global_state.get_global_attribute(_COUNTS) or {}
     return prefix if number.isdecimal() and 0 < int(number) < counts.get(prefix, 0) else name
+
+
+def counts_of_names() -> dict[str, int]:
+    """How many names of each sort Keras has made up so far in this process."""
+    return dict(global_state.get_global_attribute(_COUNTS) or {})
+
+
+def as_if_first(path: str, before: dict[str, int]) -> str:
+    """A path of Keras's as it would be in a process that had made nothing before.
+
+    Args:
+        path: The path, as in `dense_7/kernel`.
+        before: What `counts_of_names` was.
+    """
+    counts = counts_of_names()
+
+    def renumbered(name: str) -> str:
+        prefix, _, number = name.rpartition("_")
+        first = before.get(prefix, 0)
+        if not first or not number.isdecimal() or not first <= int(number) < counts.get(prefix, 0):
+            return name
+        return f"{prefix}_{int(number) - first}" if int(number) > first else prefix
+
+    return "/".join(map(renumbered, path.split("/")))
 
 
 class without_value(Closing):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import keras
 
+from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
@@ -65,6 +66,9 @@ class KerasSession(Protocol):
     backend: Backend
     on_thread: OnThread
 
+    registry: Registry
+    """The layers, optimizers and variables of the scope."""
+
     outer_models: weakref.WeakSet[Any]
     """Models outside of all scopes that have layers of this one, and were looked at."""
 
@@ -94,30 +98,6 @@ class KerasSession(Protocol):
 
     def refuse_in_a_plan(self, name: str) -> None:
         """Raise if this is a dry run, in which nothing gets a value."""
-        ...
-
-    def let_go(self, thing: Any) -> None:
-        """Forget a layer or an optimizer, with its variables: it belongs to another scope from now on."""
-        ...
-
-    def optimizer_attached(self, optimizer: Any) -> None:
-        """Note the optimizer of a model."""
-        ...
-
-    def adopt(self, variables: Iterable[Any]) -> None:
-        """Lay out variables that were not made here, too."""
-        ...
-
-    def knows(self, variable: Any) -> bool:
-        """Whether a variable was made here, or adopted."""
-        ...
-
-    def forget(self, variable: Any) -> None:
-        """Forget a variable that its layer has lost."""
-        ...
-
-    def set_parent(self, variable: Any, parent: Any) -> None:
-        """Say whose slot a variable is, where it was not seen being made."""
         ...
 
     def path_of(self, variable: Any) -> str:
@@ -187,17 +167,19 @@ class Backend(ABC):
         """Return what to wrap on a layer or model so that it computes in its layouts."""
         return {}
 
+    @staticmethod
     @abstractmethod
-    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+    def training_wraps(model: Any, session: KerasSession) -> Wraps:
         """Return what to wrap on a model so that `fit`, `evaluate` and `predict` work in its layouts."""
 
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
         """Return what to wrap on an optimizer so that it updates variables in their layouts."""
         return {}
 
+    @staticmethod
     @abstractmethod
-    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-        """Return what the backend cannot do with a layer, given its path and those of its own weights."""
+    def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterable[Unsupported]:
+        """Yield what the backend cannot do with a layer, given its path and those of its own weights."""
 
     @abstractmethod
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:

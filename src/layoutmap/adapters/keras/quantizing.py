@@ -25,7 +25,7 @@ def weights_off_mesh(layer: Any, session: KerasSession, as_plain: Callable[[Any]
         return
     before: list[tuple[Any, Any, Any]] = []
     for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
-        if session.knows(variable) and variable.value is not None:
+        if session.registry.knows(variable) and variable.value is not None:
             held = variable._value
             variable._value = as_plain(session.engine.to_numpy(held))
             before.append((variable, held, variable._value))

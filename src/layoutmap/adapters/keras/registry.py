@@ -148,11 +148,7 @@ class Registry:
 
 
 class Table(Generic[T]):
-    """Something known of objects, which holds until anything is added to the registry.
-
-    Args:
-        registry: The registry.
-    """
+    """Something known of objects, which holds until anything is added to the registry."""
 
     def __init__(self, registry: Registry):
         self._registry = registry

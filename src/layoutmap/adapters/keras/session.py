@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -65,16 +66,17 @@ class Session(KerasSession):
         self.on_thread = OnThread()
         self.outer_models = weakref.WeakSet[Any]()
         self.lock = threading.RLock()
-        self._registry = Registry()
-        self._materializer = Materializer(self, self._registry)
+        self.registry = Registry()
+        self._materializer = Materializer(self)
         self._version_planned = 0
-        self._specs = Table[VariableSpec](self._registry)
-        self._early_paths = EarlyPaths(self._registry)
-        self._planned_ahead = Table[Assignment](self._registry)
-        self._outputs = Table[tuple[str, Layout | None]](self._registry)
+        self._specs = Table[VariableSpec](self.registry)
+        self._early_paths = EarlyPaths(self.registry)
+        self._planned_ahead = Table[Assignment](self.registry)
+        self._outputs = Table[tuple[str, Layout | None]](self.registry)
         self._kept: set[int] = set()  # what was loose when garbage was last collected
         self._is_materializing = False
         self._failed = False
+        self._names_before = private.counts_of_names()
 
     @property
     def engine(self) -> Engine:
@@ -100,10 +102,10 @@ class Session(KerasSession):
     def layer_created(self, layer: Any, *, given: Iterable[str] | None = None) -> None:
         """A layer was constructed, with these texts among its arguments; `None`: it was there before the scope."""
         if given is not None:
-            if is_noted(layer):  # another library wraps the hook that has told this once
+            if is_noted(layer):  # another library wraps the hook that has reported this once
                 return
             note_given(layer, given)
-        self._registry.add_layer(layer)
+        self.registry.add_layer(layer)
         wrap_layer(layer, self)
 
     def made(self, model: Any) -> bool:
@@ -145,21 +147,13 @@ class Session(KerasSession):
         with self.lock, self._outside():
             self._materializer.draw_before(variable, self.make_now)
 
-    def let_go(self, thing: Any) -> None:
-        """Forget a layer or an optimizer, with its variables: it belongs to another scope from now on."""
-        self._registry.let_go(thing)
-
     def optimizer_created(self, optimizer: Any) -> None:
         """An optimizer is being constructed: look after it, whoever it is for."""
         wrap_optimizer(optimizer, self)
 
-    def optimizer_attached(self, optimizer: Any) -> None:
-        """A model was given an optimizer."""
-        self._registry.add_optimizer(optimizer)
-
     def optimizer_replaced(self, optimizer: Any) -> None:
         """A model was given another optimizer than this one."""
-        if not any(getattr(layer, "optimizer", None) is optimizer for layer in self._registry.layers()):
+        if not any(getattr(layer, "optimizer", None) is optimizer for layer in self.registry.layers()):
             unwrap_optimizer(optimizer)
 
     def variable_created(
@@ -178,30 +172,13 @@ class Session(KerasSession):
         found = list(makers(self.on_thread.opened_at))
         if found:
             layer = next((maker for maker in found if isinstance(maker, keras.layers.Layer)), None)
-            self._registry.add(variable, layer)
+            self.registry.add(variable, layer)
         else:  # a variable of its own, such as a user's code makes
             note_given(variable, [v for v in (*args, *kwargs.values()) if isinstance(v, str)])
-            self._registry.add(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
-        parent = self._registry.weight_of(reference)
+            self.registry.add(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
+        parent = self.registry.weight_of(reference)
         if parent is not None:
-            self._registry.set_parent(variable, parent)
-
-    def adopt(self, variables: Iterable[Any]) -> None:
-        """Lay out variables that were not made here, too."""
-        for variable in variables:
-            self._registry.add(variable)
-
-    def knows(self, variable: Any) -> bool:
-        """Whether a variable was made here, or adopted."""
-        return self._registry.knows(variable)
-
-    def forget(self, variable: Any) -> None:
-        """Forget a variable that its layer has lost."""
-        self._registry.forget(variable)
-
-    def set_parent(self, variable: Any, parent: Any) -> None:
-        """Say whose slot a variable is, where it was not seen being made."""
-        self._registry.set_parent(variable, parent)
+            self.registry.set_parent(variable, parent)
 
     # -- describing
 
@@ -209,20 +186,9 @@ class Session(KerasSession):
         """Return the names of layers that will make weights when they are first called."""
         return [
             layer.name
-            for layer in self._registry.layers()
+            for layer in self.registry.layers()
             if not getattr(layer, "built", True) and not private.is_default(layer.build)
         ]
-
-    def _describe(self) -> list[Entry]:
-        """Return all variables of the scope: those of the models first, in the order of the models, then the rest."""
-        registry = self._registry
-        return describe(
-            registry.layers(),
-            registry.optimizers(),
-            registry.variables(),
-            registry.parent_of,
-            registry.kind_of,
-        )
 
     # -- materializing
 
@@ -237,15 +203,15 @@ class Session(KerasSession):
             PlanError: Something does not fit. Nothing has been made or moved then.
         """
         with self.lock, self._outside():
-            waiting = self._registry.variables()
+            waiting = self.registry.variables()
             news = (
-                self._registry.version != self._version_planned
+                self.registry.version != self._version_planned
             )  # also of what an early read has made by itself
-            if not news and not any(is_pending(v) or self._registry.layout_of(v) is None for v in waiting):
+            if not news and not any(is_pending(v) or self.registry.layout_of(v) is None for v in waiting):
                 return
             del waiting
             self._collect_garbage()
-            waiting = self._registry.variables()
+            waiting = self.registry.variables()
             self._is_materializing = self._failed = True
             try:
                 self._materialize(waiting)
@@ -258,19 +224,16 @@ class Session(KerasSession):
 
         Of several processes, what one has forgotten all have: they describe the same variables.
         """
-        if self.context.across or not self._loose() <= self._kept:
+        if self.context.across or not loose(self.registry) <= self._kept:
             gc.collect()
-            self._kept = self._loose()
-
-    def _loose(self) -> set[int]:
-        return loose(self._registry.layers(), self._registry.optimizers(), self._registry.variables())
+            self._kept = loose(self.registry)
 
     def _materialize(self, waiting: list[Any]) -> None:
-        entries = self._describe()
+        entries = describe(self.registry)
         assignments = self._assign(entries, complete=not self.unbuilt())
         if not self.context.plan_only:
             self._take_existing()
-        self._version_planned = self._registry.version
+        self._version_planned = self.registry.version
         if self.context.plan_only:
             return
         self._materializer.draw_in_turn(self.make_now)
@@ -278,19 +241,19 @@ class Session(KerasSession):
         self._materializer.initialize([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.context.across:
             named = zip(full_names([e.spec for e in entries]), entries, strict=True)
-            new = [(name, e.variable) for name, e in named if self._registry.layout_of(e.variable) is None]
+            new = [(name, e.variable) for name, e in named if self.registry.layout_of(e.variable) is None]
             self.context.check_values((name, checksum(self.engine.to_numpy(v._value))) for name, v in new)
         for entry, assignment in pairs:
-            if self._registry.layout_of(entry.variable) != assignment.layout:
+            if self.registry.layout_of(entry.variable) != assignment.layout:
                 self._materializer.place(entry.variable, assignment)
         for variable in waiting:
             if is_pending(variable) and private.is_global_seed(variable):
                 self._materializer.initialize_plainly(variable)
-        self.backend.values_changed(self._registry.optimizers(), self._registry.layers())
+        self.backend.values_changed(self.registry.optimizers(), self.registry.layers())
 
     def _take_existing(self) -> None:
         """Look after layers that existed before, where they are part of what was made here, and so are laid out too."""
-        layers = self._registry.layers()
+        layers = self.registry.layers()
         for layer in list(existing_below(layers, lambda layer: session_of(layer) is not None)):
             self._take_layer(layer)
 
@@ -301,13 +264,22 @@ class Session(KerasSession):
 
     def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
         return self.context.assign(
-            [e.spec for e in entries],
+            [self._named(e.spec) for e in entries],
             {e.spec.key: why for e in entries if (why := self._why_global(e))},
-            unsupported_of(self.backend, self._registry.layers(), entries),
+            unsupported_of(self.backend, self.registry.layers(), entries),
             complete,
-            [path for path, _ in layer_paths(self._registry.layers())] if self.policy.activations else None,
+            [path for path, _ in layer_paths(self.registry.layers())] if self.policy.activations else None,
             self.backend.chooses_layouts,
         )
+
+    def _named(self, spec: VariableSpec) -> VariableSpec:
+        """A variable with the name that Keras gives it where the scope is the first thing in a process.
+
+        The numbers that Keras adds to names count what was made before. A plan and what is then built have the same.
+        """
+        prefix, _, path = spec.name.partition(":")
+        name = f"{prefix}:{private.as_if_first(path, self._names_before)}"
+        return spec if name == spec.name else replace(spec, name=name)
 
     # -- activations
 
@@ -315,7 +287,7 @@ class Session(KerasSession):
         """Return a layer's path, and the layout of what it returns; `None`: it stays as it is."""
         if not self._outputs.is_current():
             found: dict[int, tuple[str, Layout | None]] = {}
-            for path, each in layer_paths(self._registry.layers()):
+            for path, each in layer_paths(self.registry.layers()):
                 # A shared layer has the rule of any of its paths.
                 if found.get(id(each), ("", None))[1] is None:
                     found[id(each)] = path, self.policy.activation_layout(path)
@@ -381,8 +353,8 @@ class Session(KerasSession):
             PlanError: Something does not fit. Nothing has been made then.
         """
         with self.lock, self._outside():
-            if self._registry.version != self._version_planned and not self._planned_ahead.is_current():
-                entries = self._describe()
+            if self.registry.version != self._version_planned and not self._planned_ahead.is_current():
+                entries = describe(self.registry)
                 found = self._assign(entries, complete=False)
                 pairs = zip(entries, found, strict=True)
                 self._planned_ahead.fill({id(e.variable): a for e, a in pairs})
@@ -394,7 +366,7 @@ class Session(KerasSession):
 
     def _assignment_of(self, entry: Entry) -> Assignment:
         """Return the layout of a variable that gets its value before all are planned, or as planned ahead."""
-        return self._planned_ahead.get(entry.variable) or self.context.assign_one(entry.spec)
+        return self._planned_ahead.get(entry.variable) or self.context.assign_one(self._named(entry.spec))
 
     def refuse_in_a_plan(self, name: str) -> None:
         """Raise if this is a dry run, in which nothing gets a value.
@@ -427,14 +399,14 @@ class Session(KerasSession):
             )
 
     def _entry_of(self, variable: Any) -> Entry:
-        layer = self._registry.layer_of(variable)
+        layer = self.registry.layer_of(variable)
         found = self._early_paths.entry(variable, layer) if layer is not None else None
         if found is not None:
             return found
         if not self._specs.is_current():  # slots, metrics, seeds: few are read before all is known
-            self._specs.fill({id(e.variable): e.spec for e in self._describe()})
+            self._specs.fill({id(e.variable): e.spec for e in describe(self.registry)})
         spec = self._specs.get(variable)
-        return Entry(variable, spec) if spec else describe_alone(variable, self._registry.kind_of(variable))
+        return Entry(variable, spec) if spec else describe_alone(variable, self.registry.kind_of(variable))
 
     # -- models that exist, and models to be
 
@@ -447,7 +419,8 @@ class Session(KerasSession):
         """Lay out a model that exists, and look after it as if it had been built here; returns it."""
         for layer in model._flatten_layers():
             self._take_layer(layer)
-        self.adopt(found.variable for found in find_variables(model))
+        for found in find_variables(model):
+            self.registry.add(found.variable)
         if isinstance(model, keras.Model):
             if getattr(model, "optimizer", None) is not None:
                 wrap_optimizer(model.optimizer, self)

@@ -55,14 +55,15 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
     """Have the scope know every variable that a step touches; returns them."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        session.optimizer_attached(optimizer)
+        session.registry.add_optimizer(optimizer)
     slots = list(optimizer.variables) if optimizer is not None else []
     weights = list(model.trainable_variables)
     variables = [*model.variables, *slots, *model.metrics_variables]
     for slot, parent in zip(slots, parents_by_name(slots, weights), strict=True):
-        if parent is not None and not session.knows(slot):
-            session.set_parent(slot, parent)
-    session.adopt(variables)
+        if parent is not None and not session.registry.knows(slot):
+            session.registry.set_parent(slot, parent)
+    for variable in variables:
+        session.registry.add(variable)
     return variables
 
 
@@ -72,6 +73,50 @@ def materialize_for_training(model: Any, session: KerasSession) -> None:
     session.refuse_in_a_plan(model.name)
     session.materialize()
     session.backend.own_memory(variables)
+
+
+def step_wraps(
+    model: Any, session: KerasSession, step: Callable[[str, Callable[[], Any]], Any]
+) -> dict[str, Callable[..., Any]]:
+    """Return what to wrap on a model: the methods that make its steps, by their names.
+
+    Args:
+        model: The model.
+        session: Its scope.
+        step: Returns the step of a name, `"train"`, `"test"` or `"predict"`; what it is given beside returns Keras's.
+    """
+
+    def making(name: str) -> Callable[..., Any]:
+        plain, attribute = getattr(model, f"make_{name}_function"), f"{name}_function"
+
+        @functools.wraps(plain)
+        def make(force: bool = False) -> Any:
+            def own() -> Any:
+                plain(force=force)
+                return getattr(model, attribute)
+
+            materialize_for_training(model, session)
+            if getattr(model, attribute) is None or force:
+                setattr(model, attribute, step(name, own))
+            return getattr(model, attribute)
+
+        return make
+
+    return {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
+
+
+def build_for_step(model: Any, session: KerasSession, batch: Any) -> bool:
+    """Have a model that was never called make its weights, for inputs of a batch's shapes; whether it had to."""
+    if all(layer.built for layer in model._flatten_layers()):
+        return False
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    with session.defer():
+        model(
+            keras.tree.map_structure(
+                lambda each: keras.KerasTensor(each.shape, keras.backend.standardize_dtype(each.dtype)), x
+            )
+        )
+    return True
 
 
 def place_batch(batch: Any, session: KerasSession) -> Any:

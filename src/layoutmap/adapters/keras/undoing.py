@@ -19,10 +19,6 @@ def all_or_nothing(layer: Any, session: KerasSession) -> Generator[None]:
     The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their
     old variables back, with their values: a kernel that was quantized is held until then.
 
-    Args:
-        layer: The layer, or a model.
-        session: The scope.
-
     Raises:
         PlanError: The new variables do not fit.
     """
@@ -32,7 +28,7 @@ def all_or_nothing(layer: Any, session: KerasSession) -> Generator[None]:
     except PlanError:
         for state in before:
             for variable in state.put_back():
-                session.forget(variable)
+                session.registry.forget(variable)
         session.materialize()  # nothing is pending; the scope's plan is again that of the old variables
         raise
 

@@ -77,7 +77,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
             "load_own_variables": loading(optimizer, session),
         }
         _put(optimizer, {**wraps, **session.backend.optimizer_wraps(optimizer, session)})
-        session.optimizer_attached(optimizer)
+        session.registry.add_optimizer(optimizer)
     if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them
         wraps = {"load_own_variables": loading(inner, session)}
         _put(inner, {**wraps, **session.backend.optimizer_wraps(inner, session)})
@@ -137,7 +137,7 @@ def _unwrap(thing: Any) -> None:
         else:
             own[name] = before
     if _MARK in own:
-        own[_MARK].let_go(thing)
+        own[_MARK].registry.let_go(thing)
         del own[_MARK]
 
 

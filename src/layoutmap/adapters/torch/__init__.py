@@ -107,7 +107,7 @@ class TorchAdapter:
         variable.write(value)
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """What a model puts out for a batch, in inference; nested as the model nests it."""
+        """What a model returns for a batch, in inference; nested as the model nests it."""
         was_training = model.training
         model.eval()
         try:

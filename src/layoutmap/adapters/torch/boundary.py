@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, settled, whole
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, placed, reduced
 from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
 
 
@@ -68,24 +68,20 @@ def _sharded(tensor: torch.Tensor, mesh: Any, placements: Any) -> Any:
 
 def plain(values: Any) -> Any:
     """Plain global tensors, the same in all processes, in the place of `DTensor`s."""
-    return map_tensors(lambda tensor: _gathered(tensor) if isinstance(tensor, DTensor) else tensor, values)
+    return map_tensors(lambda tensor: _on_its_mesh(full_tensor, tensor), values)
 
 
 def summed_up(values: Any) -> Any:
     """`DTensor`s that are no sum still to be made: what a program reads of them is then right."""
-
-    def reduced(tensor: Any) -> Any:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        with simulation.on_mesh(tensor.device_mesh):
-            return settled(tensor)
-
-    return map_tensors(reduced, values)
+    return map_tensors(lambda tensor: _on_its_mesh(reduced, tensor), values)
 
 
-def _gathered(tensor: DTensor) -> torch.Tensor:
+def _on_its_mesh(change: Callable[[Any], Any], tensor: Any) -> Any:
+    """What becomes of a DTensor on its mesh; a plain tensor stays as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with simulation.on_mesh(tensor.device_mesh):
-        return whole(tensor)
+        return change(tensor)
 
 
 def _is_record(value: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.optimizer_hooks import look_after_optimizers
-from layoutmap.engines.torch.gradients import finalize_gradients
+from layoutmap.engines.torch.gradients import Gradients
 from layoutmap.engines.torch.private import members_of_module, plainly
 
 _WATCHED = "_layoutmap_watched"  # on a parameter: its id, which a copy of it has not
@@ -44,7 +44,7 @@ class Watch:
                 new[id(parameter)] = parameter, partial(_held_by, holder, name)
         if new:
             look_after_optimizers()
-            finalize_gradients(
+            Gradients(
                 [parameter for parameter, _ in new.values()], refer_to=lambda parameter: new[id(parameter)][1]
             )
 

@@ -1,6 +1,6 @@
 """What the axes of a module's weights do when it is called, for torch's own modules and the Conv1D of transformers.
 
-A plan is linted by it: an axis that is summed over is another thing to shard than one that is put out. What a module of
+A plan is linted by it: an axis that is summed over is another thing to shard than one of the output. What a module of
 one's own does with its weights is not known.
 """
 

@@ -26,7 +26,7 @@ class Training:
     """How one model is trained.
 
     Args:
-        loss: Called with what the model puts out and the targets; `None`: the model puts out its loss.
+        loss: Called with what the model returns and the targets; `None`: the model returns its loss.
         make_optimizer: Called with the model's parameters, when they have their values.
         optimizer: What it made.
         num_draws: How often random numbers were drawn for it: each time from a seed of its own.
@@ -46,8 +46,8 @@ def train_with(model: Model, *, loss: Loss | None = None, optimizer: MakeOptimiz
 
     Args:
         model: The model.
-        loss: Called with what the model puts out and the targets of a batch, gives a number; `None`: the model puts
-            out its loss, alone or as `loss` among others, as models of transformers do when they are given labels.
+        loss: Called with what the model returns and the targets of a batch, returns a number; `None`: the model returns
+            its loss, alone or as `loss` among others, as models of transformers do when they are given labels.
         optimizer: Makes the optimizer, given the model's parameters; `None`: no steps are taken.
 
     Returns:
@@ -69,7 +69,7 @@ def training_of(model: torch.nn.Module) -> Training:
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """What a model puts out for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
+    """What a model returns for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
     inputs = batch if isinstance(batch, Mapping) else batch[0]
     if isinstance(inputs, Mapping):
         return model(**{name: _tensor(value) for name, value in inputs.items()})
@@ -100,8 +100,8 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         return plain(found) if isinstance(found, DTensor) else found
     raise ScopeError(
         f"{type(model).__name__}: no loss is known for it",
-        facts={"puts out": type(output).__name__},
-        why="it puts out no single number, nor one that is called loss",
+        facts={"returns": type(output).__name__},
+        why="it returns no single number, and nothing that is called loss",
         fix="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
     )
 
@@ -125,7 +125,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def arrays_of(output: Any, read: Callable[[Any], Any]) -> Any:
-    """What a model puts out, nested as it nests it, as numpy arrays; what is no tensor is left out."""
+    """What a model returns, nested as it nests it, as numpy arrays; what is no tensor is left out."""
     if isinstance(output, torch.Tensor):
         return read(output)
     if isinstance(output, Mapping):

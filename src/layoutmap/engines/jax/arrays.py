@@ -10,15 +10,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from layoutmap.core.blocks import Ends, Index, ends_of, with_ends
+from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, with_ends
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.jax.devices import Device
-
-NumpyArray = npt.NDArray[Any]
 
 
 @contextmanager

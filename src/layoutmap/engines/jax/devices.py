@@ -74,5 +74,9 @@ def _native_mesh(mesh: Mesh) -> jax.sharding.Mesh:
 @functools.lru_cache(_MAX_NATIVES)
 def named_sharding(layout: Layout) -> NamedSharding:
     """The sharding of a layout, one entry for each axis."""
-    specs = [None if spec == UNSHARDED else spec for spec in layout.sharding_specs]
-    return NamedSharding(_native_mesh(layout.mesh), PartitionSpec(*specs))
+    return NamedSharding(_native_mesh(layout.mesh), partition_spec(layout))
+
+
+def partition_spec(layout: Layout) -> PartitionSpec:
+    """The spec of a layout's sharding; it needs no device."""
+    return PartitionSpec(*[None if spec == UNSHARDED else spec for spec in layout.sharding_specs])

@@ -21,10 +21,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from layoutmap.core.blocks import Index
+from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
@@ -44,21 +43,9 @@ from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, why_global
 
-NumpyArray = npt.NDArray[Any]
-
 
 class JaxEngine:
-    """Holds `jax.Array`s. There is one of them: `engine()`. What its methods raise is in `Engine`.
-
-    Example:
-        >>> jax_engine = engine()
-        >>> layout = Layout(["x", None], Mesh(None, "x=1"))
-        >>> array = jax_engine.relayout(np.ones((4, 2), np.float32), layout)
-        >>> jax_engine.layout_of(array) == layout
-        True
-        >>> [index for index, values in jax_engine.to_shards(array)]
-        [(slice(0, 4, None), slice(0, 2, None))]
-    """
+    """Holds `jax.Array`s. There is one of them: `engine()`. What its methods raise is in `Engine`."""
 
     name = "jax"
     array_types: tuple[type, ...] = (jax.Array,)

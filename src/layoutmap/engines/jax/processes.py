@@ -13,15 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.jax.devices import Device
-
-NumpyArray = npt.NDArray[Any]
 
 
 def gathered(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:

@@ -11,6 +11,7 @@ operand is sharded. A program with such an operation cannot be computed in shard
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,9 +63,15 @@ def closed_of(
         consts: The values of constant variables.
     """
     consts = consts or {}
-    debug_info = jax.make_jaxpr(lambda *_: [])(*(0 for _ in (*consts, *takes))).jaxpr.debug_info
+    debug_info = _debug_info(len(consts) + len(takes))
     jaxpr = Jaxpr(list(consts), list(takes), list(gives), list(eqns), debug_info=debug_info)
     return ClosedJaxpr(jaxpr, list(consts.values()))
+
+
+@functools.lru_cache(64)
+def _debug_info(num_arguments: int) -> Any:
+    """What JAX wants to know of where a program comes from: nothing, but for the number of its arguments."""
+    return jax.make_jaxpr(lambda *_: [])(*(0 for _ in range(num_arguments))).jaxpr.debug_info
 
 
 def why_global(closed: ClosedJaxpr) -> str:
@@ -157,20 +164,10 @@ class ShardedProgram:
             return values[self._result]
         return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
 
-    @property
-    def seed_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and types of the arrays of a seed."""
-        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._closed.in_avals]  # type: ignore[attr-defined]
-
-    @property
-    def num_steps(self) -> int:
-        """How many programs are compiled."""
-        return len(self._steps)
-
-    def lower(self, seed: Any) -> list[Any]:
+    def lower(self) -> list[Any]:
         """Each step lowered, to look at what the compiler makes of it."""
         jaxpr = self._closed.jaxpr
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, jax.tree.leaves(seed), strict=True))
+        values: dict[Any, Any] = {var: jnp.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars}  # type: ignore[attr-defined]
         values.update(zip(jaxpr.constvars, self._closed.consts, strict=True))
         lowered: list[Any] = []
         for step in self._steps:

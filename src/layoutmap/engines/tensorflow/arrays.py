@@ -14,17 +14,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Ends, Index, assemble, ends_of, whole_index
+from layoutmap.core.blocks import Ends, Index, NumpyArray, assemble, ends_of, full_index
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.tensorflow.devices import native_layout, to_mesh
 
-NumpyArray = npt.NDArray[Any]
 dtensor: Any = tf.experimental.dtensor
 
 _MAX_MESHES = 1024
@@ -130,7 +128,7 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
     layout = layout_of(tensor)
     shape = tuple(tensor.shape)
     if layout is None:
-        yield whole_index(shape), tensor.numpy()
+        yield full_index(shape), tensor.numpy()
         return
     places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
     seen: set[Ends] = set()

@@ -18,10 +18,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index, ends_of
+from layoutmap.core.blocks import Index, NumpyArray, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -48,26 +47,15 @@ from layoutmap.engines.tensorflow.arrays import (
 )
 from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, common_seeds, gathered
-from layoutmap.engines.tensorflow.programs import PieceProgram, trace
+from layoutmap.engines.tensorflow.programs import PieceProgram
 from layoutmap.engines.tensorflow.selfcheck import check_training
 from layoutmap.engines.tensorflow.variable import DVariable
 
-NumpyArray = npt.NDArray[Any]
 dtensor: Any = tf.experimental.dtensor
 
 
 class TensorFlowEngine:
-    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`.
-
-    Example:
-        >>> tensorflow_engine = engine()
-        >>> layout = Layout(["x", None], Mesh(None, "x=1"))
-        >>> tensor = tensorflow_engine.relayout(np.ones((4, 2), np.float32), layout)
-        >>> tensorflow_engine.layout_of(tensor) == layout
-        True
-        >>> [index for index, values in tensorflow_engine.to_shards(tensor)]
-        [(slice(0, 4, None), slice(0, 2, None))]
-    """
+    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`."""
 
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
@@ -188,7 +176,7 @@ class TensorFlowEngine:
         """
         leaves = tf.nest.flatten((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray)) for leaf in leaves):
-            program = trace(lambda _: function(*args, **kwargs), ())
+            program = PieceProgram(lambda _: function(*args, **kwargs), ())
             if not program.why_global:
                 shape = tuple(program.outputs[0].shape)
                 check_placed(layout, shape)
@@ -234,7 +222,7 @@ class TensorFlowEngine:
             if key in self._programs:
                 self._programs.move_to_end(key)
                 return self._programs[key]
-        program = trace(initializer.program.function, initializer.program.seed)
+        program = PieceProgram(initializer.program.function, initializer.program.seed)
         with self._lock:
             return remember(self._programs, key, program)
 

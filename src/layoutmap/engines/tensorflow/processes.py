@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.tensorflow.devices import device_names, native_mesh
 
 dtensor: Any = tf.experimental.dtensor
-
-NumpyArray = npt.NDArray[Any]
 
 
 def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:

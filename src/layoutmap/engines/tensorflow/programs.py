@@ -19,12 +19,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
-from layoutmap.core.blocks import Ends, Index, block_shape, ends_of
-
-NumpyArray = npt.NDArray[Any]
+from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of
 
 _PIECE_BYTES = 16 << 20
 _GROUP = 4  # the sources make numbers in groups of up to four, so a run starts at a multiple of four
@@ -247,16 +244,6 @@ def _names_of(op: Any) -> dict[str, str] | None:
     # A few have other names: the graph's `reduction_indices` is the raw operation's `axis`.
     renamed = iter([name for name in there if name not in names])
     return {name: name if name in there else next(renamed) for name in names}
-
-
-def trace(function: Callable[[Any], Any], seed: Any) -> PieceProgram:
-    """Trace an initializer; computes nothing.
-
-    Args:
-        function: Computes the global value from the seed.
-        seed: A seed, or tensors nested like it.
-    """
-    return PieceProgram(function, seed)
 
 
 def _leaves(seed: Any) -> list[Any]:

@@ -12,12 +12,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from layoutmap.core.blocks import Ends, Index, ends_of, intersect, whole_index, within
+from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, intersect, within
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.checks import no_element_type, no_numbers
@@ -30,8 +29,6 @@ from layoutmap.engines.torch.devices import (
     placements_of,
 )
 from layoutmap.engines.torch.private import local_of
-
-NumpyArray = npt.NDArray[Any]
 
 _LAYOUT = "_layoutmap_layout"
 
@@ -123,9 +120,9 @@ def layout_of(array: Any) -> Layout | None:
     """The layout of a DTensor, or `None` if it is on no mesh of named dims, or is a sum that is still to be reduced."""
     if not isinstance(array, DTensor):
         return None
-    said = getattr(array, _LAYOUT, None)
-    if said is not None and native_of(said) == (array.device_mesh, array.placements):
-        return said
+    noted = getattr(array, _LAYOUT, None)
+    if noted is not None and native_of(noted) == (array.device_mesh, array.placements):
+        return noted
     return layout_of_placements(array.device_mesh, array.placements, array.ndim)
 
 
@@ -189,7 +186,7 @@ def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
 def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
     """The different pieces that this process holds, without a copy."""
     if not isinstance(array, DTensor):
-        yield whole_index(array.shape), array.detach()
+        yield full_index(array.shape), array.detach()
         return
     layout = layout_of(array)
     if layout is None:

@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.core.blocks import Index, ends_of
+from layoutmap.core.blocks import Index, NumpyArray, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
@@ -60,23 +59,11 @@ from layoutmap.engines.torch.processes import (
     random_state,
 )
 
-NumpyArray = npt.NDArray[Any]
-
 _LARGE = 1 << 20  # bytes: the least variable after which memory is given back to the system
 
 
 class TorchEngine:
-    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`.
-
-    Example:
-        >>> torch_engine = engine()
-        >>> layout = Layout(["x", None], Mesh(None, "x=1"))
-        >>> tensor = torch_engine.relayout(np.ones((4, 2), np.float32), layout)
-        >>> torch_engine.layout_of(tensor) == layout
-        True
-        >>> [index for index, values in torch_engine.to_shards(tensor)]
-        [(slice(0, 4, None), slice(0, 2, None))]
-    """
+    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`."""
 
     name = "torch"
     array_types: tuple[type, ...] = (torch.Tensor,)

@@ -21,10 +21,8 @@ from layoutmap.engines.torch.private import at_end_of_backward, backward_pass, p
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
 
-def finalize_gradients(
-    parameters: Iterable[torch.Tensor], refer_to: Callable[[Any], Callable[[], Any]] = weakref.ref
-) -> Gradients:
-    """From now on, give the gradient of each parameter that is a `DTensor` the parameter's layout.
+class Gradients:
+    """From now on, gives the gradient of each parameter that is a `DTensor` the parameter's layout.
 
     A pass adds to gradients that are there already, as always. Gradients that `torch.autograd.grad` returns are left as
     they are.
@@ -33,15 +31,7 @@ def finalize_gradients(
         parameters: The parameters of a model; plain tensors, and what has no gradient, are passed over.
         refer_to: Gives a function that gives a parameter, without keeping it. Torch does not convert parameters that
             have weak references, as by `model.to(dtype)`, so a model's are better reached through the model.
-
-    Returns:
-        What does it; `remove()` ends that.
     """
-    return Gradients(parameters, refer_to)
-
-
-class Gradients:
-    """Finalizes the gradients of some parameters, see `finalize_gradients`."""
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], refer_to: Callable[[Any], Callable[[], Any]] = weakref.ref

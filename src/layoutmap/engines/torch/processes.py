@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.initializers import Initializer
 from layoutmap.engines.checks import processes_differ
 from layoutmap.engines.torch import simulation
-
-NumpyArray = npt.NDArray[Any]
 
 
 def across() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import derived_layout, fitted
@@ -26,17 +26,22 @@ def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
         if not axes or any(set(w.dims(axis)) - {batch} for axis in range(len(w.shape))):
             continue
         axis = axes[0]
-        yield Problem(
+        yield _problem(
             "sum over the batch dim",
-            "warning",
-            w.path,
-            f"{w.path}: axis {axis}, which is summed over, is sharded over {batch}, and so is the batch",
-            (("shape", str(w.shape)), ("layout", w.layout_text)),
+            w,
+            f"axis {axis}, which is summed over, is sharded over {batch}, and so is the batch",
+            {},
             "a device has some terms of every sum, and all terms of some rows: in each step the weight or the batch "
             "is moved, and no rule says which",
             'say how activations are laid out, as in layout_map.activations[r"..."] = '
             f"({batch!r}, ...), or shard an output axis: {_moved(w, axis, w.axes('out')[0])}",
         )
+
+
+def _problem(kind: str, w: Weight, what: str, facts: Mapping[str, str], why: str, fix: str) -> Problem:
+    """A finding about one weight."""
+    facts = {"shape": str(w.shape), "layout": w.layout_text, **facts}
+    return Problem(kind, "warning", w.path, f"{w.path}: {what}", tuple(facts.items()), why, fix)
 
 
 def _moved(w: Weight, old: int, new: int) -> Layout:
@@ -72,16 +77,11 @@ def _sharded_the_other_way(linted: Linted, first: Weight, then: Weight) -> Itera
             continue
         other = then if w is first else first
         moved = _moved(w, sharded[0], w.axes(near)[0])
-        yield Problem(
+        yield _problem(
             "swapped",
-            "warning",
-            w.path,
-            f"{w.path}: {does} that is sharded over {_names(over)}, on the side away from {other.name}",
-            (
-                ("shape", str(w.shape)),
-                ("layout", w.layout_text),
-                (other.name, f"{other.shape}  {other.layout_text}"),
-            ),
+            w,
+            f"{does} that is sharded over {_names(over)}, on the side away from {other.name}",
+            {other.name: f"{other.shape}  {other.layout_text}"},
             f"what passes between the two is gathered from all devices of {_names(over)}, where it could stay sharded",
             "shard the axis that passes between them"
             + ("" if moved.uneven_axes(w.shape) else f"; its axes seem to be swapped: {moved}"),
@@ -89,9 +89,9 @@ def _sharded_the_other_way(linted: Linted, first: Weight, then: Weight) -> Itera
 
 
 def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Each kernel of a block that puts out what a later one takes in, with that one.
+    """Each kernel of a block that outputs what a later one takes in, with that one.
 
-    The sizes show it, where one kernel alone takes them in and puts others out. Where all sizes of an attention are
+    The sizes show it, where one kernel alone takes them in and outputs others. Where all sizes of an attention are
     equal, the names of its layers do.
     """
     order = {id(w): number for number, w in enumerate(block)}
@@ -125,16 +125,11 @@ def _not_passed_on(first: Weight, out: int, then: Weight, into: int) -> Problem:
     fix = "shard both over the same dims"
     if swapped is not None and not swapped.uneven_axes(first.shape):
         fix = f"its axes seem to be swapped: {swapped}"
-    return Problem(
+    return _problem(
         "swapped",
-        "warning",
-        first.path,
-        f"{first.path}: outputs axis {out} over {_names(ours)}, and {then.name} takes it in over {_names(theirs)}",
-        (
-            ("shape", str(first.shape)),
-            ("layout", first.layout_text),
-            (then.name, f"{then.shape}  {then.layout_text}"),
-        ),
+        first,
+        f"outputs axis {out} over {_names(ours)}, and {then.name} takes it in over {_names(theirs)}",
+        {then.name: f"{then.shape}  {then.layout_text}"},
         f"{reason}: all of it is moved between the two in each step",
         fix,
     )
@@ -188,22 +183,17 @@ def _through_heads(linted: Linted) -> Iterator[Problem]:
 
 def _through_a_head(w: Weight, axis: int, heads: int, size: int) -> Problem:
     dims, shards = w.dims(axis), w.layout.num_shards(axis)
-    return Problem(
+    return _problem(
         "heads",
-        "warning",
-        w.path,
-        f"{w.path}: its sharding over {_names(dims)} splits its heads",
-        (
-            ("shape", str(w.shape)),
-            ("layout", w.layout_text),
-            ("heads", f"{heads} of size {size}, in {shards} shards"),
-        ),
+        w,
+        f"its sharding over {_names(dims)} splits its heads",
+        {"heads": f"{heads} of size {size}, in {shards} shards"},
         "attention is computed head by head, and no device has all of one: its parts are moved in each step",
-        f"shard whole heads, over dims whose sizes divide {heads}, or leave the axis unsharded",
+        f"shard by heads, over dims whose sizes divide {heads}, or leave the axis unsharded",
     )
 
 
-def _whole_tables(linted: Linted) -> Iterator[Problem]:
+def _replicated_tables(linted: Linted) -> Iterator[Problem]:
     weights = [a for a in linted.plan.assignments if a.variable.kind is Kind.WEIGHT and a.fits]
     held = sum(a.shard_bytes for a in weights)
     rows = {w.shape[axis] for w in linted.weights for axis in w.axes("rows")}
@@ -307,7 +297,7 @@ CHECKS = (
     _swapped,
     _parts_unlike,
     _through_heads,
-    _whole_tables,
+    _replicated_tables,
     _contradictions,
     _unused_dims,
 )

@@ -62,7 +62,7 @@ class _PageData:
             "variables": variables,
             "rows": [[row.path, row.rule, row.follows] for row in rows],
             "problems": [self._problem(*group) for group in _groups(plan, findings)],
-            "cuts": [
+            "could_be_sharded": [
                 [row.path, row.axis, row.dim, row.saved_bytes, [self.number[id(a)] for a in row.assignments]]
                 for row in memory.rows
             ],
@@ -83,12 +83,12 @@ class _PageData:
             "model": v.model,
             "aliases": v.aliases,
             "parent": v.parent and self._parent(a),
-            "drawn": a.global_init and self.texts.number(a.global_init),
+            "global_init": a.global_init and self.texts.number(a.global_init),
             **(self._match(match, a) if match else {}),
         }
         written: list[Any] = [v.path, form, v.kind, row, rule]
-        said = {name: value for name, value in more.items() if value not in (None, "", ())}
-        return [*written, said] if said else written
+        given = {name: value for name, value in more.items() if value not in (None, "", ())}
+        return [*written, given] if given else written
 
     def _match(self, match: Match, a: Assignment) -> dict[str, Any]:
         others = tuple(self._rule(rule) for rule in match.others)
@@ -141,10 +141,10 @@ def _bytes_by_use(plan: PlanTable, memory: Memory) -> dict[str, Mapping[str, int
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     weights = sum(a.variable.global_bytes for a in plan.assignments if a.variable.is_trained)
     slots = sum(a.variable.global_bytes for a in plan.assignments if a.variable.kind is Kind.SLOT)
-    all_devices = {
+    of_model = {
         "weights": weights,
         "gradients": weights,
         "slots": slots,
         "state": plan.global_bytes - weights - slots,
     }
-    return {"device": device, "whole": all_devices}
+    return {"device": device, "model": of_model}

@@ -19,20 +19,18 @@ from layoutmap.report.text import plan_line
 
 # In the order in which they build on each other; they share one scope, which nothing outside can reach.
 _SCRIPTS = (
-    "slices.js",
-    "words.js",
-    "model.js",
-    "squarify.js",
-    "drawing.js",
-    "mesh_tiles.js",
-    "mesh_view.js",
-    "slices_view.js",
-    "details_view.js",
-    "memory_view.js",
-    "treemap_view.js",
-    "table_view.js",
-    "problems_view.js",
-    "page.js",
+    *(
+        "slices",
+        "words",
+        "model",
+        "squarify",
+        "drawing",
+        "mesh_tiles",
+        "mesh_view",
+        "slices_view",
+        "details_view",
+    ),
+    *("memory_view", "treemap_view", "table_view", "problems_view", "page"),
 )
 
 
@@ -43,7 +41,7 @@ def plan_page(plan: PlanTable, findings: Sequence[Problem] = ()) -> str:
         plan: The plan.
         findings: More problems to show beside those of the plan.
     """
-    scripts = "\n".join(_part(name) for name in _SCRIPTS)
+    scripts = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
     parts = {
         "title": escape(plan_line(plan)),
         "style": _part("page.css"),

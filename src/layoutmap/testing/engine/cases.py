@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import numpy as np
-import numpy.typing as npt
 from hypothesis import HealthCheck, settings
 
-from layoutmap.core.blocks import Index, assemble
+from layoutmap.core.blocks import Index, NumpyArray, assemble
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -20,20 +19,6 @@ from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.protocol import Engine
-
-__all__ = [
-    "EngineCases",
-    "all_specs",
-    "assert_same_bits",
-    "assignment_of",
-    "few",
-    "numpy_dtype",
-    "random_values",
-    "recorded",
-    "some_specs",
-]
-
-NumpyArray = npt.NDArray[Any]
 
 few = settings(
     deadline=None,
@@ -84,7 +69,7 @@ class EngineCases:
 
     def assembled(self, array: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
         """Return the global values of an array, from its shards; fails where they leave gaps or overlap."""
-        return assemble(self.gathered(self.engine.to_shards(array)), shape, numpy_dtype(dtype))
+        return assemble(self.gathered(self.engine.to_shards(array)), shape, np.dtype(dtype))
 
     def held(self, specs: tuple[ShardingSpec, ...]) -> bool:
         """Whether the engine says it can hold such a layout."""
@@ -157,7 +142,7 @@ def random_values(shape: tuple[int, ...], dtype: str, seed: int) -> NumpyArray:
     rng = np.random.default_rng(seed)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
-    element = numpy_dtype(dtype)
+    element = np.dtype(dtype)
     flat = np.frombuffer(rng.bytes(math.prod(shape) * element.itemsize), element).copy()
     if len(flat) > 1 and not np.issubdtype(element, np.integer):
         flat[:2] = (-0.0, np.inf)
@@ -219,8 +204,3 @@ def recorded(values: NumpyArray, used: list[str], key: str) -> Initializer:
         return values
 
     return Initializer(global_value=value)
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The element type of a name; `bfloat16` is known to numpy once a framework has registered it."""
-    return np.dtype(name)

@@ -7,17 +7,12 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.testing.engine.cases import EngineCases, assert_same_bits, few, random_values, some_specs
-
-__all__ = ["ComputingLaws"]
-
-NumpyArray = npt.NDArray[Any]
 
 
 class ComputingLaws(EngineCases):

@@ -8,7 +8,6 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 
@@ -25,10 +24,6 @@ from layoutmap.testing.engine.cases import (
     recorded,
     some_specs,
 )
-
-__all__ = ["CreationLaws"]
-
-NumpyArray = npt.NDArray[Any]
 
 
 class CreationLaws(EngineCases):

@@ -3,10 +3,7 @@
 # ruff: noqa: SIM300
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from layoutmap.core.errors import EngineError, LayoutError, MeshError
@@ -14,10 +11,6 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import engine_of_array
 from layoutmap.testing.engine.cases import EngineCases, all_specs, assignment_of, random_values, recorded
-
-__all__ = ["LayoutLaws"]
-
-NumpyArray = npt.NDArray[Any]
 
 
 class LayoutLaws(EngineCases):

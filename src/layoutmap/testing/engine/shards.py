@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 
-from layoutmap.core.blocks import Index, assemble, block_shape, ends_of, whole_index
+from layoutmap.core.blocks import Index, NumpyArray, assemble, block_shape, ends_of, full_index
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -24,10 +22,6 @@ from layoutmap.testing.engine.cases import (
     few,
     random_values,
 )
-
-__all__ = ["ShardLaws"]
-
-NumpyArray = npt.NDArray[Any]
 
 
 class ShardLaws(EngineCases):
@@ -145,7 +139,7 @@ class ShardLaws(EngineCases):
         values = random_values((3, 5), "float32", seed=6)
         ((index, shard),) = self.engine.to_shards(self.make_array(values))
 
-        assert whole_index((3, 5)) == index
+        assert full_index((3, 5)) == index
         assert_same_bits(values, shard)
 
     def test_a_shard_read_wrong_is_refused(self):

@@ -12,15 +12,14 @@ import jax
 import jax.core
 import numpy as np
 
-from layoutmap.adapters.keras.backends.jax_processes import gathered_value, saving
-from layoutmap.adapters.keras.backends.jax_steps import PRIVATE, off_other_meshes, state_of, step_wraps
+from layoutmap.adapters.keras.backends.jax_processes import GATHERED, saving
+from layoutmap.adapters.keras.backends.jax_steps import PRIVATE, off_other_meshes, state_of, training_wraps
 from layoutmap.adapters.keras.backends.jax_unsupported import unsupported_of
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.training import has_own_step, recording
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
 
@@ -29,6 +28,7 @@ class JaxBackend(Backend):
     """Keras on JAX; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "jax"
+    unsupported_of = staticmethod(unsupported_of)
     chooses_layouts = True
     global_init = MappingProxyType(
         {
@@ -95,16 +95,13 @@ class JaxBackend(Backend):
             fix="with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves",
         )
 
-    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
+    @staticmethod
+    def training_wraps(model: Any, session: KerasSession) -> Wraps:
         """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
-        wraps = step_wraps(model, session)
+        wraps = training_wraps(model, session)
         if session.context.across:
             wraps = {**wraps, **{name: saving(model, session, name) for name in ("save", "save_weights")}}
         return wraps
-
-    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-        """What XLA cannot compile of a layer."""
-        return unsupported_of(layer, path, weights)
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
         """The losses in training, and their gradients."""
@@ -148,4 +145,5 @@ def _assign(variable: Any, value: Any) -> None:
 
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
     # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
-    return np.asarray(gathered_value(variable, get_engine("jax").to_numpy), dtype=dtype)
+    known = variable.__dict__.get(GATHERED)
+    return np.asarray(get_engine("jax").to_numpy(variable.value) if known is None else known, dtype=dtype)

@@ -16,19 +16,19 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-import numpy.typing as npt
 from jax.experimental.sparse import JAXSparse
 
 from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 
-NumpyArray = npt.NDArray[Any]
+GATHERED = "_layoutmap_gathered"
+"""Where a variable has its value on the host while its model is saved."""
 
-_WHOLE = "_layoutmap_whole"
-_TOLD = "_layoutmap_told"
+_REPORTED = "_layoutmap_reported"
 _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
@@ -82,18 +82,18 @@ class Rows:
                 fix="pass dense arrays, such as matrix.toarray() of each batch",
             )
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
-        told = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
+        brought = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes)
-        self._compare(told, checksum(*arrays) if shared and self._context.check_batches else 0)
+        self._compare(brought, checksum(*arrays) if shared and self._context.check_batches else 0)
         self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
-    def _compare(self, told: str, own: int) -> None:
-        said, checksums = self._context.check_alike(f"{self._verb}: {told}", own)
+    def _compare(self, brought: str, own: int) -> None:
+        texts, checksums = self._context.check_alike(f"{self._verb}: {brought}", own)
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
-        if said:
-            error = _unlike(self._verb, dict(zip(self._processes, said, strict=True)))
+        if texts:
+            error = _unlike(self._verb, dict(zip(self._processes, texts, strict=True)))
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows bring different ones",
@@ -104,7 +104,9 @@ class Rows:
             )
         else:
             return
-        setattr(error, _TOLD, True)  # it is raised here in all processes, and none has to tell the others
+        setattr(
+            error, _REPORTED, True
+        )  # it is raised here in all processes, and none has to report it to the others
         raise error
 
     # -- placing
@@ -144,12 +146,11 @@ class Rows:
         if len(rows) == 1 and not output.is_fully_replicated:
             shards = {shard.index[0].start or 0: shard for shard in output.addressable_shards}
             return np.concatenate([np.asarray(shards[start].data) for start in sorted(shards)])
-        whole = self._engine.to_numpy(
-            output
-        )  # several batches in one array, or a batch that every device has
+        # Several batches in one array, or a batch that every device has.
+        values = self._engine.to_numpy(output)
         starts = np.cumsum([0, *rows[:-1]])
         return np.concatenate(
-            [whole[part] for n, start in zip(rows, starts, strict=True) for part in self._slices(n, start)]
+            [values[part] for n, start in zip(rows, starts, strict=True) for part in self._slices(n, start)]
         )
 
     def _slices(self, rows: int, start: int) -> list[slice]:
@@ -174,9 +175,9 @@ def _blocks(layout: Layout, devices: Any) -> dict[int, tuple[int, ...]]:
     dims = layout.mesh_dims_of(0)
     if not dims:
         return dict.fromkeys(processes.flat, (0,))
-    cut = np.moveaxis(processes, layout.mesh.dim_names.index(dims[0]), 0)
+    rows = np.moveaxis(processes, layout.mesh.dim_names.index(dims[0]), 0)
     return {
-        process: tuple(i for i, row in enumerate(cut) if process in np.ravel(row))
+        process: tuple(i for i, row in enumerate(rows) if process in np.ravel(row))
         for process in np.unique(processes).tolist()
     }
 
@@ -204,9 +205,9 @@ def _is_here(array: Any) -> bool:
 _FAILED = "has failed: "
 
 
-def _unlike(verb: str, said: dict[int, str]) -> ScopeError:
-    facts = {f"process {process}": each for process, each in said.items()}
-    failed = [process for process, each in said.items() if _FAILED in each]
+def _unlike(verb: str, texts: dict[int, str]) -> ScopeError:
+    facts = {f"process {process}": each for process, each in texts.items()}
+    failed = [process for process, each in texts.items() if _FAILED in each]
     if failed:
         return ScopeError(
             f"{verb}: process {failed[0]} of this program has failed",
@@ -222,32 +223,26 @@ def _unlike(verb: str, said: dict[int, str]) -> ScopeError:
     )
 
 
-def telling(plain: Callable[..., Any], session: KerasSession, name: str) -> Callable[..., Any]:
+def reporting(plain: Callable[..., Any], session: KerasSession, name: str) -> Callable[..., Any]:
     """`fit`, `evaluate` or `predict`; if it fails here, in a callback or in the data, the others do not wait."""
 
     @functools.wraps(plain)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def reported(*args: Any, **kwargs: Any) -> Any:
         try:
             return plain(*args, **kwargs)
         except (EngineError, jax.errors.JaxRuntimeError):
             raise  # the others cannot be reached, or have the same error
         except Exception as error:
-            if not hasattr(error, _TOLD):  # by all, or by an `evaluate` inside of `fit`
-                setattr(error, _TOLD, True)
-                with suppress(EngineError):  # nobody is there to be told
+            if not hasattr(error, _REPORTED):  # by all, or by an `evaluate` inside of `fit`
+                setattr(error, _REPORTED, True)
+                with suppress(EngineError):  # nobody is there to read it
                     session.context.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
             raise
 
-    return told
+    return reported
 
 
-# -- reading and saving variables
-
-
-def gathered_value(variable: Any, whole: Callable[[Any], NumpyArray]) -> NumpyArray:
-    """All of a variable's value; while its model is saved it is there already."""
-    known = variable.__dict__.get(_WHOLE)
-    return whole(variable.value) if known is None else known
+# -- saving variables
 
 
 def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
@@ -267,21 +262,21 @@ def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
                 if not variable.value.is_fully_replicated:
                     value = session.engine.to_numpy(variable.value)
                     if writes:
-                        variable.__dict__[_WHOLE] = value
+                        variable.__dict__[GATHERED] = value
             if writes:
                 result = plain(filepath, *args, **kwargs)
-        except Exception as raised:  # the others are told first
+        except Exception as raised:  # it is reported to the others first
             error = raised
         finally:
             for variable in variables:
-                variable.__dict__.pop(_WHOLE, None)
-        told, _ = session.context.check_alike("" if error is None else f"{type(error).__name__}: {error}")
+                variable.__dict__.pop(GATHERED, None)
+        errors, _ = session.context.check_alike("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        if any(told):
+        if any(errors):
             raise ScopeError(
                 f"{name}: another process could not write its file",
-                facts={f"process {n}": each for n, each in zip(numbers, told, strict=True) if each},
+                facts={f"process {n}": each for n, each in zip(numbers, errors, strict=True) if each},
                 why="of the processes that name one file the first writes it for all",
                 fix="fix what that process says, and save again in all processes",
             )

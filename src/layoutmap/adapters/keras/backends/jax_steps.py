@@ -21,23 +21,23 @@ import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
-from layoutmap.adapters.keras.backends.jax_processes import Rows, telling
+from layoutmap.adapters.keras.backends.jax_processes import Rows, reporting
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
-from layoutmap.adapters.keras.training import materialize_for_training
+from layoutmap.adapters.keras.training import step_wraps
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
 _STEPS = ("train", "test", "predict")
 _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))
 
 
-def step_wraps(model: Any, session: KerasSession) -> Wraps:
+def training_wraps(model: Any, session: KerasSession) -> Wraps:
     """Return what to wrap on a model: batches are placed, layouts kept, and values put back where a step fails."""
     lent = _Lent(model)
     wraps: dict[str, Callable[..., Any]] = {name: _entry(getattr(model, name), lent) for name in _ENTRIES}
     if session.context.across:
-        wraps |= {name: telling(wraps[name], session, name) for name in ("fit", "evaluate", "predict")}
+        wraps |= {name: reporting(wraps[name], session, name) for name in ("fit", "evaluate", "predict")}
     wraps |= {f"{name}_step": _pinned(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
-    wraps |= {f"make_{name}_function": _making(model, session, name) for name in _STEPS}
+    wraps |= step_wraps(model, session, lambda name, own: _step(own(), session, name))
     wraps["_get_jax_state"] = lent.lending(model._get_jax_state)
     wraps["_make_function"] = lent.noting(model._make_function)
     return wraps
@@ -86,11 +86,7 @@ def placed(batch: Any, session: KerasSession) -> Any:
 
 
 class _Lent:
-    """The values that a model's variables have lent to a step that goes on.
-
-    Args:
-        model: The model.
-    """
+    """The values that a model's variables have lent to a step that goes on."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -169,7 +165,7 @@ def state_of(model: Any) -> tuple[list[Any], ...]:
 
 
 def _entry(plain: Callable[..., Any], lent: _Lent) -> Callable[..., Any]:
-    """Return `fit` or one of its like, after whose failure the model is whole."""
+    """Return `fit` or one of its like, after whose failure the model has all its weights."""
 
     @functools.wraps(plain)
     def entry(*args: Any, **kwargs: Any) -> Any:
@@ -191,27 +187,10 @@ def _entry(plain: Callable[..., Any], lent: _Lent) -> Callable[..., Any]:
 # -- steps
 
 
-def _making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
-    plain = getattr(model, f"make_{name}_function")
-    attribute = f"{name}_function"
-
-    @functools.wraps(plain)
-    def make(force: bool = False) -> Any:
-        materialize_for_training(model, session)
-        if getattr(model, attribute) is None or force:
-            plain(force=force)
-            step = getattr(model, attribute)
-            if session.context.across:
-                run = _across(step, Rows(session, name), name)
-            else:
-
-                def run(state: Any, data: Any) -> Any:
-                    return step(state, (placed(batch, session) for batch in data))
-
-            setattr(model, attribute, run)
-        return getattr(model, attribute)
-
-    return make
+def _step(step: Callable[..., Any], session: KerasSession, name: str) -> Callable[..., Any]:
+    if session.context.across:
+        return _across(step, Rows(session, name), name)
+    return lambda state, data: step(state, (placed(batch, session) for batch in data))
 
 
 def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -14,28 +15,20 @@ _DEPTHWISE = (L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.Separab
 _GROUPED = (L.Conv1D, L.Conv2D, L.Conv3D)
 
 
-def unsupported_of(layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-    """What XLA cannot compile of a layer.
-
-    Args:
-        layer: The layer.
-        path: Its path.
-        weights: The paths of its own weights.
-    """
+def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
+    """What XLA cannot compile of a layer."""
     if not weights or not isinstance(layer, (*_DEPTHWISE, *_GROUPED)) or not _covers_its_input(layer):
-        return []
+        return
     axis = layer.rank if isinstance(layer, _DEPTHWISE) else layer.rank + 1
-    return [
-        Unsupported(
-            weights[0],
-            f"XLA ends the process when it compiles {type(layer).__name__} with this kernel sharded over its channels",
-            why="the kernel is as large as the layer's input, so that one position comes out; on CPU devices XLA frees "
-            'memory that is not its own then ("free(): invalid pointer"), unless the batch is sharded, too',
-            fix=f"leave axis {axis} of the kernel unsharded",
-            if_sharded=(axis,),
-            device_type="CPU",
-        )
-    ]
+    yield Unsupported(
+        weights[0],
+        f"XLA ends the process when it compiles {type(layer).__name__} with this kernel sharded over its channels",
+        why="the kernel is as large as the layer's input, so that one position comes out; on CPU devices XLA frees "
+        'memory that is not its own then ("free(): invalid pointer"), unless the batch is sharded, too',
+        fix=f"leave axis {axis} of the kernel unsharded",
+        if_sharded=(axis,),
+        device_type="CPU",
+    )
 
 
 def _covers_its_input(layer: Any) -> bool:

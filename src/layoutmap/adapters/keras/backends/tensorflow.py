@@ -31,7 +31,7 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import applying, assigning, keying
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
-from layoutmap.adapters.keras.backends.tensorflow_steps import making
+from layoutmap.adapters.keras.backends.tensorflow_steps import training_wraps
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, unsupported_of
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
@@ -39,7 +39,6 @@ from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.core.layout import Layout
-from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
 
 
@@ -47,6 +46,8 @@ class TensorFlowBackend(Backend):
     """Keras on TensorFlow; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "tensorflow"
+    training_wraps = staticmethod(training_wraps)
+    unsupported_of = staticmethod(unsupported_of)
     global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
@@ -119,16 +120,6 @@ class TensorFlowBackend(Backend):
             "apply": applying(optimizer, session),
             **{name: assigning(getattr(optimizer, name), session) for name in assigns},
         }
-
-    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
-        """Steps that take each batch off the iterator, place it, and run compiled on the mesh."""
-        return {
-            f"make_{name}_function": making(model, session, name) for name in ("train", "test", "predict")
-        }
-
-    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-        """What DTensor cannot do with a layer."""
-        return unsupported_of(layer, path, weights)
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
         """The losses in training, and their gradients."""

@@ -20,6 +20,7 @@ from layoutmap.adapters.keras.training import check_same_batch, place_batch
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
+from layoutmap.core.patches import temporarily
 
 dtensor: Any = tf.experimental.dtensor
 
@@ -54,7 +55,7 @@ def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., A
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _reading(session, reading_layout(layer)):
+        with temporarily(session.on_thread, "reading", reading_layout(layer)):
             return plain(*args, **kwargs)
 
     return call
@@ -63,12 +64,10 @@ def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., A
 @contextmanager
 def inside_a_call(session: KerasSession) -> Generator[None]:
     """While open, a layer of the scope is being called, and the layers in it are not the outermost one."""
-    session.on_thread.call_depth += 1
-    try:
-        with computing_for_a_mesh(functools.partial(replicated, session=session)):
-            yield
-    finally:
-        session.on_thread.call_depth -= 1
+    here = session.on_thread
+    replicate = functools.partial(replicated, session=session)
+    with temporarily(here, "call_depth", here.call_depth + 1), computing_for_a_mesh(replicate):
+        yield
 
 
 def exporting(model: Any, session: KerasSession) -> Callable[..., Any]:
@@ -77,11 +76,8 @@ def exporting(model: Any, session: KerasSession) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def export(*args: Any, **kwargs: Any) -> Any:
-        session.on_thread.is_exporting = True
-        try:
+        with temporarily(session.on_thread, "is_exporting", True):
             return plain(*args, **kwargs)
-        finally:
-            session.on_thread.is_exporting = False
 
     return export
 
@@ -105,17 +101,6 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
         return read if wanted == layout else session.engine.relayout(read, wanted)
 
     return value
-
-
-@contextmanager
-def _reading(session: KerasSession, reading: Callable[[Layout], Layout] | None) -> Generator[None]:
-    """While open, the weights that are read are those of a layer that needs them in a layout of its own."""
-    before = session.on_thread.reading
-    session.on_thread.reading = reading
-    try:
-        yield
-    finally:
-        session.on_thread.reading = before
 
 
 def is_plain(value: Any) -> bool:

@@ -25,7 +25,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
 
-from layoutmap.core.patches import Attribute, Patches
+from layoutmap.core.patches import Attribute, Patches, temporarily
 
 Replicate = Callable[[Any], Any]
 """Returns a tensor in the layout in which every device holds all of it."""
@@ -44,13 +44,8 @@ def computing_for_a_mesh(replicate: Replicate) -> Generator[None]:
     Args:
         replicate: Returns a tensor in the layout in which every device holds all of it.
     """
-    with _PATCHES.used():
-        before = getattr(_current, "replicate", None)
-        try:
-            _current.replicate = replicate
-            yield
-        finally:
-            _current.replicate = before
+    with _PATCHES.used(), temporarily(_current, "replicate", replicate):
+        yield
 
 
 def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Attribute:

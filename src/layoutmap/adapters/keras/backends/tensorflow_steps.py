@@ -13,27 +13,21 @@ import tensorflow as tf
 from layoutmap.adapters.keras.backends.tensorflow_calls import densified, placed
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
-from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.training import materialize_for_training
+from layoutmap.adapters.keras.protocol import KerasSession, Wraps
+from layoutmap.adapters.keras.training import build_for_step, materialize_for_training, step_wraps
 from layoutmap.core.errors import ScopeError
 
 dtensor: Any = tf.experimental.dtensor
 
 
-def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
-    """Return the method of a model that makes its step of a name: `"train"`, `"test"` or `"predict"`."""
-    plain = getattr(model, f"make_{name}_function")
-    attribute = f"{name}_function"
+def training_wraps(model: Any, session: KerasSession) -> Wraps:
+    """Return what to wrap on a model: steps that take each batch off the iterator and run compiled on the mesh."""
 
-    @functools.wraps(plain)
-    def make(force: bool = False) -> Any:
-        materialize_for_training(model, session)
-        if getattr(model, attribute) is None or force:
-            step = _Step(model, session, name)
-            setattr(model, attribute, step.on_list if name == "predict" else step.on_iterator)
-        return getattr(model, attribute)
+    def step(name: str, own: Callable[[], Any]) -> Any:
+        made = _Step(model, session, name)
+        return made.on_list if name == "predict" else made.on_iterator
 
-    return make
+    return step_wraps(model, session, step)
 
 
 class _Step:
@@ -94,10 +88,7 @@ class _Step:
         """Make what the step would make while it is traced: weights, metrics, slots."""
         model = self._model
         if self._name == "predict":
-            if not all(layer.built for layer in model._flatten_layers()):
-                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-                with self._session.defer():
-                    model(keras.tree.map_structure(_symbolic, x))
+            build_for_step(model, self._session, batch)
         else:
             with self._session.defer():
                 model._symbolic_build(data_batch=batch)
@@ -128,10 +119,6 @@ def _signature(value: Any) -> Any:
     return (tuple(value.shape), str(value.dtype)) if hasattr(value, "shape") else type(value)
 
 
-def _symbolic(array: Any) -> Any:
-    return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
-
-
 def _by_rows(output: Any, session: KerasSession) -> Any:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
     return output if None in shape else session.engine.relayout(output, session.policy.batch_layout(shape))
@@ -159,6 +146,9 @@ def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
         own["call"] = call
 
 
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "Case")
+
+
 def _written(graph: Any) -> set[Any]:
     """The handles, outside of a graph, of the variables that it writes to, in functions that it calls too."""
     written: set[Any] = set()
@@ -168,14 +158,7 @@ def _written(graph: Any) -> set[Any]:
             handle = op.inputs[0]
             if handle.ref() in inside:
                 written.add(inside[handle.ref()].ref())
-        elif op.type in (
-            "PartitionedCall",
-            "StatefulPartitionedCall",
-            "While",
-            "StatelessWhile",
-            "If",
-            "Case",
-        ):
+        elif op.type in _CALLS:
             # What a called function does is not looked into: taken as written to.
             written |= {
                 inside[i.ref()].ref() for i in op.inputs if i.ref() in inside and i.dtype == tf.resource

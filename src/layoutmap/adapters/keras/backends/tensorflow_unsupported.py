@@ -7,7 +7,7 @@ called. Some do not run at all: then the plan says so, before the first step.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,87 +20,66 @@ from layoutmap.core.unsupported import Unsupported
 
 L = keras.layers
 
-_NEED_WHOLE_WEIGHTS = (
-    L.Conv1D,
-    L.Conv2D,
-    L.Conv3D,
-    L.Conv1DTranspose,
-    L.Conv2DTranspose,
-    L.Conv3DTranspose,
-    L.DepthwiseConv1D,
-    L.DepthwiseConv2D,
-    L.SeparableConv1D,
-    L.SeparableConv2D,
-    L.LSTMCell,
-    L.GRUCell,
-    L.SimpleRNNCell,
-    L.BatchNormalization,
-)
 _IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
 _CANNOT_TRAIN = (L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D)
+_CAN_HAVE_GROUPS = (L.Conv1D, L.Conv2D, L.Conv3D)
+_NEED_REPLICATED_WEIGHTS = (
+    *_CAN_HAVE_GROUPS,
+    *_CANNOT_TRAIN,
+    *(L.Conv1DTranspose, L.Conv2DTranspose, L.Conv3DTranspose),
+    *(L.LSTMCell, L.GRUCell, L.SimpleRNNCell, L.BatchNormalization),
+)
 
 
 def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:
     """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
-    if isinstance(layer, _NEED_WHOLE_WEIGHTS) or getattr(layer, "quantization_mode", None) in _IN_FEW_BITS:
+    if (
+        isinstance(layer, _NEED_REPLICATED_WEIGHTS)
+        or getattr(layer, "quantization_mode", None) in _IN_FEW_BITS
+    ):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
     if isinstance(layer, L.Embedding):  # over rows it may be sharded, and no row itself
         return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
     return None
 
 
-def unsupported_of(layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-    """What DTensor cannot do with a layer.
-
-    Args:
-        layer: The layer.
-        path: Its path.
-        weights: The paths of its own weights.
-    """
-    found: list[Unsupported] = []
+def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
+    """What DTensor cannot do with a layer."""
     kind = type(layer).__name__
     if isinstance(layer, L.RNN) and not layer.unroll:
-        found.append(
-            Unsupported(
-                path,
-                f"{kind} cannot run on TensorFlow's DTensor",
-                why="its loop over time collects its results in a list of tensors, which DTensor cannot lay out",
-                fix="pass unroll=True to the layer, or run this model on another backend",
-            )
+        yield Unsupported(
+            path,
+            f"{kind} cannot run on TensorFlow's DTensor",
+            why="its loop over time collects its results in a list of tensors, which DTensor cannot lay out",
+            fix="pass unroll=True to the layer, or run this model on another backend",
         )
     if _multiplies_int8(layer):
-        found.append(
-            Unsupported(
-                path,
-                f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
-                why="Keras multiplies int8 numbers by an operation of one device, which DTensor does not take",
-                fix="quantize with int4, or with weights only, or run this model on another backend",
-            )
+        yield Unsupported(
+            path,
+            f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
+            why="Keras multiplies int8 numbers by an operation of one device, which DTensor does not take",
+            fix="quantize with int4, or with weights only, or run this model on another backend",
         )
     if isinstance(layer, _CANNOT_TRAIN):
-        found.append(
-            Unsupported(
-                path,
-                f"{kind} cannot train on TensorFlow's DTensor; it can predict",
-                why="DTensor has no gradient of a depthwise convolution's filter",
-                fix="freeze the layer (trainable = False), use Conv2D, or train on another backend",
-                severity="warning",
-            )
+        yield Unsupported(
+            path,
+            f"{kind} cannot train on TensorFlow's DTensor; it can predict",
+            why="DTensor has no gradient of a depthwise convolution's filter",
+            fix="freeze the layer (trainable = False), use Conv2D, or train on another backend",
+            severity="warning",
         )
-    if getattr(layer, "groups", 1) > 1 and isinstance(layer, _NEED_WHOLE_WEIGHTS[:3]):
-        found.append(
-            Unsupported(
-                path,
-                f"{kind} with groups may fail to train on TensorFlow's DTensor on CPU devices; it can predict",
-                why="TensorFlow's CPU operation for the gradient of its filter fails there for some shapes",
-                fix="freeze the layer, use one convolution for each group, or train on another backend",
-                severity="warning",
-            )
+    if getattr(layer, "groups", 1) > 1 and isinstance(layer, _CAN_HAVE_GROUPS):
+        yield Unsupported(
+            path,
+            f"{kind} with groups may fail to train on TensorFlow's DTensor on CPU devices; it can predict",
+            why="TensorFlow's CPU operation for the gradient of its filter fails there for some shapes",
+            fix="freeze the layer, use one convolution for each group, or train on another backend",
+            severity="warning",
         )
     if reading_layout(layer) is not None:
         rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _IN_FEW_BITS
-        found += [
-            Unsupported(
+        for weight in weights:
+            yield Unsupported(
                 weight,
                 f"DTensor computes with {'complete rows of it' if rows else 'all of it'}, so each step gathers it",
                 why=f"its operations for {kind} cannot have that axis sharded; it and its slots are stored as planned",
@@ -108,9 +87,6 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> list[Unsupporte
                 severity="note",
                 if_sharded=tuple(range(rows, 8)),
             )
-            for weight in weights
-        ]
-    return found
 
 
 def _multiplies_int8(layer: Any) -> bool:
@@ -128,9 +104,6 @@ _ABOUT_LAYOUTS = re.compile(r"DTensor|SPMD|sharding|layout|got a regular tensor"
 @contextmanager
 def explained(what: str) -> Generator[None]:
     """Say in words what DTensor's compiler says in its own.
-
-    Args:
-        what: What is being run.
 
     Raises:
         EngineError: DTensor cannot run it.

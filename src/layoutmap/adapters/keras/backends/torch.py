@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running, whole
+from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running
 from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
-from layoutmap.adapters.keras.backends.torch_steps import applying, making, refusing_export
+from layoutmap.adapters.keras.backends.torch_steps import applying, refusing_export, training_wraps
 from layoutmap.adapters.keras.backends.torch_unsupported import unsupported_of
 from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
@@ -28,12 +28,12 @@ from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
-from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.gradients import Gradients, finalize_gradients
+from layoutmap.engines.torch.gradients import Gradients
 
+_to_numpy = get_engine("torch").to_numpy
 _num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -41,6 +41,8 @@ class TorchBackend(Backend):
     """Keras on torch; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "torch"
+    training_wraps = staticmethod(training_wraps)
+    unsupported_of = staticmethod(unsupported_of)
     quiet = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
@@ -76,7 +78,7 @@ class TorchBackend(Backend):
     def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
         """Give a variable its value; what is assigned to it later keeps the layout."""
         if _is_plain(assignment):
-            held = torch.nn.Parameter(torch.as_tensor(whole(held)), requires_grad=held.requires_grad)
+            held = torch.nn.Parameter(torch.as_tensor(_to_numpy(held)), requires_grad=held.requires_grad)
         # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
         own = variable.__dict__
         own["_direct_assign"] = functools.partial(_assign, variable)
@@ -96,7 +98,7 @@ class TorchBackend(Backend):
             held |= {id(variable): variable._value for variable in layer._trainable_variables}
         if self._gradients is not None:
             self._gradients.remove()
-        self._gradients = finalize_gradients(value for value in held.values() if value is not None)
+        self._gradients = Gradients(value for value in held.values() if value is not None)
 
     def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
         """Keras hands weights to numpy."""
@@ -116,16 +118,6 @@ class TorchBackend(Backend):
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
         """Updates run on the mesh, with each gradient in the layout of its weight."""
         return {"apply": applying(optimizer, session)}
-
-    def training_wraps(self, model: Any, session: KerasSession) -> Wraps:
-        """Steps that place each batch and run on the mesh."""
-        return {
-            f"make_{name}_function": making(model, session, name) for name in ("train", "test", "predict")
-        }
-
-    def unsupported_of(self, layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-        """What DTensor cannot do with a layer."""
-        return unsupported_of(layer, path, weights)
 
     @contextmanager
     def drawing(self, model: Any) -> Generator[None]:
@@ -155,9 +147,9 @@ def _gradients(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str
     for variable, value in kept:
         variable.assign(value)  # the call has moved statistics and seeds on
     losses = {
-        n: whole(each.detach()) if isinstance(each, torch.Tensor) else each for n, each in losses.items()
+        n: _to_numpy(each.detach()) if isinstance(each, torch.Tensor) else each for n, each in losses.items()
     }
-    return losses, [None if gradient is None else whole(gradient) for gradient in gradients]
+    return losses, [None if gradient is None else _to_numpy(gradient) for gradient in gradients]
 
 
 def _of_loss(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
@@ -188,7 +180,7 @@ def _assign(variable: Any, value: Any) -> None:
     held = variable._value
     with torch.no_grad():
         if not isinstance(held, DTensor):
-            held.copy_(torch.as_tensor(whole(value)) if isinstance(value, DTensor) else value)
+            held.copy_(torch.as_tensor(_to_numpy(value)) if isinstance(value, DTensor) else value)
             return
         new = get_engine("torch").relayout(value, variable.layout)
         with simulation.on_mesh(held.device_mesh):
@@ -196,7 +188,7 @@ def _assign(variable: Any, value: Any) -> None:
 
 
 def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-    return np.asarray(whole(variable.value), dtype=dtype)
+    return np.asarray(_to_numpy(variable.value), dtype=dtype)
 
 
 # -- layers

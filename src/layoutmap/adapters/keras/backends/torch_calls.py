@@ -17,16 +17,11 @@ from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
-from layoutmap.engines import get_engine
+from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, reduced
 from layoutmap.engines.torch.dtensor_ops.mode import computing
-from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, summed_up, with_summed_gradient
-from layoutmap.engines.torch.dtensor_ops.whole import whole as plain_tensor
-
-
-def whole(array: Any) -> Any:
-    """Return all values of a tensor, as a numpy array."""
-    return get_engine("torch").to_numpy(array)
+from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, with_summed_gradient
 
 
 def placed(values: Any, session: KerasSession) -> Any:
@@ -69,14 +64,12 @@ def running(session: KerasSession, values: Any) -> Generator[None]:
         session: The scope.
         values: What it is called with, on the mesh.
     """
-    session.on_thread.call_depth += 1
-    session.on_thread.sums_up = sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
-    try:
-        # The session's lock first, as where weights are made: two threads would else wait for each other.
-        with session.lock, on_mesh(session), SummingUp() if sums_up else nullcontext():
-            yield
-    finally:
-        session.on_thread.call_depth -= 1
+    here = session.on_thread
+    here.sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
+    sums = SummingUp() if here.sums_up else nullcontext()
+    # The session's lock first, as where weights are made: two threads would else wait for each other.
+    with temporarily(here, "call_depth", here.call_depth + 1), session.lock, on_mesh(session), sums:
+        yield
 
 
 def _is_running(session: KerasSession) -> bool:
@@ -105,7 +98,7 @@ def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
             if session.on_thread.sums_up:
                 args, kwargs = _each(with_summed_gradient, (args, kwargs))
             # Once here, not by each of those who use it. Rows of an embedding sharded by rows are a sum, too.
-            return _by_rows(_each(summed_up, function(*args, **kwargs)), layer, session)
+            return _by_rows(_each(reduced, function(*args, **kwargs)), layer, session)
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
         if not tensors or _has_no_values(session):
@@ -190,4 +183,4 @@ def _off_mesh(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     with simulation.on_mesh(value.device_mesh):
-        return plain_tensor(value).clone()
+        return full_tensor(value).clone()

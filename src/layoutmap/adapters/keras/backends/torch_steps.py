@@ -7,31 +7,29 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import keras
 import torch
 
 from layoutmap.adapters.keras.backends.torch_calls import on_mesh, placed, plain, running
-from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.training import check_same_batch, materialize_for_training
+from layoutmap.adapters.keras.protocol import KerasSession, Wraps
+from layoutmap.adapters.keras.training import (
+    build_for_step,
+    check_same_batch,
+    materialize_for_training,
+    step_wraps,
+)
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 
 
-def making(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
-    """The method of a model that makes its step of a name: `"train"`, `"test"` or `"predict"`."""
-    make_plain = getattr(model, f"make_{name}_function")
-    attribute = f"{name}_function"
+def training_wraps(model: Any, session: KerasSession) -> Wraps:
+    """Return what to wrap on a model: steps that place each batch and run on the mesh."""
 
-    @functools.wraps(make_plain)
-    def make(force: bool = False) -> Any:
-        materialize_for_training(model, session)
-        if getattr(model, attribute) is None or force:
-            _refuse_compiling(model)
-            make_plain(force=force)
-            setattr(model, attribute, _Step(model, session, getattr(model, attribute)))
-        return getattr(model, attribute)
+    def step(name: str, own: Callable[[], Any]) -> Any:
+        _refuse_compiling(model)
+        return _Step(model, session, own())
 
-    return make
+    return step_wraps(model, session, step)
 
 
 class _Step:
@@ -44,17 +42,14 @@ class _Step:
 
     def __call__(self, data: Any) -> Any:
         model, session = self._model, self._session
-        self._build(data[0])
+        if build_for_step(model, session, data[0]):
+            materialize_for_training(model, session)
         session.refuse_in_a_plan(model.name)
-        before = session.on_thread.model_in_step
-        session.on_thread.model_in_step = model
-        try:
+        with temporarily(session.on_thread, "model_in_step", model):
             check_same_batch(data, session)
             batches = [placed(batch, session) for batch in data]
             with self._same_draws(), running(session, batches):
                 results = self._step(batches)
-        finally:
-            session.on_thread.model_in_step = before
         with torch.no_grad():
             return plain(results)
 
@@ -64,20 +59,6 @@ class _Step:
             return nullcontext()
         native = session.engine.native(session.policy.replicated(0), 0)
         return same_draws(native[0], session.context.check_alike)
-
-    def _build(self, batch: Any) -> None:
-        """Have a model that was never called make its weights before the step."""
-        model, session = self._model, self._session
-        if all(layer.built for layer in model._flatten_layers()):
-            return
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with session.defer():
-            model(keras.tree.map_structure(_symbolic, x))
-        materialize_for_training(model, session)
-
-
-def _symbolic(array: Any) -> Any:
-    return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
 
 
 def _refuse_compiling(model: Any) -> None:
@@ -96,7 +77,7 @@ def refusing_export(model: Any) -> Callable[..., Any]:
     def export(*args: Any, **kwargs: Any) -> Any:
         raise ScopeError(
             f"{model.name}: a model in layouts is not exported on torch",
-            why="what torch exports would hold the pieces of a mesh",
+            why="what torch exports would hold the shards of a mesh",
             fix="save it, and export what keras.models.load_model returns outside of a scope",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -11,21 +12,12 @@ from layoutmap.core.unsupported import Unsupported
 L = keras.layers
 
 
-def unsupported_of(layer: Any, path: str, weights: list[str]) -> list[Unsupported]:
-    """What cannot be done with a layer.
-
-    Args:
-        layer: The layer.
-        path: Its path.
-        weights: The paths of its own weights.
-    """
-    if not isinstance(layer, L.TorchModuleWrapper):
-        return []
-    return [
-        Unsupported(
+def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
+    """What cannot be done with a layer."""
+    if isinstance(layer, L.TorchModuleWrapper):
+        yield Unsupported(
             path,
             "a torch module inside a Keras layer is not laid out",
             why="the module keeps its own parameters, which the layer's variables would no longer be",
             fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
         )
-    ]

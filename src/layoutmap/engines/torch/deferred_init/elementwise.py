@@ -7,8 +7,7 @@ place, it says so, in the words of the plan.
 from __future__ import annotations
 
 import bisect
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,19 +22,18 @@ from layoutmap.engines.torch.deferred_init.operations import (
 )
 from layoutmap.engines.torch.deferred_init.readers import (
     Computed,
-    Drawn,
     Filled,
     Fixed,
-    GridPatch,
     Joined,
     Patch,
     Patched,
     Picked,
-    PlacesPatch,
     Reader,
     Rows,
-    RunPatch,
     Shifted,
+    patch_grid,
+    patch_places,
+    patch_run,
 )
 from layoutmap.engines.torch.deferred_init.replay import needed
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
@@ -153,8 +151,8 @@ class History:
             raise self._needs_all(step)
         reader = _used(self._values(step, view, frame.within(view)))
         if view.is_dense:
-            return RunPatch(view.offset, view.numel, reader)
-        return GridPatch(view.geometry, reader)
+            return patch_run(view.offset, view.numel, reader)
+        return patch_grid(view.geometry, reader)
 
     def _indexed(self, step: Step, view: View) -> Patch:
         """What `tensor[indices] = values` writes, if indices and values are there."""
@@ -174,7 +172,7 @@ class History:
             places += stride * along.expand(view.shape)[index]
         if places.unique().numel() < places.numel():
             raise self._needs_all(step)
-        return PlacesPatch(places.reshape(-1), values.value.expand(shape).reshape(-1))
+        return patch_places(places.reshape(-1), values.value.expand(shape).reshape(-1))
 
     # -- steps that write each element of a tensor
 
@@ -186,8 +184,8 @@ class History:
             if fill is None:
                 raise self._needs_all(step)
             if step.seed is not None:
-                return Drawn(Tiled(fill, view.geometry.shape, step.seed))
-            return Drawn(Stream(fill, view.numel, step.state, self._piece))
+                return Tiled(fill, view.geometry.shape, step.seed)
+            return Stream(fill, view.numel, step.state, self._piece)
         if packet in FILLED:
             return Filled(FILLED[packet], view.dtype)
         if packet in FILLED_WITH:
@@ -197,7 +195,7 @@ class History:
             return Filled(value.value.item() if isinstance(value, Constant) else value, view.dtype)
         if packet in COPIES:
             source = self._operand(step, step.args[packet is aten.copy_], view, frame)
-            return Computed(functools.partial(_cast, view.dtype), [source], owns_first=True)
+            return Computed(lambda values: values.to(view.dtype), [source], owns_first=True)
         if is_pointwise(step):
             return self._pointwise(step, view, frame)
         if packet is aten.cat:
@@ -210,20 +208,17 @@ class History:
         if any(isinstance(each, View | Constant) for each in step.kwargs.values()):
             raise self._needs_all(step)
         inputs: list[Reader] = []
-        args: list[Callable[[Sequence[torch.Tensor]], Any]] = []
-        for arg in step.args:
+        args, places = list(step.args), list[int]()
+        for place, arg in enumerate(args):
             if isinstance(arg, Constant) and arg.value.numel() == 1:
-                args.append(
-                    functools.partial(_given, arg.value.reshape(() if arg.value.dim() == 0 else (1,)))
-                )
+                args[place] = arg.value.reshape(() if arg.value.dim() == 0 else (1,))
             elif isinstance(arg, View | Constant):
-                args.append(functools.partial(_input, len(inputs)))
+                places.append(place)
                 inputs.append(self._operand(step, arg, view, frame))
-            else:
-                args.append(functools.partial(_given, arg))
 
         def function(*values: torch.Tensor) -> torch.Tensor:
-            return step.op(*(arg(values) for arg in args), **step.kwargs)
+            given = {**dict(enumerate(args)), **dict(zip(places, values, strict=True))}
+            return step.op(*given.values(), **step.kwargs)
 
         return Computed(function, inputs, owns_first=bool(step.writes))
 
@@ -301,15 +296,3 @@ def _used(reader: Reader) -> Reader:
 
 def _argument(step: Step, place: int, default: Any) -> Any:
     return step.args[place] if len(step.args) > place else default
-
-
-def _cast(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
-    return values.to(dtype)
-
-
-def _given(value: Any, _: Sequence[torch.Tensor]) -> Any:
-    return value
-
-
-def _input(place: int, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    return values[place]

@@ -15,8 +15,6 @@ import torch
 
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Geometry
-from layoutmap.engines.torch.deferred_init.streams import Stream
-from layoutmap.engines.torch.deferred_init.tiles import Tiled
 
 
 class Reader:
@@ -30,7 +28,11 @@ class Reader:
         self._values = torch.empty(0)
 
     def read(self, run: Run) -> torch.Tensor:
-        """The values of some elements, not to be changed."""
+        """The values of some elements, not to be changed.
+
+        Raises:
+            ApartError: They are apart in a way that this reader does not know, or before those that it gave last.
+        """
         if self.consumers < 2:
             return self._compute(run)
         if self._run == run:
@@ -60,17 +62,6 @@ class Filled(Reader):
 
     def _compute(self, run: Run) -> torch.Tensor:
         return torch.empty(run.numel, dtype=self._dtype, device="cpu").fill_(self._value)
-
-
-class Drawn(Reader):
-    """Random numbers."""
-
-    def __init__(self, fill: Stream | Tiled) -> None:
-        super().__init__()
-        self._fill = fill
-
-    def _compute(self, run: Run) -> torch.Tensor:
-        return self._fill.read(run)
 
 
 class Fixed(Reader):
@@ -195,68 +186,55 @@ class Rows(Reader):
         return self._function(*rows).reshape(run.numel)
 
 
-class Patch:
-    """New values for some of the elements."""
-
-    def apply(self, values: torch.Tensor, run: Run) -> None:
-        """Put them into the values of some elements."""
-        self._apply(values, run)
-
-    def _apply(self, values: torch.Tensor, run: Run) -> None:
-        raise NotImplementedError
+Patch = Callable[[torch.Tensor, Run], None]
+"""Puts new values for some elements into the values of a run of them."""
 
 
-class RunPatch(Patch):
+def patch_run(offset: int, numel: int, reader: Reader) -> Patch:
     """New values for an unbroken run of elements."""
 
-    def __init__(self, offset: int, numel: int, reader: Reader) -> None:
-        self._offset = offset
-        self._end = offset + numel
-        self._reader = reader
-
-    def _apply(self, values: torch.Tensor, run: Run) -> None:
-        part = run.between(self._offset, self._end)
+    def put(values: torch.Tensor, run: Run) -> None:
+        part = run.between(offset, offset + numel)
         if part is not None:
-            values[part[1]] = self._reader.read(part[0].shifted(-self._offset))
+            values[part[1]] = reader.read(part[0].shifted(-offset))
+
+    return put
 
 
-class GridPatch(Patch):
+def patch_grid(geometry: Geometry, reader: Reader) -> Patch:
     """New values for elements that are apart, in order."""
 
-    def __init__(self, geometry: Geometry, reader: Reader) -> None:
-        self._geometry = geometry
-        self._reader = reader
-
-    def _apply(self, values: torch.Tensor, run: Run) -> None:
-        low, high = self._geometry.elements_before(run.start), self._geometry.elements_before(run.stop)
+    def put(values: torch.Tensor, run: Run) -> None:
+        low, high = geometry.elements_before(run.start), geometry.elements_before(run.stop)
         if low < high and run.rows > 1:
             raise ApartError
         if low < high:
-            values[self._geometry.places(low, high) - run.start] = self._reader.read(Run(low, high - low))
+            values[geometry.places(low, high) - run.start] = reader.read(Run(low, high - low))
+
+    return put
 
 
-class PlacesPatch(Patch):
+def patch_places(places: torch.Tensor, values: torch.Tensor) -> Patch:
     """New values for elements here and there.
 
     Args:
         places: Which elements, in any order, each once.
         values: Their values.
     """
+    in_order, order = places.sort()
+    ordered = values[order]
 
-    def __init__(self, places: torch.Tensor, values: torch.Tensor) -> None:
-        self._places, order = places.sort()
-        self._values = values[order]
-
-    def _apply(self, values: torch.Tensor, run: Run) -> None:
-        low, high = torch.searchsorted(
-            self._places, torch.tensor([run.start, run.stop], device="cpu")
-        ).tolist()
-        places, new = self._places[low:high] - run.start, self._values[low:high]
+    def put(values: torch.Tensor, run: Run) -> None:
+        ends = torch.tensor([run.start, run.stop], device="cpu")
+        low, high = torch.searchsorted(in_order, ends).tolist()
+        at, new = in_order[low:high] - run.start, ordered[low:high]
         if run.rows > 1:
-            row, column = places // run.stride, places % run.stride
+            row, column = at // run.stride, at % run.stride
             there = column < run.length
-            places, new = (row * run.length + column)[there], new[there]
-        values[places] = new.to(values.dtype)
+            at, new = (row * run.length + column)[there], new[there]
+        values[at] = new.to(values.dtype)
+
+    return put
 
 
 class Patched(Reader):
@@ -270,7 +248,7 @@ class Patched(Reader):
     def _compute(self, run: Run) -> torch.Tensor:
         values = self._reader.own(run)
         for patch in self._patches:
-            patch.apply(values, run)
+            patch(values, run)
         return values
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.core.blocks import Index, block_shape, whole_index
+from layoutmap.core.blocks import Index, block_shape, full_index
 from layoutmap.core.checksums import checksum
 from layoutmap.engines.torch.deferred_init.elementwise import History, NeedsAll
 from layoutmap.engines.torch.deferred_init.passes import by_tiles, in_order
@@ -52,7 +52,7 @@ class Recipe:
         """Return all values, with the strides that a plain program gives it."""
         if not self.why_global:
             tensor = torch.empty_strided(self.shape, self._view.strides, dtype=self.dtype, device="cpu")
-            if self._fill([(whole_index(self.shape), tensor)]):
+            if self._fill([(full_index(self.shape), tensor)]):
                 return tensor
         folded = self._folded()
         if folded is not None:
@@ -118,7 +118,7 @@ class Recipe:
         try:
             reader = History(self._steps, self._piece).of(source, self._view.memory.writes[0])
             shape = source.geometry.shape
-            reads = self._reads(shape, [whole_index(shape)], self._piece)
+            reads = self._reads(shape, [full_index(shape)], self._piece)
             values = (reader.read(run) for run, _ in reads)
             found = any(bool(piece.any() if decisive else not piece.all()) for piece in values)
         except (NeedsAll, ApartError):

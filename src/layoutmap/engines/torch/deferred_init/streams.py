@@ -18,6 +18,7 @@ import torch
 
 from layoutmap.engines.torch.deferred_init import jump
 from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
+from layoutmap.engines.torch.deferred_init.readers import Reader
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Step, View
 from layoutmap.engines.torch.private import argument_names, overload_name
@@ -69,10 +70,6 @@ class RandomFill:
             values = room[: 2 * (stop - start) : 2] if self.strided else room[: stop - start]
             self.op(values, *self.args, generator=generator)
 
-    def goes_in_pieces(self) -> bool:
-        """Whether pieces have the bits of one fill, and leave the generator in the same state."""
-        return _goes_in_pieces(self)
-
 
 _rooms = threading.local()
 
@@ -88,6 +85,7 @@ def _room(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _goes_in_pieces(fill: RandomFill) -> bool:
+    """Whether pieces have the bits of one fill, and leave the generator in the same state."""
     for numel in (_GROUP * 50 + 5, _GROUP * 50):
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
@@ -149,20 +147,14 @@ def random_fill_of(step: Step, view: View) -> RandomFill | None:
     if found is None or not all(isinstance(arg, int | float | bool | None) for arg in found[1]):
         return None
     fill = RandomFill(found[0], tuple(found[1]), view.dtype, strided=not view.is_contiguous)
-    return fill if fill.goes_in_pieces() else None
+    return fill if _goes_in_pieces(fill) else None
 
 
-class Stream:
-    """The values of one fill, read from the first to the last.
-
-    Args:
-        fill: What is drawn.
-        numel: The number of elements.
-        state: The generator's state before.
-        piece: The elements in a piece.
-    """
+class Stream(Reader):
+    """The values of one fill, read from the first to the last."""
 
     def __init__(self, fill: RandomFill, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
+        super().__init__()
         self._fill = fill
         self._numel = numel
         self._size = piece
@@ -171,12 +163,7 @@ class Stream:
         self._start = self._stop = 0
         self._piece = torch.empty(0)
 
-    def read(self, run: Run) -> torch.Tensor:
-        """The values of some elements.
-
-        Raises:
-            ApartError: They are apart, or before those that it returned last.
-        """
+    def _compute(self, run: Run) -> torch.Tensor:
         if run.rows > 1:
             raise ApartError
         start, stop = run.start, run.stop

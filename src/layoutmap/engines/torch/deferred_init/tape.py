@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from layoutmap.core.errors import EngineError
+from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch.deferred_init.calls import asked_by, can_wait, changed_by, generator_of, size_of
 from layoutmap.engines.torch.deferred_init.interception import intercepted
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
@@ -317,12 +318,8 @@ class Tape:
 
     @contextmanager
     def _pause(self) -> Generator[None]:
-        before, self._paused = self._paused, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._paused = before
+        with temporarily(self, "_paused", True), torch.no_grad():
+            yield
 
 
 def trace(function: Callable[..., Any], *args: Any, tiles: bool = False) -> Recipe:

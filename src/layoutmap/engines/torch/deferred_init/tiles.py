@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from layoutmap.engines.torch.deferred_init.readers import Reader
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.streams import RandomFill
 
@@ -46,7 +47,7 @@ def tile_of(shape: Sequence[int]) -> tuple[int, int]:
     return height, TILE * TILE // height
 
 
-class Tiled:
+class Tiled(Reader):
     """The values of one fill, by tiles.
 
     Args:
@@ -56,6 +57,7 @@ class Tiled:
     """
 
     def __init__(self, fill: RandomFill, shape: Sequence[int], seed: int) -> None:
+        super().__init__()
         self._fill = fill
         self._columns = max(columns_of(shape), 1)
         self._rows = math.prod(shape) // self._columns
@@ -63,12 +65,7 @@ class Tiled:
         self._seed = seed
         self._generator = torch.Generator("cpu")
 
-    def read(self, run: Run) -> torch.Tensor:
-        """The values of some elements.
-
-        Raises:
-            ApartError: They are neither full rows nor parts of rows.
-        """
+    def _compute(self, run: Run) -> torch.Tensor:
         row, column = divmod(run.start, self._columns)
         if column + run.length <= self._columns and run.stride in (0, self._columns):
             return self._part(row, row + run.rows, column, column + run.length).reshape(-1)

@@ -2,7 +2,8 @@
 
 guard          DTensor computes in its own way what `proven` names; any other operator is computed on gathered tensors
 mode           looks each function up in the tables below; `unwrap_python` opens functions so that their calls are seen
-pieces, whole  between DTensors and plain tensors: each device's own piece, or all of it
+conversions    between DTensors and plain tensors that every device has in full
+shards         functions that each device computes on its own shards
 gathered       functions that are called on gathered tensors, and the warning
 sums           when sums over the mesh are made, for a batch that does not divide
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, along, joining, slices,

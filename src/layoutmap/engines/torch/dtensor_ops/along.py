@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_whole
-from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
-from layoutmap.engines.torch.dtensor_ops.whole import placed, settled
+from layoutmap.engines.torch.dtensor_ops.conversions import placed, reduced
+from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
 
 
 def _by_index(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -23,26 +23,19 @@ def _by_index(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     along = [each for each in tensors.values() if each is not index or index.ndim == x.ndim]
     are_numbers = any(isinstance(each, DTensor) and not each.ndim for each in values.values())
     if not isinstance(dim, int) or are_numbers or any(each.ndim != x.ndim for each in along):
-        return on_whole(function, args, kwargs)
+        return on_gathered(function, args, kwargs)
     mesh = mesh_of(tensors.values())
-    kept: dict[int, int] = {}
-    for number in range(mesh.ndim):
-        cuts = [cut_axis(each, number) for each in along]
-        axis = next((axis for axis in cuts if axis is not None and axis != dim % x.ndim), None)
-        if axis is not None and len({each.shape[axis] for each in along}) == 1:
-            over = [other for other, cut in kept.items() if cut == axis] + [number]
-            if divides(x, axis, over, mesh):
-                kept[number] = axis
-    placements = [Shard(kept[i]) if i in kept else Replicate() for i in range(mesh.ndim)]
+    free = [a for a in range(x.ndim) if a != dim % x.ndim and len({each.shape[a] for each in along}) == 1]
+    kept = kept_axes(along, mesh, free)
     for name, each in tensors.items():
         is_along = any(each is other for other in along)
-        values[name] = piece(each, mesh, placements if is_along else [Replicate()] * mesh.ndim, kept)
+        values[name] = local_shard(each, mesh, kept if is_along else {}, kept)
     in_place = changes_in_place(function)
     if in_place:
         values[0] = values[0].clone()
     local = function(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs})
-    result = join(local, mesh, placements)
-    return x.copy_(placed(result, settled(x.detach()).placements)) if in_place else result
+    result = join(local, mesh, kept)
+    return x.copy_(placed(result, reduced(x.detach()).placements)) if in_place else result
 
 
 _BY_INDEX = (

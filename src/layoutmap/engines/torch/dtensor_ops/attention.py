@@ -1,20 +1,19 @@
 """Attention of DTensors: each device attends for its own part of the batch and its own heads, without a gather.
 
-Attention over an axis that is cut otherwise, along the sequence or inside a head, puts that axis together first.
+Attention over an axis that is sharded otherwise, along the sequence or inside a head, gathers that axis first.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -26,11 +25,12 @@ def _attend(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     mask = given.pop("attn_mask", None)
     dropout_p = given.pop("dropout_p", 0.0)
     mesh = mesh_of((*tensors, mask))
-    kept = _kept(tensors, mesh)
     rank = tensors[0].ndim
-    pieces = [piece(each, mesh, _placements(mesh, _of(each, kept, rank)), kept) for each in tensors]
+    is_alike = all(each.ndim == rank for each in tensors)
+    kept = kept_axes(tensors, mesh, range(rank - 2) if is_alike else (), broadcast=True)
+    shards = [local_shard(each, mesh, _of(each, kept, rank), kept) for each in tensors]
     if mask is not None:
-        mask = piece(mask, mesh, _placements(mesh, _of(mask, kept, rank)), kept)
+        mask = local_shard(mask, mesh, _of(mask, kept, rank), kept)
     if dropout_p > 0:
         query, key = tensors[:2]
         leading = query.shape[:-2]
@@ -39,31 +39,15 @@ def _attend(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         drawn = _drawn(
             (*leading, query.shape[-2], key.shape[-2]), _wide(query.dtype), query.device, dropout_p
         )
-        drawn = piece(drawn, mesh, _placements(mesh, kept), kept)
-        local = _with_mask(pieces, mask, drawn, **given)
+        drawn = local_shard(drawn, mesh, kept, kept)
+        local = _with_mask(shards, mask, drawn, **given)
     else:
-        local = function(*pieces, mask, **given)
-    return join(local, mesh, _placements(mesh, kept))
-
-
-def _kept(tensors: list[Any], mesh: Any) -> dict[int, int]:
-    """The axis of the batch or the heads that stays cut over each mesh dim where one does."""
-    rank = tensors[0].ndim
-    kept: dict[int, int] = {}
-    if any(each.ndim != rank for each in tensors):
-        return kept
-    for dim in range(mesh.ndim):
-        axis = next((a for a in (cut_axis(each, dim) for each in tensors) if a is not None), None)
-        if axis is None or axis >= rank - 2:
-            continue
-        dims = [other for other, cut in kept.items() if cut == axis] + [dim]
-        if all(each.shape[axis] == 1 or divides(each, axis, dims, mesh) for each in tensors):
-            kept[dim] = axis
-    return kept
+        local = function(*shards, mask, **given)
+    return join(local, mesh, kept)
 
 
 def _of(tensor: Any, kept: dict[int, int], rank: int) -> dict[int, int]:
-    """The cuts of an argument: it lines up with the scores from the last axis on, and an axis of size 1 fits all."""
+    """An argument's sharded axes: it lines up with the scores from the last axis on, and an axis of size 1 fits all."""
     missing = rank - tensor.ndim
     return {
         dim: axis - missing
@@ -73,7 +57,7 @@ def _of(tensor: Any, kept: dict[int, int], rank: int) -> dict[int, int]:
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float) -> torch.Tensor:
-    """What the weights are multiplied by for dropout, drawn whole."""
+    """What the weights are multiplied by for dropout: all of it is drawn."""
     return torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
 
 
@@ -82,13 +66,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _placements(mesh: Any, kept: Mapping[int, int | None]) -> list[Any]:
-    axes = [kept.get(dim) for dim in range(mesh.ndim)]
-    return [Replicate() if axis is None else Shard(axis) for axis in axes]
-
-
 def _with_mask(
-    pieces: list[Any],
+    shards: list[Any],
     mask: Any,
     drawn: Any,
     is_causal: bool = False,
@@ -96,8 +75,8 @@ def _with_mask(
     enable_gqa: bool = False,
 ) -> Any:
     """Attention whose dropout has been drawn, as torch computes it where no kernel does it in one."""
-    dtype = pieces[0].dtype
-    query, key, value = (each.to(_wide(dtype)) for each in pieces)
+    dtype = shards[0].dtype
+    query, key, value = (each.to(_wide(dtype)) for each in shards)
     factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
@@ -121,21 +100,18 @@ def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: An
     query = given["query"]
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
     mesh = mesh_of(tensors.values())
-    kept: list[int] = []
-    if query.ndim == 3:
-        for dim in range(mesh.ndim):
-            cut = any(cut_axis(tensors[name], dim) == 1 for name in ("query", "key", "value"))
-            if cut and divides(query, 1, [*kept, dim], mesh):
-                kept.append(dim)
+    batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
+    kept = kept_axes(batched, mesh, [1])
     drawn = _drawn_for_projected(given)
-    pieces: dict[int, Any] = {}  # one for what is given twice: attention to oneself is projected at once
+    shards: dict[int, Any] = {}  # one for what is given twice: attention to oneself is projected at once
     for name, each in tensors.items():
-        placements = _placements(mesh, dict.fromkeys(kept, _batch_axis(name, each)))
-        if id(each) not in pieces:
-            pieces[id(each)] = piece(each, mesh, placements, kept)
-        given[name] = pieces[id(each)]
+        if id(each) not in shards:
+            axes = dict.fromkeys(kept, _batch_axis(name, each))
+            shards[id(each)] = local_shard(each, mesh, axes, kept)
+        given[name] = shards[id(each)]
+    of_weights = dict.fromkeys(kept, 0)
     if drawn is not None:
-        mask = piece(drawn, mesh, _placements(mesh, dict.fromkeys(kept, 0)), kept)
+        mask = local_shard(drawn, mesh, of_weights, kept)
         attend = unwrapped(
             function,
             dropout=lambda weights, p: weights * mask,
@@ -146,12 +122,11 @@ def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: An
     else:
         attend = function
     output, weights = attend(**given)
-    output = join(output, mesh, _placements(mesh, dict.fromkeys(kept, 1)))
-    return output, None if weights is None else join(weights, mesh, _placements(mesh, dict.fromkeys(kept, 0)))
+    return join(output, mesh, kept), None if weights is None else join(weights, mesh, of_weights)
 
 
 def _batch_axis(name: str, tensor: Any) -> int | None:
-    """The axis of an argument along which examples of the batch lie, alone or with their heads."""
+    """The axis of an argument along which examples of the batch are, alone or with their heads."""
     if name in ("query", "key", "value"):
         return 1
     if name in ("key_padding_mask", "static_k", "static_v") or (name == "attn_mask" and tensor.ndim == 3):
@@ -160,7 +135,7 @@ def _batch_axis(name: str, tensor: Any) -> int | None:
 
 
 def _drawn_for_projected(given: dict[str, Any]) -> torch.Tensor | None:
-    """What the scores are multiplied by for dropout, drawn whole; `None` if there is none."""
+    """What the scores are multiplied by for dropout, all of which is drawn; `None` if there is none."""
     if not given["training"] or given["dropout_p"] == 0:
         return None
     query, key = given["query"], given["key"]

@@ -1,4 +1,4 @@
-"""Convolutions of DTensors: cut along the batch, or along the output channels, each device convolves its own."""
+"""Convolutions of DTensors: sharded along the batch, or the output channels, each device convolves its own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
 
-from layoutmap.engines.torch.dtensor_ops.pieces import cut_axis, divides, join, mesh_of, piece
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
 
 
 def _convolve(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -18,31 +17,17 @@ def _convolve(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     mesh = mesh_of((x, weight, bias))
     batched = x.ndim == weight.ndim
     out_axis = 1 if "output_padding" in names else 0  # of the weight
-    batch_dims: list[int] = []
-    channel_dims: list[int] = []
-    for dim in range(mesh.ndim):
-        if batched and cut_axis(x, dim) == 0 and divides(x, 0, [*batch_dims, dim], mesh):
-            batch_dims.append(dim)
-        elif (
-            cut_axis(weight, dim) == out_axis
-            and given.get("groups", 1) == 1
-            and divides(weight, out_axis, [*channel_dims, dim], mesh)
-        ):
-            channel_dims.append(dim)
-
-    def placements(batch: int | None, channels: int | None) -> list[Any]:
-        """Which axis is cut over the dims of the batch, and which over those of the channels."""
-        axes = {**dict.fromkeys(batch_dims, batch), **dict.fromkeys(channel_dims, channels)}
-        return [Replicate() if axes.get(dim) is None else Shard(axes[dim]) for dim in range(mesh.ndim)]
-
-    apart = [*batch_dims, *channel_dims]
+    batch = kept_axes([x], mesh, [0] if batched else [])
+    channels = kept_axes([weight], mesh, [out_axis] if given.get("groups", 1) == 1 else [], taken=batch)
+    of_bias = dict.fromkeys(channels, 0)
+    apart = {**batch, **channels}
     local = function(
-        piece(x, mesh, placements(0, None), apart),
-        piece(weight, mesh, placements(None, out_axis), apart),
-        None if bias is None else piece(bias, mesh, placements(None, 0), apart),
+        local_shard(x, mesh, batch, apart),
+        local_shard(weight, mesh, channels, apart),
+        None if bias is None else local_shard(bias, mesh, of_bias, apart),
         **given,
     )
-    return join(local, mesh, placements(0, 1 if batched else 0))
+    return join(local, mesh, {**batch, **dict.fromkeys(channels, 1 if batched else 0)})
 
 
 _REST = {

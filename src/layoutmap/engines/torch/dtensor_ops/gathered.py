@@ -15,33 +15,35 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
-from layoutmap.engines.torch.dtensor_ops.pieces import mesh_of
-from layoutmap.engines.torch.dtensor_ops.whole import everywhere, like, whole
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like
+from layoutmap.engines.torch.dtensor_ops.shards import mesh_of
 from layoutmap.engines.torch.private import tree_leaves, tree_map
 
 
-def on_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Compute a function on whole tensors; gradients pass. What it changes in place keeps its layout."""
+def on_gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compute a function on gathered tensors; gradients pass. What it changes in place keeps its layout."""
     target = args[0] if args and changes_in_place(function) else None
     mesh = mesh_of(tree_leaves((args, kwargs)))
     targets = [each for each in tree_leaves(target) if isinstance(each, DTensor)]
     if targets:
-        changed = tree_map(lambda each: whole(each).clone() if isinstance(each, DTensor) else each, target)
-        result = function(changed, *tree_map(_plain, tuple(args[1:])), **tree_map(_plain, kwargs))
+        changed = tree_map(
+            lambda each: full_tensor(each).clone() if isinstance(each, DTensor) else each, target
+        )
+        result = function(changed, *tree_map(full_tensor, tuple(args[1:])), **tree_map(full_tensor, kwargs))
         for old, new in zip(tree_leaves(target), tree_leaves(changed), strict=True):
             if isinstance(old, DTensor):
                 old.copy_(like(new, old))
         return None if result is None else target
-    result = function(*tree_map(_plain, tuple(args)), **tree_map(_plain, kwargs))
+    result = function(*tree_map(full_tensor, tuple(args)), **tree_map(full_tensor, kwargs))
     if target is not None:
         return result
     return tree_map(lambda each: everywhere(each, mesh) if isinstance(each, torch.Tensor) else each, result)
 
 
 def read(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A function that takes values out of a tensor: those of the whole tensor, not of a piece or a summand."""
+    """A function that takes values out of a tensor: those of the global tensor, not of a shard or a summand."""
     with torch.no_grad():
-        return function(*tree_map(_plain, tuple(args)), **kwargs)
+        return function(*tree_map(full_tensor, tuple(args)), **kwargs)
 
 
 @functools.cache
@@ -57,10 +59,6 @@ _CHANGING = {
 }
 
 
-def _plain(value: Any) -> Any:
-    return whole(value) if isinstance(value, DTensor) else value
-
-
 def name_of(function: Callable[..., Any]) -> str:
     """What a function is called in messages."""
     module = getattr(function, "__module__", None) or "torch.Tensor"
@@ -71,7 +69,7 @@ _warned: set[str] = set()
 
 
 def warn_of_gathering(name: str, why: str) -> None:
-    """Warn that a function is computed on whole tensors, once for each function."""
+    """Warn that a function is computed on gathered tensors, once for each function."""
     if name in _warned:
         return
     _warned.add(name)
@@ -108,10 +106,10 @@ READS = dict.fromkeys(
 
 def _split(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`tensor_split`, whose places torch reads from memory."""
-    return function(args[0], *map(_plain, args[1:]), **tree_map(_plain, kwargs))
+    return function(args[0], *map(full_tensor, args[1:]), **tree_map(full_tensor, kwargs))
 
 
 GATHERED: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_whole),
+    **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_gathered),
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),
 }

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, replicated
 from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.proven import ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
-from layoutmap.engines.torch.dtensor_ops.whole import everywhere, like, placed, replicated, whole
 from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,
@@ -166,9 +166,9 @@ def _gathered(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
         if id(value) not in written:
-            return whole(value)
+            return full_tensor(value)
         if id(value) not in changed:
-            changed[id(value)] = value, whole(value).clone(memory_format=torch.preserve_format)
+            changed[id(value)] = value, full_tensor(value).clone(memory_format=torch.preserve_format)
         return changed[id(value)][1]
 
     args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))

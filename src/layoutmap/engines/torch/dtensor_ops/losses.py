@@ -1,7 +1,7 @@
-"""Losses of DTensors: what DTensor divides by the size of a piece is divided by the size of the whole.
+"""Losses of DTensors: what DTensor divides by the size of a shard is divided by the size of the global tensor.
 
-The mean of a loss is the mean of its elements, or its sum by what counts. DTensor 2.13 takes both from the piece of one
-device: the gradients of some means come out times the number of pieces, and labels to be ignored count wrongly.
+The mean of a loss is the mean of its elements, or its sum by what counts. DTensor 2.13 takes both from the shard of one
+device: the gradients of some means come out times the number of shards, and labels to be ignored count wrongly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.whole import everywhere, placed, replicated
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, replicated
 
 
 def _by_element(names: str) -> Callable[..., Any]:
@@ -67,13 +67,7 @@ def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 _CLASSES = (
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
+    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
     "label_smoothing",
 )
 _TWO = "input target size_average reduce reduction"

@@ -32,12 +32,13 @@ from torch.overrides import TorchFunctionMode
 
 from layoutmap.engines.torch.dtensor_ops.along import ALONG
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, reduced
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
     changes_in_place,
-    on_whole,
+    on_gathered,
 )
 from layoutmap.engines.torch.dtensor_ops.guard import guard
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
@@ -54,7 +55,6 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
     mark_copies,
 )
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
-from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled
 from layoutmap.engines.torch.private import (
     base_of,
     plainly,
@@ -123,7 +123,7 @@ class _Computing(TorchFunctionMode):
         if in_place:
             check_no_copy(func, args[0])
         if in_place and not _are_dtensors(args[0]):
-            return plainly(on_whole)(func, args, kwargs)
+            return plainly(on_gathered)(func, args, kwargs)
         if func in _INDEXING:
             args = (args[0], _index(args[1]), *args[2:])
             is_mixed = True
@@ -140,7 +140,7 @@ class _Computing(TorchFunctionMode):
                 return unwrapped(func)(*args, **kwargs)
         result = _compute(func, args, kwargs)
         if type(result) is DTensor and result.ndim == 0 and not in_place:
-            result = settled(result)  # it is a loss, or becomes one, and may be read where no mode looks
+            result = reduced(result)  # it is a loss, or becomes one, and may be read where no mode looks
         if in_place and isinstance(args[0], DTensor) and base_of(args[0]) is not args[0]:
             keep_gradient(args[0])
         if func in VIEWS:

@@ -1,4 +1,4 @@
-"""Normalization over a batch that is cut: mean, variance and running statistics are those of the whole batch."""
+"""Normalization over a sharded batch: mean, variance and running statistics are those of the global batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.pieces import Apart, mesh_of
-from layoutmap.engines.torch.dtensor_ops.whole import everywhere, settled, whole
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, reduced
+from layoutmap.engines.torch.dtensor_ops.shards import apart, mesh_of
 
 
 def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -34,9 +34,9 @@ def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"
             )
-        mean = settled(y.mean(axes))
+        mean = reduced(y.mean(axes))
         y = y - mean.view(shape)
-        variance = settled((y * y).mean(axes))
+        variance = reduced((y * y).mean(axes))
         _track(running[0], mean, given.get("momentum", 0.1))
         _track(running[1], variance * (count / (count - 1)), given.get("momentum", 0.1))
     else:
@@ -62,7 +62,7 @@ def _track(running: Any, value: Any, momentum: float) -> None:
         return
     value = value.detach()
     earlier = running if isinstance(running, DTensor) else everywhere(running, value.device_mesh)
-    running.copy_(whole(momentum * value.to(running.dtype) + (1 - momentum) * settled(earlier)))
+    running.copy_(full_tensor(momentum * value.to(running.dtype) + (1 - momentum) * reduced(earlier)))
 
 
 def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -75,12 +75,12 @@ def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if running[0] is not None:
                 y = x if isinstance(x, DTensor) else everywhere(x, mesh_of(running))
                 axes, count = list(range(2, y.ndim)), y[0, 0].numel()
-                mean = settled(y.mean(axes, keepdim=True))
-                variance = settled(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
+                mean = reduced(y.mean(axes, keepdim=True))
+                variance = reduced(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
                 for each, value in zip(running, (mean.flatten(1), variance), strict=True):
-                    _track(each, settled(value.mean(0)), given.get("momentum", 0.1))
+                    _track(each, reduced(value.mean(0)), given.get("momentum", 0.1))
     return _EACH(function, (x,), given)
 
 
-_EACH = Apart(lambda rank: range(1))
+_EACH = apart(lambda rank: range(1))
 NORMS = {F.batch_norm: _batch_norm, F.group_norm: _EACH, F.instance_norm: _instance_norm}

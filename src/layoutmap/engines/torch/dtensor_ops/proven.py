@@ -8,14 +8,15 @@ tensors. Names are those of `torch.ops.aten`, without the underscore of what cha
 from __future__ import annotations
 
 _ELEMENTWISE = """
-abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
-ceil clamp clamp_max clamp_min copysign cos cosh deg2rad digamma div elu eq erf erfc erfinv exp exp2 expm1 floor fmax
-fmin fmod frac ge gelu gelu_backward gt heaviside hypot i0 isfinite isinf isnan isneginf isposinf ldexp le leaky_relu
-lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
-masked_fill maximum minimum mish mul nan_to_num ne neg nextafter polygamma pow rad2deg reciprocal relu remainder round
-rsqrt rsub sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc sinh softplus special_entr
-special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py sqrt square sub tan
-tanh tanh_backward threshold_backward trunc where xlogy _conj conj_physical clone _to_copy detach alias copy
+abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
+bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min copysign cos cosh deg2rad digamma div elu eq
+erf erfc erfinv exp exp2 expm1 floor fmax fmin fmod frac ge gelu gelu_backward gt heaviside hypot i0 isfinite isinf
+isnan isneginf isposinf ldexp le leaky_relu lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg nextafter polygamma
+pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin
+sinc sinh softplus special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri
+special_xlog1py sqrt square sub tan tanh tanh_backward threshold_backward trunc where xlogy _conj conj_physical clone
+_to_copy detach alias copy
 """
 _VIEWS = """
 expand permute select slice split split_with_sizes squeeze t transpose unsqueeze view _unsafe_view

@@ -1,4 +1,4 @@
-"""Random numbers for DTensors: drawn whole, as the plain program draws them, then cut.
+"""Random numbers for DTensors: all of them are drawn, as the plain program draws them, then sharded.
 
 So dropout and its like give the numbers of one device on any mesh, and the default generator ends in the same state.
 All processes must have seeded alike; `same_draws` compares what they draw from.
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_whole
-from layoutmap.engines.torch.dtensor_ops.whole import like, placed, settled, whole
+from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, like, placed, reduced
+from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
 from layoutmap.engines.torch.private import tree_map
 
 
@@ -53,7 +53,7 @@ def _state(kind: str) -> int:
 
 
 def drawn_mask(function: Callable[..., Any], tensor: Any, p: float) -> torch.Tensor:
-    """What a dropout multiplies a tensor by, as a plain tensor of the whole shape."""
+    """What a dropout multiplies a tensor by, as a plain tensor of the global shape."""
     return function(_in_memory_as(tensor).fill_(1), p, True)
 
 
@@ -85,7 +85,7 @@ def _when_training(place: int) -> Callable[..., Any]:
 def _filled(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A method that fills a tensor with random numbers."""
     x, *rest = args
-    values = function(_in_memory_as(x), *map(_plain, rest), **tree_map(_plain, kwargs))
+    values = function(_in_memory_as(x), *map(full_tensor, rest), **tree_map(full_tensor, kwargs))
     return x.copy_(like(values, x))
 
 
@@ -96,16 +96,12 @@ def _alike(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def global_init(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A function that draws for the values that it is given; cut as the first of them where it has its shape."""
+    """A function that draws for the values that it is given; placed as the first of them where it has its shape."""
     first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
-    result = on_whole(function, args, kwargs)
+    result = on_gathered(function, args, kwargs)
     if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
         return result
-    return placed(result, settled(first.detach()).placements)
-
-
-def _plain(value: Any) -> Any:
-    return whole(value) if isinstance(value, DTensor) else value
+    return placed(result, reduced(first.detach()).placements)
 
 
 _METHODS = (

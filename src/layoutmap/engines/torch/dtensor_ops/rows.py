@@ -1,4 +1,4 @@
-"""Functions that each device computes on its own pieces, as they treat images, channels or elements apart.
+"""Functions that each device computes on its own shards, as they treat images, channels or elements apart.
 
 DTensor has a rule for some of them, but none for their gradients.
 """
@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.gathered import on_whole
-from layoutmap.engines.torch.dtensor_ops.pieces import Apart
-from layoutmap.engines.torch.dtensor_ops.whole import settled
+from layoutmap.engines.torch.dtensor_ops.conversions import reduced
+from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
+from layoutmap.engines.torch.dtensor_ops.shards import apart
 from layoutmap.engines.torch.private import tree_map
 
 
@@ -25,11 +24,11 @@ def _rms_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return _but_last(len(shape))(function, args, kwargs)
 
 
-def _of_settled(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Functions whose gradients DTensor can compute only for what is summed up, or not at all for the largest."""
+def _of_reduced(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Functions whose gradients DTensor can compute only where no sum is to be made, or not at all for the largest."""
     if any(isinstance(each, float) and math.isinf(each) for each in (*args[1:], *kwargs.values())):
-        return on_whole(function, args, kwargs)
-    args, kwargs = tree_map(lambda each: settled(each) if isinstance(each, DTensor) else each, (args, kwargs))
+        return on_gathered(function, args, kwargs)
+    args, kwargs = tree_map(reduced, (args, kwargs))
     return function(*args, **kwargs)
 
 
@@ -40,17 +39,17 @@ def _pad(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return _but_last(len(given["pad"]) // 2)(function, args, kwargs)
 
 
-_ALL = Apart(lambda rank: range(rank))
-_FIRST = Apart(lambda rank: range(1))
+_ALL = apart(lambda rank: range(rank))
+_FIRST = apart(lambda rank: range(1))
 
 
-def _but_last(number: int) -> Apart:
+def _but_last(number: int) -> Callable[..., Any]:
     """All axes but some at the end, which the function takes together."""
-    return Apart(lambda rank: range(rank - number))
+    return apart(lambda rank: range(rank - number))
 
 
 def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Rows that a mesh dim cuts are put together at once: their sum can be made only once."""
+    """Rows of a table that is sharded along them are summed up at once: that can be done only once."""
     given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
         raise EngineError(
@@ -60,9 +59,8 @@ def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
     if given.get("scale_grad_by_freq", False):
-        return on_whole(function, args, kwargs)
-    result = function(*args, **kwargs)
-    return settled(result)
+        return on_gathered(function, args, kwargs)
+    return reduced(function(*args, **kwargs))
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -84,7 +82,7 @@ ROWS: dict[Any, Callable[..., Any]] = {
             torch.linalg.vector_norm,
             torch.linalg.matrix_norm,
         ),
-        _of_settled,
+        _of_reduced,
     ),
     **dict.fromkeys(
         (F.hardtanh, F.relu6, F.hardswish, F.hardsigmoid, F.logsigmoid, F.hardshrink, F.softshrink), _ALL

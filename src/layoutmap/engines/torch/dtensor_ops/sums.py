@@ -1,8 +1,8 @@
 """When sums over the mesh are made: at once, where DTensor would leave them to whoever uses them.
 
-A product of what is cut along the axis that it sums over, and a gradient that comes back through what is cut, is a sum
-that is still to be made. DTensor makes it when it must, and then cuts the result along the first axis, where that costs
-less. For a batch that does not divide it cuts unevenly, and fails at the next change of shape.
+A product of what is sharded along the axis that it sums over, and a gradient that comes back through what is sharded,
+is a sum that is still to be made. DTensor makes it when it must, and then shards the result along the first axis, where
+that costs less. For a batch that does not divide it shards unevenly, and fails at the next change of shape.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.torch.dtensor_ops.whole import settled
+from layoutmap.engines.torch.dtensor_ops.conversions import reduced, with_gradient
 from layoutmap.engines.torch.private import tree_map
 
 _PRODUCTS = (
@@ -24,7 +24,7 @@ _PRODUCTS = (
 
 
 def batch_divides(value: Any) -> bool:
-    """Whether the first axis of a tensor can be cut evenly over each dim of its mesh."""
+    """Whether the first axis of a tensor can be sharded evenly over each dim of its mesh."""
     if not isinstance(value, DTensor) or not value.ndim:
         return True
     return all(value.shape[0] % size == 0 for size in value.device_mesh.shape)
@@ -37,28 +37,11 @@ class SummingUp(TorchFunctionMode):
         if func not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(with_summed_gradient, (args, kwargs or {}))
-        return summed_up(func(*args, **kwargs))
-
-
-def summed_up(value: Any) -> Any:
-    """A value, `settled` if it is a DTensor."""
-    return settled(value) if isinstance(value, DTensor) else value
+        return reduced(func(*args, **kwargs))
 
 
 def with_summed_gradient(value: Any) -> Any:
     """The same value, whose gradient is summed up when it comes back."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value
-    return _SummedGradient.apply(value)
-
-
-class _SummedGradient(torch.autograd.Function):
-    """The same tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Any) -> Any:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        return summed_up(upstream[0])
+    return with_gradient(value, reduced)

@@ -21,7 +21,7 @@ function detailsView(name, holder) {
     if (v.parent) found.push(row("parent", typeof v.parent === "string" ? pathNode(v.parent) : link(v.parent)));
     for (const alias of v.aliases) found.push(row("also at", pathNode(alias)));
     if (severalModels && v.model) found.push(row("model", v.model));
-    if (v.drawn) found.push(row("global init", v.drawn));
+    if (v.globalInit) found.push(row("global init", v.globalInit));
     return found.flat();
   }
 

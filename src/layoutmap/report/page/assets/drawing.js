@@ -111,7 +111,7 @@ function hatch(context, x, y, width, height, ink) {
   context.restore();
 }
 
-/** Text that is cut to fit a width; nothing where none of it fits. */
+/** Text that is shortened to fit a width; nothing where none of it fits. */
 function fittedText(context, text, x, y, width) {
   if (context.measureText(text).width > width) {
     let low = 0;

@@ -5,7 +5,7 @@ const PRESETS = [16, 24, 40, 80, 96, 141, 192];
 function memoryView(holder) {
   const uses = Object.keys(data.memory.device);
   const sum = (parts) => uses.reduce((all, use) => all + parts[use], 0);
-  const [device, whole] = [sum(data.memory.device), sum(data.memory.whole)];
+  const [device, model] = [sum(data.memory.device), sum(data.memory.model)];
 
   function bar(parts, scale, words) {
     const segments = uses.filter((use) => parts[use]).map((use) => {
@@ -15,14 +15,14 @@ function memoryView(holder) {
     });
     return make("div", { class: "bar", role: "img", "aria-label": words }, segments);
   }
-  const told = (parts) => uses.filter((use) => parts[use]).map((use) => `${use} ${sizeText(parts[use])}`).join(", ") || "nothing";
+  const listed = (parts) => uses.filter((use) => parts[use]).map((use) => `${use} ${sizeText(parts[use])}`).join(", ") || "nothing";
   const line = (name, parts, scale) => make("div", { class: "bar-row" },
     make("span", { class: "bar-name" }, name),
-    bar(parts, scale, `${name}: ${told(parts)}`),
+    bar(parts, scale, `${name}: ${listed(parts)}`),
     make("span", { class: "bar-total" }, sizeText(sum(parts))));
 
   const unfit = variables.filter((v) => !v.fits).length;
-  const share = whole ? `${((100 * device) / whole).toPrecision(2).replace(/\.0$/, "")} % of the whole model` : "nothing";
+  const share = model ? `${((100 * device) / model).toPrecision(2).replace(/\.0$/, "")} % of the whole model` : "nothing";
   const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: "80" });
   const presets = PRESETS.map((gib) => make("button", { type: "button", class: "chip", onclick: () => {
     budget.value = gib;
@@ -60,9 +60,9 @@ function memoryView(holder) {
       mesh.size === 1 ? "The only device holds " : `Axes divide evenly, so each of the ${countText(mesh.size)} devices holds the same: `,
       make("strong", {}, sizeText(device)), `, gradients among them: ${share}.`,
       unfit ? ` ${counted(unfit, "variable")} that ${unfit === 1 ? "does" : "do"} not fit ${unfit === 1 ? "its" : "their"} layout ${unfit === 1 ? "is" : "are"} not counted.` : ""),
-    line("Whole model", data.memory.whole, whole),
-    line(mesh.size === 1 ? "The device" : "Each device", data.memory.device, whole),
-    make("ul", { class: "legend" }, uses.filter((use) => data.memory.whole[use]).map((use) =>
+    line("Whole model", data.memory.model, model),
+    line(mesh.size === 1 ? "The device" : "Each device", data.memory.device, model),
+    make("ul", { class: "legend" }, uses.filter((use) => data.memory.model[use]).map((use) =>
       make("li", {}, make("span", { class: `swatch use ${use}` }), `${use} ${sizeText(data.memory.device[use])}`))),
     make("h3", {}, "Does it fit?"),
     make("div", { class: "controls" }, make("label", {}, "A device has ", budget, " GiB"), make("span", { class: "chips", role: "group", "aria-label": "Usual sizes in GiB" }, presets)),

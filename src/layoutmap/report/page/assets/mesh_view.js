@@ -22,7 +22,7 @@ function meshView(holder) {
   function draw(context) {
     const v = chosen.variable;
     // The number of a device's slice is a sum over its coordinates; nothing is asked of each device.
-    const weights = shardWeights(mesh.sizes, v?.fits ? v.layout.cut : []);
+    const weights = shardWeights(mesh.sizes, v?.fits ? v.layout.specs : []);
     const [byRow, byColumn] = [down, across].map((dim) => (dim === null ? 0 : weights[dim]));
     const total = product(v?.fits ? v.layout.counts : []);
     const lit = v?.fits && chosen.offset ? shardNumber(v.layout.counts, chosen.offset) : null;

@@ -11,11 +11,11 @@ const mesh = {
 };
 mesh.size = product(mesh.sizes);
 
-const layouts = data.layouts.map(([cut, text]) => {
-  const counts = shardCounts(mesh.sizes, cut);
-  // A mesh dim of size 1 cuts nothing.
-  const dims = [...new Set(cut.flat())].filter((dim) => mesh.sizes[dim] > 1).sort((a, b) => a - b);
-  return { cut, text, counts, dims, replicated: dims.length === 0 };
+const layouts = data.layouts.map(([specs, text]) => {
+  const counts = shardCounts(mesh.sizes, specs);
+  // A mesh dim of size 1 shards nothing.
+  const dims = [...new Set(specs.flat())].filter((dim) => mesh.sizes[dim] > 1).sort((a, b) => a - b);
+  return { specs, text, counts, dims, replicated: dims.length === 0 };
 });
 const rules = data.rules.map(([number, pattern, layout, uneven]) => ({ number, pattern, layout: layouts[layout], uneven }));
 const severalModels = new Set(data.variables.map(([, , , , , more]) => more?.model).filter(Boolean)).size > 1;
@@ -33,7 +33,7 @@ const variables = data.variables.map(([path, form, kind, row, rule, more = {}], 
     asked: more.asked === undefined ? null : layouts[more.asked],
     others: (data.lists[more.others] ?? []).map((other) => rules[other]),
     near: data.lists[more.near] ?? [],
-    drawn: data.texts[more.drawn] ?? "",
+    globalInit: data.texts[more.global_init] ?? "",
     notAsked: rule === NOT_ASKED,
     aliases: more.aliases ?? [],
     problems: [],
@@ -72,7 +72,7 @@ const FLAGS = {
   "no rule": (v) => v.noRule,
   replicated: (v) => v.fits && v.layout.replicated,
   uneven: (v) => v.uneven,
-  "global init": (v) => v.drawn !== "",
+  "global init": (v) => v.globalInit !== "",
   "has a problem": (v) => v.problems.some((p) => p.severity !== "note"),
 };
 
@@ -98,7 +98,7 @@ function tellChosen(by) {
 
 function chooseVariable(variable, by = "") {
   chosen.variable = variable;
-  chosen.offset = variable && variable.fits && chosen.device !== null ? shardOffset(mesh.sizes, variable.layout.cut, chosen.device) : null;
+  chosen.offset = variable && variable.fits && chosen.device !== null ? shardOffset(mesh.sizes, variable.layout.specs, chosen.device) : null;
   tellChosen(by);
 }
 

@@ -29,43 +29,43 @@ tellTheme();
 
 // -- the address
 
-let settled = false;
+let ready = false;
 let waiting = 0;
 
 /** Soon, and once for many keys: browsers refuse an address that changes all the time. */
 function writeAddress() {
   clearTimeout(waiting);
-  if (settled) waiting = setTimeout(writeAddressNow, 120);
+  if (ready) waiting = setTimeout(writeAddressNow, 120);
 }
 
 function writeAddressNow() {
-  const told = new URLSearchParams();
-  const set = (name, value) => value && told.set(name, value);
+  const address = new URLSearchParams();
+  const set = (name, value) => value && address.set(name, value);
   if (chosen.variable) {
     set("variable", chosen.variable.path);
     if (severalModels) set("model", chosen.variable.model);
   }
-  if (chosen.device !== null) told.set("device", `${chosen.device}`);
+  if (chosen.device !== null) address.set("device", `${chosen.device}`);
   for (const name of ["search", "kind", "rule", "sort"]) set(name, asked[name]);
   set("flags", [...asked.flags].join(","));
-  if (asked.down) told.set("down", "1");
-  if (!asked.collapsed) told.set("all", "1");
-  history.replaceState(null, "", `#${told}`);
+  if (asked.down) address.set("down", "1");
+  if (!asked.collapsed) address.set("all", "1");
+  history.replaceState(null, "", `#${address}`);
 }
 
 function readAddress() {
-  const told = new URLSearchParams(location.hash.slice(1));
-  const path = told.get("variable");
-  const named = path === null ? null : variables.find((v) => (v.path === path || v.aliases.includes(path)) && (!told.has("model") || v.model === told.get("model")));
-  for (const name of ["search", "kind", "rule", "sort"]) asked[name] = told.get(name) ?? "";
-  asked.flags = new Set((told.get("flags") ?? "").split(",").filter((name) => name in FLAGS));
-  [asked.down, asked.collapsed] = [told.has("down"), !told.has("all")];
-  const device = /^\d+$/.test(told.get("device") ?? "") ? Number(told.get("device")) : mesh.size;
+  const address = new URLSearchParams(location.hash.slice(1));
+  const path = address.get("variable");
+  const named = path === null ? null : variables.find((v) => (v.path === path || v.aliases.includes(path)) && (!address.has("model") || v.model === address.get("model")));
+  for (const name of ["search", "kind", "rule", "sort"]) asked[name] = address.get(name) ?? "";
+  asked.flags = new Set((address.get("flags") ?? "").split(",").filter((name) => name in FLAGS));
+  [asked.down, asked.collapsed] = [address.has("down"), !address.has("all")];
+  const device = /^\d+$/.test(address.get("device") ?? "") ? Number(address.get("device")) : mesh.size;
   chosen.device = device < mesh.size ? device : null;
   chosen.variable = named ?? null;
 }
 
-/** What is shown first where the address names nothing: the largest variable that is cut, or else the largest. */
+/** What is shown first where the address names nothing: the largest variable that is sharded, or else the largest. */
 const usual = () => [...variables].sort((a, b) => b.fits - a.fits || a.layout.replicated - b.layout.replicated || b.bytes - a.bytes)[0] ?? null;
 
 // -- all of it
@@ -75,7 +75,7 @@ memoryView(byId("memory"));
 readAddress();
 const refreshTable = tableView(byId("table"), writeAddress);
 treemapView(byId("treemap"));
-cutsView(byId("cuts"), byId("cuts-panel"));
+couldShardView(byId("could-shard"), byId("could-shard-panel"));
 activationsView(byId("activations"), byId("activations-panel"));
 detailsView(byId("chosen-name"), byId("details"));
 slicesView(byId("slices"));
@@ -89,7 +89,7 @@ onChosen((by) => {
 });
 refreshTable();
 chooseVariable(chosen.variable ?? usual());
-settled = true;
+ready = true;
 addEventListener("hashchange", () => {
   readAddress();
   refreshTable();

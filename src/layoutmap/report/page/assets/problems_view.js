@@ -14,7 +14,7 @@ function problemNode(problem, linked) {
     ...ways);
 }
 
-/** Variables without a rule, told in one, as there are many and all are told alike. */
+/** Variables without a rule, shown as one, as there are many and all are shown alike. */
 function noRuleNode(found) {
   const count = found.reduce((sum, { count }) => sum + count, 0);
   return make("article", { class: "problem warning" },
@@ -41,8 +41,8 @@ function problemsView(holder, panel) {
   if (rest.length) holder.append(make("details", {}, make("summary", {}, `${counted(rest.length, "more problem")}`), rest));
 }
 
-function cutsView(holder, panel) {
-  if (!data.cuts.length) return;
+function couldShardView(holder, panel) {
+  if (!data.could_be_sharded.length) return;
   panel.hidden = false;
   const line = ([path, axis, dim, saved, members]) => make("tr", {},
     make("td", {}, make("button", { type: "button", class: "link", onclick: () => chooseVariable(variables[members[0]], "problem") }, pathNode(path))),
@@ -52,8 +52,8 @@ function cutsView(holder, panel) {
   const table = (lines) => make("div", { class: "sideways", tabindex: "0", role: "region", "aria-label": "What could be sharded" }, make("table", { class: "plain" },
     make("thead", {}, make("tr", {}, ["variable", "times", "a device would save", "could be sharded"].map((name) => make("th", { scope: "col" }, name)))),
     make("tbody", {}, lines)));
-  holder.append(make("p", { class: "note" }, "What would save most comes first."), table(data.cuts.slice(0, 10).map(line)));
-  if (data.cuts.length > 10) holder.append(make("details", {}, make("summary", {}, `${countText(data.cuts.length - 10)} more`), table(data.cuts.slice(10).map(line))));
+  holder.append(make("p", { class: "note" }, "What would save most comes first."), table(data.could_be_sharded.slice(0, 10).map(line)));
+  if (data.could_be_sharded.length > 10) holder.append(make("details", {}, make("summary", {}, `${countText(data.could_be_sharded.length - 10)} more`), table(data.could_be_sharded.slice(10).map(line))));
 }
 
 function activationsView(holder, panel) {

@@ -1,6 +1,6 @@
 // Which device holds which slice: integer arithmetic, the same as that of layoutmap.Layout.
 //
-// A mesh is the list of its sizes, a layout a list for each axis of the mesh dims that cut it, major to minor.
+// A mesh is the list of its sizes, a layout a list for each axis of the mesh dims over which it is sharded, major to minor.
 
 const product = (numbers) => numbers.reduce((all, n) => all * n, 1);
 
@@ -17,7 +17,7 @@ function coordsOf(sizes, device) {
 /** The device at a place in the grid. */
 const deviceAt = (sizes, coords) => coords.reduce((device, at, i) => device * sizes[i] + at, 0);
 
-/** Into how many pieces each axis is cut. */
+/** The number of shards along each axis. */
 const shardCounts = (sizes, layout) => layout.map((dims) => product(dims.map((dim) => sizes[dim])));
 
 /** Which shard one device holds: one number for each axis. */

@@ -2,15 +2,15 @@
 
 function axisText(v, axis) {
   const [n, count] = [v.shape[axis], v.layout.counts[axis]];
-  const dims = v.layout.cut[axis].map((dim) => mesh.names[dim]);
+  const dims = v.layout.specs[axis].map((dim) => mesh.names[dim]);
   if (count === 1) return `axis ${axis}: ${countText(n)}, unsharded`;
   const over = dims.length > 1 ? `${dims.join(", then ")}` : dims[0];
-  return `axis ${axis}: ${countText(n)} over ${over}, ${countText(count)} pieces of ${countText(n / count)}`;
+  return `axis ${axis}: ${countText(n)} over ${over}, ${countText(count)} shards of ${countText(n / count)}`;
 }
 
 /** What a slice fixes of its devices, in words. */
 function holdersText(v, offset) {
-  const places = [...placesOf(mesh.sizes, v.layout.cut, offset)].filter(([dim]) => mesh.sizes[dim] > 1);
+  const places = [...placesOf(mesh.sizes, v.layout.specs, offset)].filter(([dim]) => mesh.sizes[dim] > 1);
   if (!places.length) return "every device";
   places.sort(([a], [b]) => a - b);
   return `${product(v.layout.counts) === mesh.size ? "the device" : "every device"} with ${places.map(([dim, at]) => `${mesh.names[dim]}=${at}`).join(", ")}`;
@@ -22,9 +22,9 @@ function slicesView(holder) {
   const readout = make("p", { class: "readout", id: "slices-readout", "aria-live": "polite" });
   let drawn = null; // the variable
   let axes = []; // the one drawn down, the one drawn across; null where there is none
-  let fixed = []; // the piece shown of each axis that is not drawn
+  let fixed = []; // the shard shown of each axis that is not drawn
 
-  const pieces = new Map(); // axis -> the input for its piece
+  const inputs = new Map(); // axis -> the input for its shard
 
   const rank = () => drawn?.shape.length ?? 0;
   const count = (axis) => (axis === null ? 1 : drawn.layout.counts[axis]);
@@ -96,7 +96,7 @@ function slicesView(holder) {
       const others = each > 1 ? ` So do ${counted(each - 1, "other")}: ${holdersText(v, chosen.offset)}.` : "";
       return `Device ${chosen.device} (${deviceWords(chosen.device) || "the only one"}) holds ${where}.${others}`;
     }
-    return `Slice ${offsetText(chosen.offset)} is ${where}, held by ${devicesText(devicesOf(mesh.sizes, v.layout.cut, chosen.offset))}: ${holdersText(v, chosen.offset)}.`;
+    return `Slice ${offsetText(chosen.offset)} is ${where}, held by ${devicesText(devicesOf(mesh.sizes, v.layout.specs, chosen.offset))}: ${holdersText(v, chosen.offset)}.`;
   }
 
   function choose(offset) {
@@ -124,7 +124,7 @@ function slicesView(holder) {
     event.preventDefault();
   });
 
-  /** The axes to draw of many: those that are cut most, then the longest, in their order. */
+  /** The axes to draw of many: those of most shards, then the longest, in their order. */
   function usualAxes(v) {
     const axisOrder = v.shape.map((_, axis) => axis).sort((a, b) => v.layout.counts[b] - v.layout.counts[a] || v.shape[b] - v.shape[a]);
     const two = axisOrder.slice(0, 2).sort((a, b) => a - b);
@@ -133,7 +133,7 @@ function slicesView(holder) {
 
   function controlsOf(v) {
     controls.replaceChildren();
-    pieces.clear();
+    inputs.clear();
     if (!v?.fits || v.shape.length < 3) return;
     for (const [which, label] of [[0, "Down "], [1, "Across "]]) {
       const select = make("select", { id: `slices-axis-${which}` }, v.shape.map((n, axis) => make("option", { value: `${axis}` }, `axis ${axis} (${countText(n)})`)));
@@ -152,13 +152,13 @@ function slicesView(holder) {
     v.shape.forEach((_, axis) => {
       if (axes.includes(axis) || count(axis) === 1) return;
       const input = make("input", { type: "number", min: "0", max: `${count(axis) - 1}`, value: `${fixed[axis]}` });
-      pieces.set(axis, input);
+      inputs.set(axis, input);
       input.addEventListener("change", () => {
         fixed[axis] = Math.min(count(axis) - 1, Math.max(0, Math.trunc(Number(input.value))));
         if (chosen.offset) choose(chosen.offset.map((at, i) => (i === axis ? fixed[axis] : at)));
         view.ask();
       });
-      controls.append(make("label", {}, `Piece of axis ${axis}, 0 to ${count(axis) - 1} `, input));
+      controls.append(make("label", {}, `Shard along axis ${axis}, 0 to ${count(axis) - 1} `, input));
     });
   }
 
@@ -178,7 +178,7 @@ function slicesView(holder) {
       tellLegend(v);
     }
     if (chosen.offset) fixed = [...chosen.offset];
-    for (const [axis, input] of pieces) input.value = `${fixed[axis]}`;
+    for (const [axis, input] of inputs) input.value = `${fixed[axis]}`;
     view.holder.hidden = !v?.fits;
     canvas.setAttribute("aria-label", v?.fits ? `The slices of ${v.path}. Arrow keys go from slice to slice, Escape chooses none.` : "No slices");
     readout.textContent = tell();

@@ -1,14 +1,14 @@
 // Every variable as a tile as large as its bytes, inside the tiles of the modules that hold it.
 
-const NUM_CUT_COLOURS = 6;
+const NUM_HUES = 6;
 
 /** The ways in which variables are sharded, those with the most bytes first, each with the name of its colour. */
 function waysOf(all) {
   const ways = new Map();
   for (const v of all) ways.set(v.how, (ways.get(v.how) ?? 0) + v.bytes);
   const sorted = [...ways].sort((a, b) => b[1] - a[1]).map(([how]) => how);
-  const cut = sorted.filter((how) => how.startsWith("sharded"));
-  return new Map(sorted.map((how) => [how, how === "replicated" ? "neutral" : how === "does not fit" ? "bad-fill" : `cut-${cut.indexOf(how) % NUM_CUT_COLOURS}`]));
+  const sharded = sorted.filter((how) => how.startsWith("sharded"));
+  return new Map(sorted.map((how) => [how, how === "replicated" ? "neutral" : how === "does not fit" ? "bad-fill" : `hue-${sharded.indexOf(how) % NUM_HUES}`]));
 }
 
 /** Variables by the parts of their paths, each tile some that are alike; a module that holds only one other is one with it. */
@@ -48,7 +48,7 @@ function treemapView(holder) {
   let root = null;
   const ways = waysOf(variables);
   let zoomed = null;
-  let whole = false;
+  let ofModel = false;
   let tiles = [];
   let heads = [];
   let hovered = null; // what the tile under the pointer is of
@@ -57,9 +57,9 @@ function treemapView(holder) {
   const crumbs = make("nav", { class: "crumbs", "aria-label": "Modules" });
   const readout = make("p", { class: "readout", id: "treemap-readout", "aria-live": "polite" });
   const modes = [["Bytes on a device", false], ["Bytes of the whole model", true]].map(([text, value]) =>
-    make("button", { type: "button", class: "chip", "aria-pressed": `${value === whole}`, onclick: () => {
-      whole = value;
-      modes.forEach((mode, i) => mode.setAttribute("aria-pressed", `${(i === 1) === whole}`));
+    make("button", { type: "button", class: "chip", "aria-pressed": `${value === ofModel}`, onclick: () => {
+      ofModel = value;
+      modes.forEach((mode, i) => mode.setAttribute("aria-pressed", `${(i === 1) === ofModel}`));
       weigh(root);
       show();
     } }, text));
@@ -73,7 +73,7 @@ function treemapView(holder) {
     (width) => Math.min(460, Math.max(280, width * 0.5)), draw);
   const { canvas } = view;
 
-  const bytesOf = (group) => group.reduce((sum, v) => sum + (whole ? v.bytes : v.deviceBytes ?? 0), 0);
+  const bytesOf = (group) => group.reduce((sum, v) => sum + (ofModel ? v.bytes : v.deviceBytes ?? 0), 0);
 
   /** The tree anew: each variable for itself, or repeated blocks together. */
   function grow() {

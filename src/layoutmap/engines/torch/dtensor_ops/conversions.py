@@ -1,11 +1,11 @@
-"""Between a DTensor and the plain tensor of which each device has all; gradients pass both ways.
+"""Between DTensors and plain tensors that every device has in full; gradients pass both ways.
 
 What is random, or has no rule in DTensor, is computed on plain tensors: once in a simulation, else alike by all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from layoutmap.engines.torch.private import plainly
 
 
 def replicated(mesh: Any) -> list[Any]:
-    """The placements of what each device has all of."""
+    """The placements of what every device has in full."""
     return [Replicate()] * mesh.ndim
 
 
@@ -31,29 +31,36 @@ def placed(tensor: Any, placements: Sequence[Any]) -> Any:
 
 
 @plainly
-def settled(tensor: Any) -> Any:
-    """A DTensor that is summed up where it waits to be."""
-    return _Settled.apply(tensor) if any(p.is_partial() for p in tensor.placements) else tensor
+def reduced(value: Any) -> Any:
+    """A DTensor whose sums over the mesh are made; anything else as it is."""
+    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
+        return value
+    return _Reduced.apply(value)
 
 
-def whole(tensor: Any) -> Any:
-    """All values of a DTensor, as a plain tensor."""
-    return _Whole.apply(tensor)
+def full_tensor(value: Any) -> Any:
+    """All values of a DTensor, as a plain tensor; anything else as it is."""
+    return _FullTensor.apply(value) if isinstance(value, DTensor) else value
 
 
 def everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
-    """A plain tensor, the same in all processes, as a DTensor of which each device has all."""
+    """A plain tensor, the same in all processes, as a replicated DTensor."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return _Everywhere.apply(tensor, mesh)
     return _everywhere(tensor, mesh)
 
 
+def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
+    """The same tensor, whose gradient is changed when it comes back."""
+    return _WithGradient.apply(value, change)
+
+
 def like(tensor: torch.Tensor, other: Any) -> Any:
-    """A plain tensor, cut as a DTensor of its shape is; whole where that one waits to be summed up."""
-    return placed(everywhere(tensor, other.device_mesh), _settled(other.placements))
+    """A plain tensor, placed as a DTensor of its shape is; replicated where that one is a sum still to be made."""
+    return placed(everywhere(tensor, other.device_mesh), _reduced(other.placements))
 
 
-def _settled(placements: Sequence[Any]) -> list[Any]:
+def _reduced(placements: Sequence[Any]) -> list[Any]:
     return [Replicate() if p.is_partial() else p for p in placements]
 
 
@@ -65,21 +72,21 @@ def _everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
     )
 
 
-class _Settled(torch.autograd.Function):
+class _Reduced(torch.autograd.Function):
     # DTensor's own step fails backwards where a mean meets a sum.
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.mesh = tensor.device_mesh
-        return placed(tensor, _settled(tensor.placements))
+        return placed(tensor, _reduced(tensor.placements))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         gradient = upstream[0]
-        return settled(gradient) if isinstance(gradient, DTensor) else everywhere(gradient, ctx.mesh)
+        return reduced(gradient) if isinstance(gradient, DTensor) else everywhere(gradient, ctx.mesh)
 
 
-class _Whole(torch.autograd.Function):
+class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.mesh = tensor.device_mesh
@@ -102,4 +109,15 @@ class _Everywhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return whole(upstream[0]), None
+        return full_tensor(upstream[0]), None
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any, change: Callable[[Any], Any]) -> Any:
+        ctx.change = change
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return ctx.change(upstream[0]), None

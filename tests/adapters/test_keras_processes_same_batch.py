@@ -8,7 +8,7 @@ from engines import several_processes
 
 PROCESSES = ("tensorflow", "torch")
 
-WORKER = Path(__file__).with_name("keras_whole_batch_process.py")
+WORKER = Path(__file__).with_name("keras_same_batch_process.py")
 
 
 def environments():
@@ -23,7 +23,7 @@ def environments():
 
 
 def test_two_processes_train_one_model(tmp_path):
-    """Values, losses and predictions are those of one process; other rules and other batches are told."""
+    """Values, losses and predictions are those of one process; other rules and other batches are reported."""
     results = [told for told, _ in several_processes.run(WORKER, tmp_path, environments())]
 
     assert results[0]["unseeded"] == results[1]["unseeded"]

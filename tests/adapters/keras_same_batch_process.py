@@ -1,6 +1,6 @@
 """One of two processes of TensorFlow or torch that train a Keras model, each with the whole batch.
 
-Run by test_keras_processes_whole_batch.py.
+Run by test_keras_processes_same_batch.py.
 """
 
 import importlib
@@ -42,7 +42,7 @@ def make_model():
 
 
 def laid_out(rules=RULES):
-    """The model in both processes: they cut the batch, and the same dim cuts the weights."""
+    """The model in both processes: the batch is sharded over them, and the weights over the same dim."""
     with lm.LayoutMap(lm.create_mesh("all=2"), rules).scope(batch_dim="all"):
         return make_model()
 

@@ -1,4 +1,4 @@
-"""What DTensor cannot compute: known before the first step, put together where that helps, and told in words."""
+"""What DTensor cannot compute: known before the first step, gathered where that helps, and explained."""
 
 import keras
 import numpy as np
@@ -60,8 +60,8 @@ def make_map(rules):
         "Embedding",
     ],
 )
-def test_what_is_wanted_whole_is_put_together(layer, shape, rules):
-    """A weight that DTensor's operation wants whole stays cut, trains like one device, and the plan tells the price."""
+def test_what_is_wanted_replicated_is_gathered(layer, shape, rules):
+    """A weight that an operation wants replicated stays sharded and trains, and the plan names the price."""
     dtype = "int32" if "e" in str(next(iter(rules)))[:1] else "float32"
     make_model = model_of(layer, shape, dtype)
     plan = lm.plan(make_model, make_map(rules))
@@ -122,7 +122,7 @@ def test_a_depthwise_convolution_predicts():
 
 
 @pytest.mark.parametrize("how", ["fit", "predict", "call"])
-def test_what_nobody_knew_is_told_in_words(how):
+def test_what_nobody_knew_is_explained_in_words(how):
     """A layer of one's own that DTensor cannot run ends in one of our errors, and no compiler text stands above it."""
 
     class Running(L.Layer):
@@ -148,7 +148,7 @@ def test_what_nobody_knew_is_told_in_words(how):
 
 
 def test_an_axis_over_two_dims_is_in_the_plan():
-    """What DTensor cannot hold is told for every variable at once, in the dry run too, before anything is made."""
+    """What DTensor cannot hold is reported for every variable at once, in the dry run too, before anything is made."""
     make_model = model_of(lambda: L.Dense(16, name="d1"), (8,))
     layout_map = make_map({r".*kernel": (("batch", "model"), None)})
     plan = lm.plan(make_model, layout_map)
@@ -160,7 +160,7 @@ def test_an_axis_over_two_dims_is_in_the_plan():
 
 
 def test_dtensor_itself_still_cannot():
-    """A cut filter and a loop over time fail in plain DTensor: when this test fails, TensorFlow has fixed it."""
+    """A sharded filter and a loop over time fail in plain DTensor: when this test fails, TensorFlow has fixed it."""
     mesh = dtensor.create_mesh([("batch", 2), ("model", 4)], devices=[f"CPU:{i}" for i in range(8)])
     image = dtensor.relayout(tf.ones((8, 6, 6, 4)), dtensor.Layout.batch_sharded(mesh, "batch", 4))
     kernel = dtensor.relayout(tf.ones((3, 3, 4, 8)), dtensor.Layout.inner_sharded(mesh, "model", 4))

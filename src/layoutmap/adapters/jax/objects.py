@@ -1,0 +1,173 @@
+"""Objects of flax.nnx that a step takes and changes in place.
+
+To look through a module takes flax some ten milliseconds for a hundred Variables, so it is done once. Before each later
+step it is only checked that every container in it has what it had: then its Variables are those that were found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from layoutmap.core.errors import ScopeError, listed
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is a module of nnx, an optimizer, or another object that holds Variables."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Pytree)
+
+
+def _is_variable(value: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Variable)
+
+
+class StepObjects:
+    """The objects of one call, looked through together: what two of them share is there once.
+
+    Args:
+        nodes: The objects. They are not kept alive.
+
+    Attributes:
+        structure: All but the arrays; equal for objects that are alike.
+        owners: For each leaf the number of the object that has it.
+        names: The path of each leaf in its object.
+        signature: What the step has found for them.
+    """
+
+    def __init__(self, nodes: Sequence[Any]):
+        from flax import nnx
+
+        graphdef, state = nnx.split(tuple(nodes))
+        self._places = jax.tree.leaves(state, is_leaf=_is_variable)
+        self._values_tree = jax.tree.structure(self._values())
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+        self.owners = [path[0].key for path in paths]
+        self.names = list(map(_name, paths))
+        self.structure = graphdef, jax.tree.structure(state)
+        self.signature: Any = None
+        self._nodes = [weakref.ref(node, self._forget) for node in nodes]
+        self._seen: list[tuple[Any, list[int], list[Any]]] = []
+        self._look(nodes)
+
+    def are(self, nodes: Sequence[Any]) -> bool:
+        """Whether these are the same objects, with the same content but for the values of Variables."""
+        return (
+            len(nodes) == len(self._nodes)
+            and all(node is ref() for node, ref in zip(nodes, self._nodes, strict=True))
+            and all(list(map(id, _content(seen()) or ())) == ids for seen, ids, _ in self._seen)
+        )
+
+    def read(self) -> list[Any] | None:
+        """The arrays that they hold; `None`: a Variable holds another number of them than before."""
+        leaves, tree = jax.tree.flatten(self._values())
+        return leaves if tree == self._values_tree else None
+
+    def write(self, changed: Mapping[int, Any]) -> None:
+        """Assign arrays to their Variables, by the numbers of the leaves."""
+        if self._values_tree.num_leaves == len(self._places):
+            for number, value in changed.items():
+                self._places[number].set_raw_value(value)
+            return
+        leaves = jax.tree.leaves(self._values())
+        for number, value in changed.items():
+            leaves[number] = value
+        values = jax.tree.unflatten(self._values_tree, leaves)
+        for place, value in zip(self._places, values, strict=True):
+            if _is_variable(place):
+                place.set_raw_value(value)
+
+    def _values(self) -> list[Any]:
+        return [place.get_raw_value() if _is_variable(place) else place for place in self._places]
+
+    def _look(self, nodes: Sequence[Any]) -> None:
+        """Note what each container has. The nodes themselves are noted weakly, all below is theirs."""
+        todo, known = list(nodes), set[int]()
+        while todo:
+            container = todo.pop()
+            content = _content(container)
+            if content is None or id(container) in known:
+                continue
+            known.add(id(container))
+            if not isinstance(container, tuple):
+                is_node = any(container is node for node in nodes)
+                seen = weakref.ref(container) if is_node else _always(container)
+                self._seen.append((seen, list(map(id, content)), list(content)))
+            todo += content
+
+    def _forget(self, _: Any) -> None:
+        self._places, self._seen = [], []
+
+
+def _always(value: Any) -> Any:
+    return lambda: value
+
+
+def _content(container: Any) -> Iterable[Any] | None:
+    """What a container holds; `None`: it is none."""
+    if isinstance(container, dict):
+        return container.values()
+    if isinstance(container, (list, tuple)):
+        return container
+    nnx = sys.modules["flax.nnx"]
+    if isinstance(container, (nnx.Pytree, nnx.State)) or (
+        dataclasses.is_dataclass(container) and not isinstance(container, type)
+    ):
+        return vars(container).values()
+    return None
+
+
+def open_objects(structure: Any, leaves: Sequence[Any]) -> Sequence[Any]:
+    """Make objects alike, with other arrays: those of a trace."""
+    from flax import nnx
+
+    graphdef, tree = structure
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+
+
+def closed_objects(
+    structure: Any, nodes: Sequence[Any], before: Sequence[Any], kept: Sequence[bool], names: Sequence[str]
+) -> dict[int, Any]:
+    """The arrays of objects that a step has changed, by the number of the leaf.
+
+    Args:
+        structure: What the objects were like before.
+        nodes: The objects.
+        before: Their arrays before.
+        kept: Which of them nobody has any more, so that they are to be written again if they are the same.
+        names: Their paths.
+
+    Raises:
+        ScopeError: The step has changed more than arrays.
+    """
+    from flax import nnx
+
+    graphdef, state = nnx.split(tuple(nodes))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    if (graphdef, tree) != structure:
+        found = [_name(path) for path, _ in leaves]
+        added, gone = [n for n in found if n not in names], [n for n in names if n not in found]
+        raise ScopeError(
+            "the step changes the structure of an object that it is given",
+            facts={"added": listed(added), "removed": listed(gone)} if added or gone else {},
+            why="a compiled step returns new arrays for the Variables that there are; "
+            + ("these are others" if added or gone else "an attribute that is no array is another one"),
+            fix="change modules outside of the step; what a layer sows is removed in the step: nnx.pop(model, ...)",
+        )
+    return {
+        number: new
+        for number, (old, (_, new)) in enumerate(zip(before, leaves, strict=True))
+        if new is not old or kept[number]
+    }
+
+
+def _name(path: Sequence[Any]) -> str:
+    """The path of a leaf in its object, without the number of the object and the Variable's own part."""
+    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return ".".join(parts[1:-1] if parts[-1] == "value" else parts[1:])

@@ -1,0 +1,149 @@
+"""Optimizers of optax: their state described, made in its layouts, or moved there; and `nnx.Optimizer`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import LayoutError, ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.core.variables import VariableSpec
+from layoutmap.engines import get_engine
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerVariables:
+    """The variables of an optimizer: parameters, and the slots that it keeps for them.
+
+    Args:
+        weights: The parameters.
+        layouts: The layout of each that has one, by `key`.
+        slots: The leaves of the optimizer's state, in order.
+    """
+
+    weights: list[VariableSpec]
+    layouts: dict[tuple[str, str], Layout]
+    slots: list[VariableSpec]
+
+
+def named_leaves(tree: Any) -> list[tuple[Parts, Any]]:
+    """The leaves of a pytree, in its order, with the parts of their paths; a Variable of nnx is no part of one."""
+    found: list[tuple[Parts, Any]] = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
+        parts = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        if _is_variable(leaf):
+            found += ((parts + inner, value) for inner, value in named_leaves(leaf.get_raw_value()))
+        else:
+            found.append((parts, leaf))
+    return found
+
+
+def params_of(params: Any, wrt: Any = None) -> Any:
+    """The pytree of parameters: what was given, or the state of a module of nnx."""
+    if not is_module(params):
+        return params
+    from flax import nnx
+
+    return nnx.state(params, nnx.Param if wrt is None else wrt)
+
+
+def is_module(params: Any) -> bool:
+    """Whether an object is a module of nnx."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(params, nnx.Module)
+
+
+def describe(init: Callable[[Any], Any], params: Any) -> OptimizerVariables:
+    """Describe an optimizer's parameters and state; computes nothing.
+
+    Args:
+        init: Returns the state of the optimizer for the parameters, as optax's `init` does.
+        params: A pytree of arrays, or of what has their shapes and element types.
+
+    Raises:
+        LayoutError: A parameter is no array.
+        ScopeError: `init` cannot be traced.
+    """
+    engine, weights, layouts = get_engine("jax"), dict[Parts, VariableSpec](), dict[Any, Layout]()
+    for parts, leaf in named_leaves(params):
+        path = ".".join(parts) or "params"
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise LayoutError(
+                f"{path}: it is no array",
+                why=f"params has {kind_of(leaf)} there, and an optimizer keeps slots for arrays",
+                fix="pass the arrays only, as in eqx.filter(model, eqx.is_array) or nnx.state(model, nnx.Param)",
+            )
+        weights[parts] = weight = VariableSpec(path, *_shape_and_dtype(leaf))
+        layout = engine.layout_of(leaf)
+        if layout is not None:
+            layouts[weight.key] = layout
+    try:
+        state = jax.eval_shape(init, params)
+    except jax.errors.ConcretizationTypeError as error:
+        raise ScopeError(
+            "the optimizer's init cannot be traced",
+            why=f"it reads values of the parameters: {str(error).partition(chr(10))[0]}",
+            fix="make the state first, then lay it out: layout_map.apply_optimizer(tx.init(params), params)",
+        ) from error
+    leaves = [StateLeaf(parts, *_shape_and_dtype(leaf)) for parts, leaf in named_leaves(state)]
+    return OptimizerVariables(list(weights.values()), layouts, slot_variables(weights, leaves))
+
+
+def make_state(init: Callable[[Any], Any], params: Any, layouts: Sequence[Layout]) -> Any:
+    """Return an optimizer's state, each leaf computed straight in its layout."""
+    tree = jax.tree.structure(jax.eval_shape(init, params))
+    shardings = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
+    return jax.block_until_ready(jax.jit(init, out_shardings=jax.tree.unflatten(tree, shardings))(params))
+
+
+def move_state(state: Any, layouts: Sequence[Layout]) -> Any:
+    """Return an optimizer's state with its leaves moved to their layouts; Variables of nnx are changed in place."""
+    moved = iter(layouts)
+
+    def moved_leaf(leaf: Any) -> Any:
+        return get_engine("jax").relayout(leaf, next(moved))
+
+    def move(leaf: Any) -> Any:
+        if not hasattr(leaf, "set_raw_value"):
+            return moved_leaf(leaf)
+        leaf.set_raw_value(jax.tree.map(moved_leaf, leaf.get_raw_value()))
+        return leaf
+
+    return jax.tree.map(move, state, is_leaf=_is_variable)
+
+
+def is_nnx_optimizer(state: Any) -> bool:
+    """Whether an object is an optimizer of nnx."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(state, nnx.Optimizer)
+
+
+def nnx_optimizer(model: Any, tx: Any, wrt: Any, make: Callable[[Any], Any]) -> Any:
+    """Return an `nnx.Optimizer` whose state is made by a function, and not by `tx.init`."""
+    from flax import nnx
+
+    class Made:
+        init = staticmethod(make)
+        update = staticmethod(tx.update)
+
+    optimizer = nnx.Optimizer(model, Made(), wrt=nnx.Param if wrt is None else wrt)  # type: ignore[arg-type]
+    optimizer.tx = tx
+    return optimizer
+
+
+def _is_variable(leaf: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(leaf, nnx.Variable)
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
+    # The state of a random generator is counted as the numbers that it is made of.
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return tuple(leaf.shape), "uint32" if is_key else jnp.dtype(leaf.dtype).name

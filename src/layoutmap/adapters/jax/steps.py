@@ -1,0 +1,423 @@
+"""Compiled training steps that leave everything where it was."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
+from layoutmap.adapters.jax.outputs import Arguments, path_text
+from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.users_line import level_of_user
+from layoutmap.engines import get_engine
+
+_SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
+
+
+@overload
+def jit_step(
+    function: Callable[..., Any],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    batch_dim: str | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> JitStep: ...
+
+
+@overload
+def jit_step(
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    batch_dim: str | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> Callable[[Callable[..., Any]], JitStep]: ...
+
+
+def jit_step(
+    function: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    batch_dim: str | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> Any:
+    """Compile a training step whose results stay in the layouts that its arguments have.
+
+    Under plain `jax.jit` the compiler chooses the layouts of results, and weights drift: a step later some are
+    replicated. Here each result that corresponds to an argument, a subtree with the same structure and shapes, has that
+    argument's layouts. Modules and optimizers of flax.nnx among the arguments are changed in place, each Variable in
+    the layout that it has. Of other results those with as many rows as the batch are sharded as it is, and all else, a
+    loss and metrics, is replicated.
+
+    A step is compiled once for each structure, shapes and layouts of its arguments.
+
+    Args:
+        function: The step: a function of arrays, pytrees of them, and objects of nnx. `None`: returns a decorator.
+        donate_argnums: The positional arguments whose memory the results may take, as for `jax.jit`.
+        batch_dim: The mesh dim over which the first axis of batches is sharded; `None`: they are replicated.
+        batch_argnums: The positional arguments that are batches; `None`: every numpy array is one. Of several processes
+            each passes its own rows.
+
+    Returns:
+        The compiled step, called as the function is.
+
+    Raises:
+        LayoutError: No argument has a layout, a batch cannot be split evenly, or a donated argument is returned with
+            another shape. From the call, as all that follow.
+        MeshError: Arguments are on two meshes.
+        ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, or
+            the step changes more of it than arrays.
+
+    Example:
+        >>> import jax, optax
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"))
+        >>> kernel = lm.dtensor.relayout(np.ones((8, 16), np.float32), lm.Layout([None, "model"], layout_map.mesh))
+        >>> tx = optax.adam(1e-3)
+        >>> @lm.jit_step(donate_argnums=(0, 1), batch_dim="batch")
+        ... def step(params, state, x):
+        ...     loss, gradients = jax.value_and_grad(lambda p: ((x @ p["kernel"]) ** 2).mean())(params)
+        ...     updates, state = tx.update(gradients, state, params)
+        ...     return optax.apply_updates(params, updates), state, loss
+        >>> params = {"kernel": kernel}
+        >>> state = layout_map.build_optimizer(tx, params)
+        >>> params, state, loss = step(params, state, np.ones((4, 8), np.float32))
+        >>> print(lm.dtensor.fetch_layout(params["kernel"]), lm.dtensor.fetch_layout(state[0].mu["kernel"]))
+        (unsharded, model) (unsharded, model)
+    """
+    options = {"donate_argnums": donate_argnums, "batch_dim": batch_dim, "batch_argnums": batch_argnums}
+    return functools.partial(JitStep, **options) if function is None else JitStep(function, **options)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, eq=False)
+class _Signature:
+    """What a step is called with, but for the arrays.
+
+    Args:
+        tree: The tree of all arguments that are no objects, which have `None` in it.
+        where: Where the objects are: positions and names.
+        structure: What the objects are like.
+        paths: The paths of all leaves, those of objects last.
+        num_plain: How many of the leaves are no object's.
+        donated: For each leaf, whether it is donated.
+        batches: For each leaf, whether it is a batch; `None`: numpy arrays are.
+    """
+
+    tree: Any
+    where: tuple[int | str, ...]
+    structure: Any
+    paths: list[Any]
+    names: list[str]
+    num_plain: int
+    donated: list[bool]
+    batches: list[bool] | None
+
+
+@dataclass(slots=True, eq=False)
+class _Program:
+    """A step, compiled for one signature, with the shapes and layouts of its leaves.
+
+    Args:
+        signature: The signature.
+        compiled: The compiled function of two lists: of leaves that are donated, and of those that are not.
+        shardings: The sharding of each leaf.
+        avals: The shape and element type of each leaf.
+        places: The leaves that are not on the mesh when they are passed: where they are placed, whether they are a
+            batch, and the shape in which they are passed.
+    """
+
+    signature: _Signature
+    compiled: Any
+    shardings: list[Any]
+    avals: list[Any]
+    places: dict[int, tuple[NamedSharding, bool, tuple[int, ...]]]
+
+    def takes(self, leaves: list[Any]) -> bool:
+        """Whether it is for these leaves, after those off the mesh have been placed."""
+        for number, (sharding, is_batch, shape) in self.places.items():
+            leaf = leaves[number]
+            if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
+                if np.shape(leaf) != shape:
+                    return False
+                leaves[number] = _placed(leaf, sharding, is_batch)
+        try:
+            return [x.sharding for x in leaves] == self.shardings and [x.aval for x in leaves] == self.avals
+        except AttributeError:  # a leaf that is no array of JAX, where there was one before
+            return False
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        return self.compiled(*_parted(leaves, self.signature.donated))
+
+
+class JitStep:
+    """A compiled step; `jit_step` makes it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        donate_argnums: int | Sequence[int] = (),
+        batch_dim: str | None = None,
+        batch_argnums: int | Sequence[int] | None = None,
+    ):
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._name = getattr(function, "__name__", "step")
+        self._donate = _numbers(donate_argnums)
+        self._batch_dim = batch_dim
+        self._batch_argnums = None if batch_argnums is None else _numbers(batch_argnums)
+        self._signatures: dict[Hashable, _Signature] = {}
+        self._programs: dict[Hashable, _Program] = {}
+        self._last: _Program | None = None
+        self._objects: StepObjects | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first time for arguments of this kind, compile it."""
+        where: tuple[int | str, ...] = ()
+        nodes: list[Any] = []
+        if "flax.nnx" in sys.modules:
+            found = [(key, arg) for key, arg in (*enumerate(args), *kwargs.items()) if is_object(arg)]
+            where, nodes = tuple(key for key, _ in found), [arg for _, arg in found]
+            args = tuple(None if key in where else arg for key, arg in enumerate(args))
+            kwargs = {key: None if key in where else arg for key, arg in kwargs.items()}
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        signature = self._last.signature if self._last is not None else None
+        objects = None
+        if nodes:
+            objects = self._objects
+            inner = objects.read() if objects is not None and objects.are(nodes) else None
+            if objects is None or inner is None:
+                self._objects = objects = StepObjects(nodes)
+                inner = objects.read()
+            leaves += inner or ()
+            signature = objects.signature
+        if signature is None or signature.where != where or signature.tree != tree:
+            signature = self._signature(args, kwargs, tree, where, objects)
+            if objects is not None:
+                objects.signature = signature
+        program = self._last
+        if program is None or program.signature is not signature or not program.takes(leaves):
+            self._last = program = self._program(signature, leaves)
+        out, changed = program(leaves)
+        if objects is not None:
+            objects.write(changed)
+        return out
+
+    def _signature(
+        self, args: Any, kwargs: Any, tree: Any, where: tuple[int | str, ...], objects: StepObjects | None
+    ) -> _Signature:
+        structure = objects.structure if objects is not None else None
+        key = (tree, where, structure)
+        if key in self._signatures:
+            return self._signatures[key]
+        wanted = self._donate + (self._batch_argnums or ())
+        if wanted and max(wanted) >= len(args):
+            raise ScopeError(
+                f"{self._name}: there is no argument {max(wanted)}",
+                why=f"it is called with {len(args)} positional arguments, and donate_argnums and batch_argnums count "
+                "these from 0",
+                fix="pass it by position, or leave its number out",
+            )
+        for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)[0]:
+            if is_object(leaf):
+                raise ScopeError(
+                    f"{self._name}: {path_text(path)} is an object of nnx inside of another argument",
+                    facts={"type": type(leaf).__name__},
+                    why="only objects that are arguments themselves are changed in place",
+                    fix="pass it as an argument of its own",
+                )
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+        of = [path[1].idx if path[0].idx == 0 else None for path in paths]
+        owners = [where[owner] for owner in objects.owners] if objects is not None else []
+        batches = self._batch_argnums
+        self._signatures[key] = signature = _Signature(
+            tree,
+            where,
+            structure,
+            paths,
+            [path_text(path) for path in paths] + (objects.names if objects is not None else []),
+            len(paths),
+            [number in self._donate for number in (*of, *owners)],
+            None if batches is None else [number in batches for number in of] + [False] * len(owners),
+        )
+        return signature
+
+    def _program(self, signature: _Signature, leaves: list[Any]) -> _Program:
+        """The program for these leaves; those off the mesh are placed, in the list."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise ScopeError(
+                f"{self._name}: it is called inside of another traced function",
+                why="a compiled step places its arguments, which have no place while they are traced",
+                fix=f"call the function itself there: {self._name}.__wrapped__(...)",
+            )
+        mesh = self._mesh(signature, leaves)
+        places = {}
+        for number, leaf in enumerate(leaves):
+            sharding = getattr(leaf, "sharding", None)
+            if sharding is None or 1 == len(sharding.device_set) < mesh.size:
+                is_batch = self._is_batch(signature, number, leaf)
+                target = self._target(mesh, leaf, is_batch, signature.names[number])
+                places[number] = target, is_batch, np.shape(leaf)
+                leaves[number] = _placed(leaf, target, is_batch)
+        shardings, avals = [x.sharding for x in leaves], [x.aval for x in leaves]
+        key = (signature, tuple(shardings), tuple(avals))
+        if key not in self._programs:
+            rows = {leaves[n].shape[0] for n, (_, is_batch, shape) in places.items() if is_batch and shape}
+            compiled = self._compiled(signature, leaves, mesh, rows if self._batch_dim else set())
+            self._programs[key] = _Program(signature, compiled, shardings, avals, places)
+        return self._programs[key]
+
+    def _mesh(self, signature: _Signature, leaves: Sequence[Any]) -> Mesh:
+        first: tuple[str, Any, Mesh] | None = None
+        for name, leaf in zip(signature.names, leaves, strict=True):
+            layout = get_engine("jax").layout_of(leaf)
+            if layout is None:
+                continue
+            if first is None:
+                first = name, leaf.sharding.mesh, layout.mesh
+            elif leaf.sharding.mesh != first[1]:
+                raise MeshError(
+                    f"{self._name}: {first[0]} and {name} are on two meshes",
+                    facts={first[0]: str(first[2]), name: str(layout.mesh)},
+                    why="a step computes on one mesh",
+                    fix="lay them out on one",
+                )
+        if first is None:
+            raise LayoutError(
+                f"{self._name}: no argument has a layout",
+                why="a step keeps the layouts of its arguments, and none of these is on a mesh",
+                fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
+            )
+        mesh = first[2]
+        if self._batch_dim is not None and self._batch_dim not in mesh:
+            raise ScopeError(
+                f"{self._name}: batch_dim {self._batch_dim!r} is no dim of the mesh",
+                facts={"mesh": str(mesh)},
+                why="batches are sharded over it",
+                fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
+            )
+        return mesh
+
+    def _is_batch(self, signature: _Signature, number: int, leaf: Any) -> bool:
+        """Whether a leaf that is not on the mesh is a batch."""
+        if signature.batches is not None:
+            return signature.batches[number]
+        if isinstance(leaf, np.ndarray):
+            return True
+        if self._batch_dim is not None and np.size(leaf) > _SMALL:
+            warning = LayoutMapWarning(
+                f"{self._name}: {signature.names[number]} is on one device, and is replicated on the mesh",
+                facts={"shape": np.shape(leaf)},
+                why="it is an array of JAX, and only numpy arrays are taken for batches",
+                fix="if it is a batch, say batch_argnums=...; if not, lay it out before: lm.dtensor.relayout(..)",
+            )
+            warnings.warn(warning, stacklevel=level_of_user())
+        return False
+
+    def _target(self, mesh: Mesh, leaf: Any, is_batch: bool, name: str) -> NamedSharding:
+        engine, shape, dim = get_engine("jax"), np.shape(leaf), self._batch_dim
+        if not is_batch or dim is None or not shape:
+            return engine.native(Layout.replicated(mesh, len(shape)), len(shape))
+        layout = Layout.batch_sharded(mesh, dim, len(shape))
+        sharding = engine.native(layout, len(shape))
+        if sharding.is_fully_addressable and layout.uneven_axes(
+            shape
+        ):  # else these are the rows of one process
+            error, size = layout.uneven_error(shape, 0, f"{self._name}: {name}"), mesh.dim_size(dim)
+            rows = shape[0] - shape[0] % size
+            raise LayoutError(
+                error.what,
+                facts=error.facts,
+                why=f"{error.why}, the devices of {dim}",
+                fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
+            )
+        return sharding
+
+    def _compiled(self, signature: _Signature, leaves: list[Any], mesh: Mesh, rows: set[int]) -> Any:
+        """The step, compiled with the shardings of its results."""
+        num_plain, donated = signature.num_plain, signature.donated
+
+        def run(given: list[Any], kept: list[Any]) -> Any:
+            from_given, from_kept = iter(given), iter(kept)
+            all_leaves = [next(from_given if donate else from_kept) for donate in donated]
+            args, kwargs = jax.tree.unflatten(signature.tree, all_leaves[:num_plain])
+            if not signature.where:
+                return self._function(*args, **kwargs), {}
+            before = all_leaves[num_plain:]
+            nodes = open_objects(signature.structure, before)
+            args = list(args)
+            for key, node in zip(signature.where, nodes, strict=True):
+                into: Any = args if isinstance(key, int) else kwargs
+                into[key] = node
+            out = self._function(*args, **kwargs)
+            self._check_no_object(out)
+            names = signature.names[num_plain:]
+            return out, closed_objects(signature.structure, nodes, before, donated[num_plain:], names)
+
+        run.__name__ = run.__qualname__ = self._name
+        parted = _parted(leaves, donated)
+        # JAX traces a function once for both.
+        out, changed = jax.jit(run, donate_argnums=0).eval_shape(*parted)
+        engine = get_engine("jax")
+        arguments = Arguments(
+            signature.tree,
+            signature.paths,
+            [x.shape for x in leaves[:num_plain]],
+            [x.sharding for x in leaves[:num_plain]],
+            donated[:num_plain],
+        )
+
+        def otherwise(shape: tuple[int, ...]) -> NamedSharding:
+            layout = Layout.replicated(mesh, len(shape))
+            if shape and shape[0] in rows and self._batch_dim is not None:
+                layout = Layout.batch_sharded(mesh, self._batch_dim, len(shape))
+            return engine.native(layout, len(shape))
+
+        shardings = (
+            arguments.shardings_of(out, otherwise),
+            {number: leaves[num_plain + number].sharding for number in changed},
+        )
+        return jax.jit(run, donate_argnums=0, out_shardings=shardings)
+
+    def _check_no_object(self, out: Any) -> None:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:
+            if is_object(leaf):
+                raise ScopeError(
+                    f"{self._name}: it returns a {type(leaf).__name__}",
+                    facts={"where": jax.tree_util.keystr(path)},
+                    why="objects of nnx are changed in place, and what is returned would be a copy",
+                    fix="return the loss and metrics only",
+                )
+
+
+def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _parted(leaves: Sequence[Any], donated: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """The leaves that are donated, and those that are not."""
+    given: list[Any] = []
+    kept: list[Any] = []
+    for leaf, donate in zip(leaves, donated, strict=True):
+        (given if donate else kept).append(leaf)
+    return given, kept
+
+
+def _placed(leaf: Any, sharding: NamedSharding, is_batch: bool) -> jax.Array:
+    """A leaf on the mesh. What is no array becomes one, of a weak type as where JAX traces it."""
+    array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding, may_alias=False)
+    if is_batch and isinstance(array, np.ndarray):
+        return jax.make_array_from_process_local_data(sharding, array)
+    return jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)

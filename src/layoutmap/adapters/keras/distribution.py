@@ -1,0 +1,55 @@
+"""Layouts as a `keras.distribution.LayoutMap`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from layoutmap.core.errors import MeshError
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.mesh import Mesh
+
+
+def keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: Any) -> Any:
+    """A layout map of Keras's with a key for each name that matches that name alone.
+
+    Args:
+        mesh: The mesh of the layouts.
+        layouts: The layouts by `variable.path`; no axis is sharded over several dims.
+        device_mesh: The `DeviceMesh`, of the mesh's dims; `None`: it is made, of the mesh's devices or of all.
+
+    Raises:
+        MeshError: The `DeviceMesh` has other dims, or there are not as many devices.
+    """
+    made = keras.distribution.LayoutMap(_checked(mesh, device_mesh) if device_mesh else _device_mesh(mesh))
+    for name, layout in layouts.items():
+        made[re.escape(name)] = tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs)
+    return made
+
+
+def _checked(mesh: Mesh, device_mesh: Any) -> Any:
+    dims = list(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
+    if dims != list(mesh.dim_sizes.items()):
+        raise MeshError(
+            "to_keras: the DeviceMesh is another mesh",
+            facts={"plan's": str(mesh), "its": ", ".join(f"{name}={size}" for name, size in dims)},
+            why="layouts that fit one mesh need not fit another",
+            fix="pass a DeviceMesh of the plan's dims, or plan on its dims",
+        )
+    return device_mesh
+
+
+def _device_mesh(mesh: Mesh) -> Any:
+    names = [name.rpartition("device:")[2].lower() for name in mesh.devices or ()]
+    devices = names or keras.distribution.list_devices()
+    if len(devices) != mesh.size:
+        raise MeshError(
+            f"to_keras: the plan's mesh has {mesh.size} devices, and Keras has {len(devices)}",
+            facts={"mesh": str(mesh)},
+            why="the mesh is abstract, and a layout map of Keras is on real devices",
+            fix="pass device_mesh=, or plan on a mesh of this machine's size",
+        )
+    return keras.distribution.DeviceMesh(mesh.shape, mesh.dim_names, devices)

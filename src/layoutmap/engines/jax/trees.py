@@ -1,0 +1,58 @@
+"""Pytrees of arrays: their leaves by path, and trees of specs and shardings for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.engines.jax.devices import named_sharding, partition_spec
+
+
+def variables_of(tree: Any) -> list[VariableSpec]:
+    """The arrays of a pytree, by path; a random key is a random state."""
+    found: list[VariableSpec] = []
+
+    def note(path: str, leaf: Any) -> None:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        found.append(VariableSpec(path, leaf.shape, str(leaf.dtype), Kind.RNG if is_key else Kind.WEIGHT))
+
+    _mapped(tree, note)
+    return found
+
+
+def partition_specs(tree: Any, layout_of: Callable[[str], Layout]) -> Any:
+    """The tree with a `PartitionSpec` for each array, by path, and `None` for each leaf that is none."""
+    return _mapped(tree, lambda path, _: partition_spec(layout_of(path)))
+
+
+def named_shardings(tree: Any, layout_of: Callable[[str], Layout]) -> Any:
+    """The tree with a `NamedSharding` for each array, by path, and `None` for each leaf that is none.
+
+    Raises:
+        MeshError: The machine does not have the devices.
+    """
+    return _mapped(tree, lambda path, _: named_sharding(layout_of(path)))
+
+
+def _mapped(tree: Any, made: Callable[[str, Any], Any]) -> Any:
+    """The tree with what is made of each array and its path: its keys joined by dots."""
+
+    def of_leaf(keys: Any, leaf: Any) -> Any:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        # The array in a variable of nnx or in a box of linen has the path of that.
+        return jax.tree.map(
+            lambda each: made(path, each) if hasattr(each, "shape") and hasattr(each, "dtype") else None, leaf
+        )
+
+    return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=_is_flax_box)
+
+
+def _is_flax_box(node: Any) -> bool:
+    """Whether this is a variable of flax.nnx or a box of flax.linen; found out without loading flax."""
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(node).__mro__}
+    return not kinds.isdisjoint(("flax.Variable", "flax.AxisMetadata"))

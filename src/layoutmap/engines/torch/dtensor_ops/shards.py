@@ -1,0 +1,114 @@
+"""A function of plain tensors, computed by each device on its own shards of DTensors.
+
+That is right wherever the function treats the positions of an axis apart from each other: images of a batch, heads of
+an attention. What is sharded along other axes is gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced, with_gradient
+
+
+def mesh_of(tensors: Iterable[Any]) -> Any:
+    """The mesh of the first DTensor."""
+    return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+
+
+def kept_axes(
+    tensors: Sequence[Any],
+    mesh: Any,
+    free: Container[int],
+    *,
+    broadcast: bool = False,
+    taken: Container[int] = (),
+) -> dict[int, int]:
+    """The axis that stays sharded over each mesh dim, by the dim's number, where one does.
+
+    Args:
+        tensors: The tensors that have these axes, DTensors or plain.
+        mesh: The mesh.
+        free: The axes that may stay sharded.
+        broadcast: Whether an axis of size 1 goes with the others' axis of any size.
+        taken: Mesh dims over which other tensors stay sharded.
+    """
+    kept: dict[int, int] = {}
+    for dim in range(mesh.ndim):
+        sharded = (_sharded_axis(tensor, dim) for tensor in tensors)
+        axis = next((axis for axis in sharded if axis is not None and axis in free), None)
+        if axis is None or dim in taken:
+            continue
+        shards = mesh.size(dim)
+        for other in (other for other, also in kept.items() if also == axis):
+            shards *= mesh.size(other)
+        sizes = [tensor.shape[axis] for tensor in tensors]
+        if all(size % shards == 0 or (broadcast and size == 1) for size in sizes):
+            kept[dim] = axis
+    return kept
+
+
+def _sharded_axis(tensor: Any, dim: int) -> int | None:
+    """The axis of a DTensor that is sharded over a mesh dim; `None`: none, or not in the mesh's order."""
+    placement = tensor.placements[dim] if isinstance(tensor, DTensor) else None
+    return placement.dim if type(placement) is Shard else None
+
+
+def shard_placements(mesh: Any, axes: Mapping[int, int | None]) -> list[Any]:
+    """The placements that shard some axes, by the number of the mesh dim."""
+    found = (axes.get(dim) for dim in range(mesh.ndim))
+    return [Replicate() if axis is None else Shard(axis) for axis in found]
+
+
+def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: Iterable[int]) -> Any:
+    """The shard of this device, after the tensor was brought into a layout.
+
+    Args:
+        tensor: A DTensor, or a plain tensor that is the same in all processes.
+        mesh: The mesh.
+        axes: Its axis that is sharded over each mesh dim, by the dim's number.
+        apart: The mesh dims over which devices compute different things. A tensor that is replicated over one has a
+            part of its gradient on each.
+    """
+    tensor = reduced(tensor) if isinstance(tensor, DTensor) else everywhere(tensor, mesh)
+    placements, apart = shard_placements(mesh, axes), set(apart)
+    gradient = [
+        Partial() if dim in apart and placement.is_replicate() else placement
+        for dim, placement in enumerate(placements)
+    ]
+    # DTensor keeps the strides of a gradient that it gathers, and not the order of its memory.
+    return with_gradient(
+        placed(tensor, placements).to_local(grad_placements=gradient), torch.Tensor.contiguous
+    )
+
+
+def join(local: Any, mesh: Any, axes: Mapping[int, int | None]) -> Any:
+    """The DTensor of all devices' shards, which are of equal size; see `local_shard`."""
+    return DTensor.from_local(local, mesh, shard_placements(mesh, axes), run_check=False)
+
+
+def apart(free: Callable[[int], Container[int]]) -> Callable[..., Any]:
+    """How to compute a function that treats positions of its first tensor apart, along some axes.
+
+    Args:
+        free: These axes, given the tensor's rank. They may stay sharded, and so are the result's then.
+    """
+
+    def compute(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        first = 0 if args else "input"
+        mesh = mesh_of(values.values())
+        kept = kept_axes([values[first]], mesh, free(values[first].ndim))
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = local_shard(value, mesh, kept if name == first else {}, kept)
+        local = function(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs})
+        if isinstance(local, (tuple, list)):
+            return type(local)(join(each, mesh, kept) for each in local)
+        return join(local, mesh, kept)
+
+    return compute

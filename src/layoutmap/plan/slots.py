@@ -1,0 +1,53 @@
+"""What a plan says of an optimizer's slots: those that follow no weight, and those that are sharded further."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from layoutmap.core.errors import listed
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.plan.problems import Problem
+
+_SMALL = 1024  # elements: a slot of no weight that has more is worth a warning, and worth sharding
+
+
+def is_sharded_further(variable: VariableSpec) -> bool:
+    """Whether a variable is a slot that `zero_dim` is for: one of a weight, or a large one."""
+    return variable.kind is Kind.SLOT and (variable.follows or math.prod(variable.shape) > _SMALL)
+
+
+def problems_of_slot(variable: VariableSpec) -> Iterator[Problem]:
+    """A problem for a slot of several elements that has no axis of a weight."""
+    num_elements = math.prod(variable.shape)
+    follows = variable.follows and (variable.axes is None or any(variable.axes))
+    if variable.kind is not Kind.SLOT or num_elements < 2 or follows:
+        return
+    why = f"it is of {variable.parent}, which has no axis of such a size"
+    yield Problem(
+        "loose slot",
+        "warning" if num_elements > _SMALL else "note",
+        variable.path,
+        f"{variable.path}: it has no axis of a weight, so no weight says how it is sharded",
+        (("shape", str(variable.shape)), ("bytes", f"{variable.global_bytes:,}")),
+        why if variable.follows else "the path of no weight is in its own",
+        "keep what belongs to a weight under the weight's path in the state; or zero_dim= shards it, too",
+    )
+
+
+def note_of_zero(assignments: Sequence[Assignment], dim: str) -> Problem:
+    """A note that says which slots are sharded further than their weights."""
+    slots = [a for a in assignments if is_sharded_further(a.variable)]
+    rest = [
+        a.variable.path
+        for a in slots
+        if all(dim not in a.layout.mesh_dims_of(axis) for axis in range(a.layout.rank))
+    ]
+    return Problem(
+        "zero",
+        "note",
+        dim,
+        f"{len(slots) - len(rest)} of {len(slots)} slots are sharded over {dim} (ZeRO-1)",
+        (("as their weights", listed(rest)),),
+        f"zero_dim={dim!r}: slots are sharded further than their weights, along the first axis that divides",
+    )

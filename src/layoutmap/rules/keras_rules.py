@@ -1,0 +1,110 @@
+"""Rules of Keras's own layout maps, kept as they are: `keras:transformer_layer.*attention_output.kernel`.
+
+A key of `keras.distribution.LayoutMap` is a regex over `variable.path`: the names of layers, joined by slashes. These
+are not object paths, and no translation of the regex is right for all models. So a rule that begins with `keras:` is
+tried on what Keras calls a variable and on nothing else, and means what it means there:
+
+    an exact name comes first, else the regex that matches all of the name (`re.fullmatch`)
+    two regexes that match one name contradict each other, which a plan says as an error
+    a layout that is shorter than the variable's shape leaves the last axes unsharded
+
+`adapters/keras/describing.py` finds the names; the planner asks a map for them if it has such a rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import LayoutMapError, RuleError, brief
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.match import KERAS, Rule
+from layoutmap.core.mesh import Mesh
+
+_FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))+")
+
+
+def is_named(text: str) -> bool:
+    """Whether a rule is one over Keras's names, or a path is such a name."""
+    return text.startswith(KERAS)
+
+
+def anchored(pattern: str) -> str:
+    """The regex that matches from the start what a rule matches: that of `keras:a|b` is `keras:(?:a|b)\\Z`."""
+    if not is_named(pattern):
+        return pattern
+    body = pattern.removeprefix(KERAS)
+    flags = _FLAGS.match(body)
+    end = "\n" if re.compile(body).flags & re.VERBOSE else ""  # the body may end in a comment
+    return f"{flags[0] if flags else ''}{KERAS}(?:{body[flags.end() if flags else 0 :]}{end})\\Z"
+
+
+def layout_for(rule: Rule, rank: int) -> Layout:
+    """The layout that a rule gives to a variable of a rank."""
+    layout = rule.layout
+    if not is_named(rule.pattern) or layout.rank >= rank:
+        return layout
+    return Layout([*layout.sharding_specs, *[UNSHARDED] * (rank - layout.rank)], layout.mesh)
+
+
+def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[Any, ...]]]:
+    """The mesh of Keras's map, if none is given, and its rules.
+
+    Raises:
+        RuleError: It is no map of Keras's, or has no mesh, or a key of it is none.
+        MeshError: Its mesh has dims or devices that a mesh cannot have.
+    """
+    if not _is_keras_map(keras_map):
+        raise RuleError(
+            f"from_keras: {brief(keras_map)} is no layout map of Keras",
+            why=f"it is {kind_of(keras_map)}",
+            fix="pass a keras.distribution.LayoutMap, as in Llama3Backbone.get_layout_map(device_mesh)",
+        )
+    rules: dict[str, tuple[Any, ...]] = {}
+    device_meshes: list[Any] = [keras_map.device_mesh]
+    for key, layout in keras_map.items():
+        if not isinstance(key, str):
+            raise RuleError(
+                f"from_keras: the key {key!r} is not text",
+                why="Keras reads it as a regex over variable.path",
+                fix="take it out of the map",
+            )
+        rules[f"{KERAS}{key}"] = tuple(layout.axes)
+        device_meshes.append(layout.device_mesh)
+    theirs = [each for each in device_meshes if each is not None]
+    if mesh is None and not theirs:
+        raise RuleError(
+            "from_keras: the map has no mesh",
+            why="neither it nor a layout in it has a device_mesh",
+            fix='pass one: LayoutMap.from_keras(keras_map, lm.create_mesh("batch=2,model=4"))',
+        )
+    found = [mesh] if mesh else list(dict.fromkeys(map(_mesh_of, theirs)))
+    if len(found) > 1:
+        raise RuleError(
+            f"from_keras: its layouts are on {len(found)} meshes",
+            facts={"meshes": "; ".join(map(str, found))},
+            why="one program runs all variables of a model on one mesh",
+            fix="make the map on one DeviceMesh, or pass a mesh",
+        )
+    return found[0], rules
+
+
+def _is_keras_map(value: Any) -> bool:
+    return isinstance(value, Mapping) and hasattr(value, "device_mesh")  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _mesh_of(device_mesh: Any) -> Mesh:
+    """The mesh of a `keras.distribution.DeviceMesh`."""
+    dims = list(zip(map(str, device_mesh.axis_names), map(int, device_mesh.shape), strict=True))
+    names = [
+        f"{each.platform}:{each.id}" if hasattr(each, "platform") else each
+        for each in device_mesh.devices.flat
+    ]
+    try:
+        return Mesh([str(name).upper() for name in names], dims)
+    except LayoutMapError as error:
+        raise type(error)(
+            f"from_keras: {error.what}", facts=error.facts, why=error.why, fix=error.fix
+        ) from error

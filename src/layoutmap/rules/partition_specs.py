@@ -1,0 +1,267 @@
+"""PartitionSpecs of JAX as rules: those of single arrays, and those that are given by regexes, as EasyLM does.
+
+A `PartitionSpec` has an entry for each of an array's first axes and says nothing of the rest, and a rule has one for
+each axis: so all of these need the arrays' shapes. What comes out is a rule for exactly these arrays; those that differ
+only in the numbers of repeated blocks share one. No JAX is loaded: a spec is whatever is iterated as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+from layoutmap.core.arguments import as_int, kind_of
+from layoutmap.core.errors import RuleError, brief, listed
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.paths import path_regex, path_shape
+from layoutmap.core.variables import Assignment
+from layoutmap.rules.near_misses import nearest
+from layoutmap.rules.patterns import compile_pattern
+
+Shape = tuple[int, ...]
+Specs = tuple[str | tuple[str, ...] | None, ...]
+"""An entry for each axis of an array: the mesh dims that it is sharded over."""
+
+_FREE = "UNCONSTRAINED"
+_ENTRIES = "an entry is None, a mesh dim, or a tuple of mesh dims"
+
+
+def leaves(tree: Any, where: str) -> dict[str, Any]:
+    """What dicts, and lists of dicts, hold, by path.
+
+    Raises:
+        RuleError: It is no dict.
+    """
+    if not isinstance(tree, Mapping):
+        raise RuleError(
+            f"{where}: {brief(tree)} is no dict",
+            why=f"it is {kind_of(tree)}, and what is in it goes by path",
+            fix='pass a dict by path, as in {"d1.kernel": ...}, or dicts in dicts',
+        )
+    return dict(_leaves(tree, ""))
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        children = cast("Mapping[Any, Any]", tree).items()
+    elif _is_list(tree) and not all(map(_is_of_a_leaf, tree)):
+        children = enumerate(cast("list[Any]", tree))
+    else:
+        yield prefix.removesuffix("."), tree
+    for key, child in children:
+        yield from _leaves(child, f"{prefix}{key}.")
+
+
+def _is_of_a_leaf(value: Any) -> bool:
+    """Whether this is a size of a shape or an entry of a spec, and no leaf of a tree itself."""
+    if _is_list(value):
+        return all(isinstance(dim, str) for dim in value)
+    return value is None or isinstance(value, (str, int)) or str(value) == _FREE
+
+
+def shapes_of(parameters: Any, where: str) -> dict[str, Shape]:
+    """The shapes of all arrays, by path: of a plan, or of dicts of shapes or of anything with a shape.
+
+    Raises:
+        RuleError: It is no dict, or something in it has no shape.
+    """
+    found: dict[str, Shape] = {}
+    for path, leaf in leaves(parameters, where).items():
+        shape = leaf.variable.shape if isinstance(leaf, Assignment) else getattr(leaf, "shape", leaf)
+        if not _is_list(shape) or any(as_int(n) is None for n in shape):
+            raise RuleError(
+                f"{where}: {path}: no shape",
+                facts={"given": brief(leaf)},
+                why="a PartitionSpec says nothing of an array's last axes, and a layout has a spec for each",
+                fix="give the array's shape, or anything with a shape: jax.eval_shape(init, ...) returns such a tree, "
+                "and nn.meta.unbox(tree) one without the boxes of flax",
+            )
+        found[path] = tuple(shape)
+    return found
+
+
+def read_spec(given: Any, where: str) -> Specs:
+    """The entries of a PartitionSpec, or of the one in a NamedSharding; of `None`, none.
+
+    Raises:
+        RuleError: It is something else, or says what a layout cannot.
+    """
+    memory = getattr(given, "memory_kind", None)
+    if memory not in (None, "device"):
+        raise _not_expressed(
+            where, f"memory kind {memory!r}", "a layout says on which devices a shard is, in their memory"
+        )
+    spec: Any = getattr(given, "spec", given)
+    for name in ("unreduced", "reduced"):
+        if dims := getattr(spec, name, None):
+            raise _not_expressed(
+                where, f"{name}={sorted(dims)}", "a variable's layout has no sums that are still to be made"
+            )
+    if spec is None:
+        return ()
+    if _is_no_row(spec):
+        raise RuleError(
+            f"{where}: {brief(spec)} is no PartitionSpec",
+            why=f"it is {kind_of(spec)}",
+            fix='write PartitionSpec(None, "model"), or a tuple; of boxed variables of flax, nn.get_partition_spec(..)',
+        )
+    return tuple(_entry(entry, axis, where) for axis, entry in enumerate(spec))
+
+
+def _entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
+    if entry is None or isinstance(entry, str):
+        return entry
+    if _is_list(entry) and all(isinstance(dim, str) for dim in entry):
+        return tuple(entry)
+    why = _ENTRIES
+    if str(entry) == _FREE:
+        why = f"it leaves the axis to JAX's compiler, and a layout says where each axis is: {_ENTRIES}"
+    raise _not_expressed(where, f"entry {brief(entry)} of axis {axis}", why)
+
+
+def _not_expressed(where: str, what: str, why: str) -> RuleError:
+    return RuleError(
+        f"{where}: {what} cannot be expressed in a layout", why=why, fix="leave it out of what is taken over"
+    )
+
+
+def fitted(specs: Specs, shape: Shape, where: str) -> Specs:
+    """An entry for each axis: those that are left out are unsharded.
+
+    Raises:
+        RuleError: There are more entries than axes.
+    """
+    if len(specs) > len(shape):
+        raise RuleError(
+            f"{where}: {len(specs)} entries for an array of {len(shape)} axes",
+            facts={"shape": shape, "spec": specs},
+            why="a PartitionSpec has at most one entry for each axis",
+            fix="leave entries out, or give the right shapes",
+        )
+    return (*specs, *[None] * (len(shape) - len(specs)))
+
+
+def rules_by_path(specs: Mapping[str, Specs]) -> dict[str, Specs]:
+    """Rules that give these arrays these specs, and nothing to others but further repeats of their blocks.
+
+    Example:
+        >>> rules_by_path({"blocks.0.up": (None, "x"), "blocks.1.up": (None, "x"), "out": ("x", None)})
+        {'blocks\\\\.\\\\d+\\\\.up$': (None, 'x'), 'out$': ('x', None)}
+    """
+    groups: dict[tuple[str, ...], dict[Specs, list[str]]] = {}
+    for path, each in specs.items():
+        groups.setdefault(path_shape(path), {}).setdefault(each, []).append(path)
+    rules: dict[str, Specs] = {}
+    for by_specs in groups.values():
+        for each, paths in by_specs.items():
+            for together in [paths] if len(by_specs) == 1 else [[path] for path in paths]:
+                rules[path_regex(together)] = each
+    return rules
+
+
+def specs_of_tree(tree: Any, shapes: Mapping[str, Shape], mesh: Mesh, where: str) -> dict[str, Specs]:
+    """The specs of a tree of PartitionSpecs or NamedShardings, by path.
+
+    Raises:
+        RuleError: Something in it is neither, does not fit its array, or is on another mesh, or there is no such array.
+    """
+    found: dict[str, Specs] = {}
+    for path, given in leaves(tree, where).items():
+        check_known(path, shapes, where)
+        theirs: Any = getattr(given, "mesh", None)
+        if theirs is not None and list(theirs.shape.items()) != list(mesh.dim_sizes.items()):
+            raise RuleError(
+                f"{where}: {path}: its sharding is on another mesh",
+                facts={"map's": str(mesh), "its": ", ".join(f"{n}={s}" for n, s in theirs.shape.items())},
+                why="one program runs all variables of a model on one mesh",
+                fix="pass the mesh of the shardings, or PartitionSpecs, which are on none",
+            )
+        found[path] = fitted(read_spec(given, f"{where}: {path}"), shapes[path], f"{where}: {path}")
+    return found
+
+
+def check_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
+    """Raise a `RuleError` if there is no array of a path."""
+    if path not in shapes:
+        near = nearest(path, shapes, 1)
+        raise RuleError(
+            f"{where}: {path} is none of the arrays",
+            why=f"none of the {len(shapes)} shapes has this path",
+            fix=f"did you mean {near[0]}?" if near else "take it out, or give its shape",
+        )
+
+
+def searched_specs(
+    rules: Any, shapes: Mapping[str, Shape], where: str
+) -> tuple[dict[str, Specs], tuple[str, ...]]:
+    """The specs that rules of EasyLM's form give, by path; and the rules that give none, as text.
+
+    Raises:
+        RuleError: A rule is no pair of a regex and a PartitionSpec, or there is none for an array.
+    """
+    compiled = [
+        (
+            compile_pattern(pattern, f"{where}: rule {number}"),
+            read_spec(spec, f"{where}: rule {number} {pattern!r}"),
+        )
+        for number, (pattern, spec) in enumerate(pairs(rules, where), 1)
+    ]
+    found: dict[str, Specs] = {}
+    used: set[int] = set()
+    missing: list[str] = []
+    for path, shape in shapes.items():
+        if math.prod(shape) == 1:  # also of a scalar
+            found[path] = (None,) * len(shape)
+            continue
+        name = path.replace(".", "/")
+        number = next((n for n, (regex, _) in enumerate(compiled) if regex.search(name)), None)
+        if number is None:
+            missing.append(path)
+            continue
+        used.add(number)
+        at = f"{where}: rule {number + 1} {compiled[number][0].pattern!r}, which finds {path}"
+        found[path] = fitted(compiled[number][1], shape, at)
+    if missing:
+        raise RuleError(
+            f"{where}: no rule is for {len(missing)} of the arrays",
+            facts={"arrays": listed(missing)},
+            why="re.search finds none of the regexes in their paths, joined by slashes",
+            fix='add rules for them; a last one for all others is (".*", PartitionSpec())',
+        )
+    unused = [f"{n + 1}  {regex.pattern}" for n, (regex, _) in enumerate(compiled) if n not in used]
+    return found, tuple(unused)
+
+
+def pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
+    """Rules as a list of pairs whose first is text.
+
+    Raises:
+        RuleError: They are not.
+    """
+    if _is_no_row(rules):
+        raise RuleError(
+            f"{where}: {brief(rules)} are no rules",
+            why=f"they are {kind_of(rules)}",
+            fix='write a list of pairs, in order, as in [("embed", "fsdp"), ("mlp", "tensor")]',
+        )
+    found: list[tuple[str, Any]] = []
+    for number, rule in enumerate(rules, 1):
+        if not _is_list(rule) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise RuleError(
+                f"{where}: rule {number} is {brief(rule)}",
+                why="a rule is a pair whose first is text",
+                fix='write it as in ("mlp", "tensor")',
+            )
+        found.append((rule[0], rule[1]))
+    return found
+
+
+# These return a plain bool, so that what is `Any` stays it.
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+def _is_no_row(value: Any) -> bool:
+    return isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)

@@ -1,0 +1,145 @@
+"""Optimizers of optax: planned, built and laid out, their slots with the parameters that they are for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.users_line import level_of_user
+from layoutmap.core.variables import Kind
+from layoutmap.plan.planner import make_table
+from layoutmap.report.text import warning_text
+from layoutmap.rules.rule_set import RuleSet
+from layoutmap.scope.plan import Plan
+
+if TYPE_CHECKING:
+    from layoutmap.adapters.jax.optimizers import OptimizerVariables
+
+# The adapter is imported late: it imports JAX.
+
+
+def plan_optimizer(
+    layout_map: RuleSet, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None
+) -> Plan:
+    """Say where an optimizer's state would go; see `LayoutMap.plan_optimizer`."""
+    from layoutmap.adapters.jax.optimizers import describe, params_of
+
+    return _plan(layout_map, describe(_init_of(tx), params_of(params, wrt)), zero_dim)
+
+
+def build_optimizer(
+    layout_map: RuleSet,
+    tx: Any,
+    params: Any,
+    *,
+    wrt: Any = None,
+    zero_dim: str | None = None,
+    strict: bool = False,
+) -> Any:
+    """Make an optimizer's state, each leaf straight in its layout; see `LayoutMap.build_optimizer`."""
+    from layoutmap.adapters.jax.optimizers import describe, is_module, make_state, nnx_optimizer, params_of
+
+    init, tree = _init_of(tx), params_of(params, wrt)
+    found = describe(init, tree)
+    plan = _checked_plan(layout_map, found, zero_dim, strict)
+    layouts = _layouts_of_slots(plan)
+    if not is_module(params):
+        return make_state(init, tree, layouts)
+    optimizer = nnx_optimizer(params, tx, wrt, lambda tree: make_state(init, tree, layouts))
+    return _with_step(optimizer, plan.mesh)
+
+
+def apply_optimizer(
+    layout_map: RuleSet,
+    state: Any,
+    params: Any,
+    *,
+    wrt: Any = None,
+    zero_dim: str | None = None,
+    strict: bool = False,
+) -> Any:
+    """Lay out an optimizer's state that exists; see `LayoutMap.apply_optimizer`."""
+    from layoutmap.adapters.jax.optimizers import describe, is_nnx_optimizer, move_state, params_of
+
+    is_nnx = is_nnx_optimizer(state)
+    leaves = state.opt_state if is_nnx else state
+    found = describe(lambda _: leaves, params_of(params, state.wrt if is_nnx and wrt is None else wrt))
+    plan = _checked_plan(layout_map, found, zero_dim, strict)
+    moved = move_state(leaves, _layouts_of_slots(plan))
+    return _with_step(state, plan.mesh) if is_nnx else moved
+
+
+def _plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None) -> Plan:
+    mesh = layout_map.mesh
+    first = next(iter(found.layouts), None)
+    if first is not None:
+        mesh = found.layouts[first].mesh
+        for (_, path), layout in found.layouts.items():
+            if layout.mesh != mesh:
+                raise _two_meshes(f"params.{first[1]}", mesh, f"params.{path}", layout.mesh)
+        if layout_map.mesh is not None and layout_map.mesh.mesh_dims != mesh.mesh_dims:
+            raise _two_meshes("the layout map", layout_map.mesh, f"params.{first[1]}", mesh)
+    if zero_dim is not None and mesh is not None and zero_dim not in mesh:
+        raise ScopeError(
+            f"zero_dim {zero_dim!r} is no dim of the mesh",
+            facts={"mesh": str(mesh)},
+            why="slots are sharded over it, further than their weights",
+            fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
+        )
+    rules = layout_map if layout_map.mesh == mesh else RuleSet(mesh)
+    table = make_table(
+        [*found.weights, *found.slots], rules, complete=False, given=found.layouts, zero_dim=zero_dim
+    )
+    return Plan.of(table)
+
+
+def _checked_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None, strict: bool) -> Plan:
+    for weight in found.weights:
+        if weight.key not in found.layouts:
+            raise LayoutError(
+                f"params.{weight.path}: it has no layout",
+                facts={
+                    "shape": str(weight.shape),
+                    "with a layout": f"{len(found.layouts)} of {len(found.weights)}",
+                },
+                why="slots are placed as their parameters are, and this one is on no mesh",
+                fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
+            )
+    plan = _plan(layout_map, found, zero_dim).check(strict=strict)
+    if text := warning_text(plan):
+        warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user())
+    return plan
+
+
+def _two_meshes(one: str, mesh: Mesh, other: str, other_mesh: Mesh) -> MeshError:
+    return MeshError(
+        f"{one} and {other} are on two meshes",
+        facts={one: str(mesh), other: str(other_mesh)},
+        why="an optimizer computes with all parameters at once, on one mesh",
+        fix="lay them out on one: layout_map.apply(params)",
+    )
+
+
+def _layouts_of_slots(plan: Plan) -> list[Layout]:
+    return [a.layout for a in plan.assignments if a.variable.kind is Kind.SLOT]
+
+
+def _with_step(optimizer: Any, mesh: Mesh) -> Any:
+    from layoutmap.adapters.jax.optimizers import move_state
+
+    move_state(optimizer.step, [Layout.replicated(mesh, 0)])
+    return optimizer
+
+
+def _init_of(tx: Any) -> Any:
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        return tx.init
+    raise ScopeError(
+        "there is no optimizer",
+        why=f"what was passed for it is {kind_of(tx)}, without init and update",
+        fix="pass one of optax, as in optax.adamw(1e-3); a state that exists is laid out by apply_optimizer",
+    )

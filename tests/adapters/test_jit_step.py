@@ -1,0 +1,247 @@
+"""Compiled steps leave everything in its layout, and compute what one device computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import few
+from optax_optimizers import MESH, OPTIMIZERS, laid_out, misplaced, plain_params
+
+import layoutmap as lm
+
+
+@pytest.fixture(scope="module")
+def layout_map():
+    return lm.LayoutMap(lm.create_mesh(MESH))
+
+
+def loss_of(params, x):
+    """A number that all parameters have a part in; of a batch of 40 features."""
+    for block in params["blocks"]:
+        up = jax.nn.gelu(x @ params["embed"]["table"][:, :8] @ block["kernel"] + block["bias"])
+        x = x + up @ jnp.ones((64, 40)) / 64
+    rest = (params["head"]["kernel"] ** 2).sum() + (params["scale"] ** 2).sum()
+    return (x**2).mean() + rest
+
+
+def make_step(tx):
+    def step(params, state, x):
+        loss, gradients = jax.value_and_grad(loss_of)(params, x)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, {"loss": loss}
+
+    return step
+
+
+def batch(seed=0, rows=4):
+    return np.random.default_rng(seed).normal(size=(rows, 40)).astype("float32")
+
+
+def layouts(tree):
+    return [str(lm.dtensor.fetch_layout(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+def test_plain_jit_drifts_and_a_step_does_not(layout_map):
+    """A step under plain `jax.jit` moves replicated biases and their slots, and under `jit_step` none."""
+    tx = optax.adamw(1e-2)
+    params = laid_out(plain_params(), layout_map.mesh)
+    for block in params["blocks"]:
+        block["bias"] = lm.dtensor.relayout(block["bias"], lm.Layout([None], layout_map.mesh))
+    state = layout_map.build_optimizer(tx, params)
+    x = lm.dtensor.relayout(batch(), lm.Layout(["batch", None], layout_map.mesh))
+    before = layouts((params, state))
+    drifted = jax.jit(make_step(tx))(params, state, x)
+    kept = lm.jit_step(make_step(tx), batch_dim="batch")(params, state, batch())
+    moved = [
+        sum(a != b for a, b in zip(before, layouts(after[:2]), strict=True)) for after in (drifted, kept)
+    ]
+    assert [6, 0] == moved
+
+
+@pytest.mark.parametrize(
+    ("name", "zero_dim"),
+    few(
+        [(name, dim) for name in OPTIMIZERS for dim in (None, "batch")],
+        ("adamw", None),
+        ("adafactor", "batch"),
+    ),
+)
+def test_three_steps_are_those_of_one_device(layout_map, name, zero_dim):
+    """Parameters and state after three steps equal those of one device, and are where they were."""
+    tx = OPTIMIZERS[name]()
+    expected = plain_params(), tx.init(plain_params())
+    params = laid_out(plain_params(), layout_map.mesh)
+    actual = params, layout_map.build_optimizer(tx, params, zero_dim=zero_dim)
+    before = layouts(actual)
+    plain, step = jax.jit(make_step(tx)), lm.jit_step(make_step(tx), donate_argnums=(0, 1), batch_dim="batch")
+    for number in range(3):
+        *expected, of_plain = plain(*expected, batch(number))
+        *actual, metrics = step(*actual, batch(number))
+        np.testing.assert_allclose(of_plain["loss"], metrics["loss"], rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(expected[0]), jax.tree.leaves(actual[0]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    assert before == layouts(tuple(actual))
+
+
+def test_a_step_is_traced_once_for_each_signature(layout_map):
+    """Later calls trace nothing; a batch of another size, or other layouts, is traced once more."""
+    traces = []
+
+    @functools.partial(lm.jit_step, batch_dim="batch")
+    def step(params, scale, x):
+        traces.append(x.shape)
+        return jax.tree.map(lambda p: p * scale, params), x.sum()
+
+    params = laid_out(plain_params(), layout_map.mesh)
+    for rows in (4, 4, 8, 4, 8):
+        params, _ = step(params, 0.5, batch(0, rows))
+    replicated = jax.tree.map(
+        lambda p: lm.dtensor.relayout(p, lm.Layout.replicated(layout_map.mesh, p.ndim)), params
+    )
+    for _ in range(2):
+        replicated, _ = step(replicated, 0.25, batch(0, 4))
+    assert [(4, 40), (8, 40), (4, 40)] == traces
+    assert all(p.sharding.is_fully_replicated for p in jax.tree.leaves(replicated))
+
+
+def test_what_is_donated_is_gone(layout_map):
+    """The arrays of arguments in `donate_argnums` are deleted, and those of others stay."""
+    params = laid_out(plain_params(), layout_map.mesh)
+    other = laid_out(plain_params(1), layout_map.mesh)
+    step = lm.jit_step(lambda p, q: jax.tree.map(jnp.add, p, q), donate_argnums=0)
+    step(params, other)
+    assert ({True}, {False}) == (
+        {p.is_deleted() for p in jax.tree.leaves(params)},
+        {p.is_deleted() for p in jax.tree.leaves(other)},
+    )
+
+
+def test_where_results_go(layout_map):
+    """Rows of the batch are sharded as the batch; what corresponds to an argument as that; all else is replicated."""
+    params = laid_out(plain_params(), layout_map.mesh)
+    key = jax.random.key(0)
+
+    @functools.partial(lm.jit_step, batch_dim="batch")
+    def step(state, x, key):
+        gradients = jax.grad(loss_of)(state["params"], x)
+        state = {"params": state["params"], "step": state["step"] + 1}
+        return state, {
+            "gradients": gradients,
+            "rows": x.sum(1),
+            "norms": jnp.ones(3),
+            "key": jax.random.split(key)[0],
+        }
+
+    state, rest = step({"params": params, "step": jnp.int32(3)}, batch(), key)
+    assert [] == misplaced((state, rest["gradients"]))
+    assert ["()", "(unsharded,)", "(batch,)"] == layouts([rest["key"], rest["norms"], rest["rows"]])
+    assert 4 == int(state["step"])
+
+
+def test_batches_are_placed(layout_map):
+    """Numpy arrays are sharded over the batch's dim, and with `batch_argnums` arrays of JAX as well."""
+    kernel = lm.dtensor.relayout(np.ones((40, 8), np.float32), lm.Layout([None, "model"], layout_map.mesh))
+
+    def step(kernel, x):
+        return jax.debug.inspect_array_sharding(
+            x, callback=lambda s: seen.append(s.shard_shape((4, 40)))
+        ), x @ kernel
+
+    seen = []
+    lm.jit_step(step, batch_dim="batch")(kernel, batch())
+    lm.jit_step(step, batch_dim="batch", batch_argnums=1)(kernel, jnp.asarray(batch()))
+    lm.jit_step(step)(kernel, batch())
+    assert [(2, 40), (2, 40), (4, 40)] == seen
+    big = jnp.ones((64, 40))
+    with pytest.warns(lm.LayoutMapWarning, match=r"step: args\[1\] is on one device"):
+        lm.jit_step(step, batch_dim="batch")(kernel, big)
+
+
+def accumulated(params, x):
+    """Gradients summed over two halves of a batch by `lax.scan`, each block computed again on the way back."""
+
+    def one(total, part):
+        gradients = jax.grad(jax.checkpoint(loss_of))(params, part)
+        return jax.tree.map(jnp.add, total, gradients), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total, _ = jax.lax.scan(one, zeros, x.reshape(2, -1, *x.shape[1:]))
+    return jax.tree.map(lambda p, g: p - 0.01 * g, params, total)
+
+
+def stacked(params, x):
+    """A step of blocks whose weights are stacked along a first axis, gone through by `lax.scan`."""
+
+    def loss(params):
+        def block(x, weights):
+            return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
+
+        return (jax.lax.scan(jax.checkpoint(block), x, params)[0] ** 2).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.01 * g, params, jax.grad(loss)(params))
+
+
+def stacked_params(mesh=None):
+    random = np.random.default_rng(0)
+    shapes = {"up": (3, 40, 16), "down": (3, 16, 40)}
+    specs = {"up": (None, "batch", "model"), "down": (None, "model", "batch")}
+    made = {name: random.normal(size=shape).astype("float32") / 8 for name, shape in shapes.items()}
+    if mesh is None:
+        return made
+    return {name: lm.dtensor.relayout(made[name], lm.Layout(specs[name], mesh)) for name in made}
+
+
+@pytest.mark.parametrize("kind", ["accumulated", "stacked"])
+def test_accumulation_remat_and_scan(layout_map, kind):
+    """Gradient accumulation, rematerialization and a scan over stacked blocks keep numbers and layouts."""
+    if kind == "accumulated":
+        function, plain = accumulated, plain_params()
+        params = laid_out(plain, layout_map.mesh)
+    else:
+        function, plain, params = stacked, stacked_params(), stacked_params(layout_map.mesh)
+    before, step = layouts(params), lm.jit_step(function, donate_argnums=0, batch_dim="batch")
+    for number in range(2):
+        plain, params = jax.jit(function)(plain, batch(number)), step(params, batch(number))
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert before == layouts(params)
+
+
+def test_what_is_refused(layout_map):
+    """Arguments without a layout or on two meshes, an uneven batch, another shape: what, why and the fix are said."""
+    params = laid_out(plain_params(), layout_map.mesh)
+    elsewhere = lm.dtensor.relayout(np.ones(8, np.float32), lm.Layout(["data"], lm.create_mesh("data=8")))
+
+    def step(params, *rest):
+        return params
+
+    def grown(params):
+        return params | {"scale": jnp.ones(25)}
+
+    told = []
+    for compiled, arguments in (
+        (lm.jit_step(step), (plain_params(),)),
+        (lm.jit_step(step), (params, elsewhere)),
+        (lm.jit_step(step, batch_dim="batch"), (params, batch(0, 5))),
+        (lm.jit_step(step, batch_dim="data"), (params,)),
+        (lm.jit_step(step, donate_argnums=1), (params,)),
+        (lm.jit_step(grown, donate_argnums=0), (params,)),
+        (jax.jit(lm.jit_step(step)), (params,)),
+    ):
+        with pytest.raises(lm.LayoutMapError) as error:
+            compiled(*arguments)
+        assert error.value.why
+        assert error.value.fix
+        told.append((type(error.value).__name__, error.value.what))
+    assert [
+        ("LayoutError", "step: no argument has a layout"),
+        ("MeshError", "step: args[0]['blocks'][0]['bias'] and args[1] are on two meshes"),
+        ("LayoutError", "step: args[1]: axis 0 cannot be split evenly"),
+        ("ScopeError", "step: batch_dim 'data' is no dim of the mesh"),
+        ("ScopeError", "step: there is no argument 1"),
+        ("LayoutError", "args[0]['scale']: the step changes its shape"),
+        ("ScopeError", "step: it is called inside of another traced function"),
+    ] == told

@@ -1,0 +1,225 @@
+"""PartitionSpecs and the rules that give them: the same layouts for the same arrays, and nothing dropped."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import layoutmap as lm
+from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError
+from layoutmap.core.variables import VariableSpec
+from layoutmap.rules.partition_specs import rules_by_path
+from layoutmap.scope.plan import make_plan
+
+MESH = lm.Mesh(None, "fsdp=2,tensor=4")
+DIMS = ("fsdp", "tensor")
+PARTS = st.sampled_from(["h", "wq", "kernel", "kernel_scale", "0", "1", "12", "a+b", "(c"])
+PATHS = st.lists(PARTS, min_size=1, max_size=4).map(".".join)
+SPECS = st.sampled_from(
+    [(), (None,), ("fsdp",), (None, "tensor"), (("fsdp", "tensor"), None), ("tensor", "fsdp")]
+)
+
+
+def as_specs(layout):
+    return tuple(None if spec == "unsharded" else spec for spec in layout.sharding_specs)
+
+
+def padded(specs, rank):
+    return (*specs, *[None] * (rank - len(specs)))
+
+
+@given(st.dictionaries(PATHS, SPECS, max_size=12))
+def test_rules_of_specs_give_these_specs(specs):
+    """To each path its own, whichever others there are; blocks that differ in numbers only share a rule."""
+    layout_map = lm.LayoutMap(MESH, rules_by_path(specs))
+
+    assert specs == {path: as_specs(layout_map[path]) for path in specs}
+    assert all(not layout_map.match(path).others for path in specs)
+    assert len(layout_map) <= len(specs)
+
+
+@given(st.dictionaries(PATHS, st.tuples(SPECS, st.integers(2, 4)), max_size=8))
+def test_specs_round_trip(given_specs):
+    """From specs to a map and back are the same specs, with an entry for each axis."""
+    shapes = {path: (8,) * rank for path, (_, rank) in given_specs.items()}
+    layout_map = lm.LayoutMap.from_partition_specs({p: s for p, (s, _) in given_specs.items()}, MESH, shapes)
+    back = {path: as_specs(layout_map[path]) for path in shapes}
+
+    assert {path: padded(specs, rank) for path, (specs, rank) in given_specs.items()} == back
+    assert lm.LayoutMap.from_partition_specs(back, MESH, shapes) == layout_map
+
+
+REGEXES = st.sampled_from(
+    [".*", "wq", "h/0", "^h", "kernel$", "h/[0-9]+/wq", "a.b|kernel", "(?i)WQ", r"\(c", "q/k"]
+)
+
+
+@given(
+    st.lists(st.tuples(REGEXES, SPECS), max_size=5),
+    st.dictionaries(PATHS, st.sampled_from([(), (1,), (1, 1, 1), (8, 8), (8, 8, 8)]), max_size=8),
+)
+@pytest.mark.filterwarnings("ignore:from_partition_rules. .* rules decide nothing")
+def test_rules_of_easylm_mean_what_they_mean_there(rules, shapes):
+    """The first that `re.search` finds in the path with slashes; one element is replicated; none is an error."""
+
+    def expected(path, shape):
+        if math.prod(shape) == 1:
+            return padded((), len(shape))
+        return next((padded(s, len(shape)) for r, s in rules if re.search(r, path.replace(".", "/"))), None)
+
+    wanted = {path: expected(path, shape) for path, shape in shapes.items()}
+    if None in wanted.values():
+        with pytest.raises(RuleError, match=r"no rule is for \d of the arrays") as refused:
+            lm.LayoutMap.from_partition_rules(rules, MESH, shapes)
+        assert [p for p, specs in wanted.items() if specs is None] == refused.value.facts["arrays"].split(
+            ", "
+        )
+    else:
+        layout_map = lm.LayoutMap.from_partition_rules(rules, MESH, shapes)
+        assert wanted == {path: as_specs(layout_map[path]) for path in shapes}
+
+
+def test_rules_that_decide_nothing_are_named():
+    """Those that match nothing, and those that come too late."""
+    rules = [("wq", ("fsdp",)), ("wk", ("fsdp",)), ("h/0/wq", ("tensor",))]
+
+    with pytest.warns(LayoutMapWarning, match=r"2 rules decide nothing\n  rules  2  wk, 3  h/0/wq\n"):
+        lm.LayoutMap.from_partition_rules(rules, MESH, {"h.0.wq": (8, 8)})
+
+
+def test_shapes_are_taken_from_a_plan_or_from_nested_dicts_and_lists():
+    """All say the same arrays by the same paths."""
+    rules = [("wq", (None, "tensor")), ("", ())]
+    flat = {"h.0.wq.kernel": (8, 8), "h.1.wq.kernel": (8, 8), "norm": (8,)}
+    nested = {"h": [{"wq": {"kernel": (8, 8)}}, {"wq": {"kernel": [8, 8]}}], "norm": (8,)}
+    plan = make_plan([VariableSpec(p, s, "float32") for p, s in flat.items()], lm.LayoutMap(MESH))
+    maps = [lm.LayoutMap.from_partition_rules(rules, MESH, given) for given in (flat, nested, plan)]
+
+    assert [{r"h\.\d+\.wq\.kernel$": (None, "tensor"), "norm$": (None,)}] * 3 == [
+        {pattern: as_specs(layout) for pattern, layout in each.items()} for each in maps
+    ]
+
+
+def test_an_array_without_a_spec_has_no_rule():
+    """A plan then says so."""
+    layout_map = lm.LayoutMap.from_partition_specs({"a": None}, MESH, {"a": (8, 8), "b": (8,)})
+
+    assert ((None, None), None) == (as_specs(layout_map["a"]), layout_map["b"])
+
+
+SHAPES = {"d.kernel": (8, 8), "d.bias": (8,)}
+REFUSED = {
+    "a list": ([("d", ())], "is no dict", "pass a dict by path"),
+    "another array": ({"d.kernal": ()}, "d.kernal is none of the arrays", "did you mean d.kernel?"),
+    "a text": ({"d.kernel": "tensor"}, "'tensor' is no PartitionSpec", 'write PartitionSpec(None, "model")'),
+    "a number": ({"d.kernel": 3}, "3 is no PartitionSpec", "or a tuple"),
+    "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 cannot be expressed in a layout", "leave it out"),
+    "too many": ({"d.bias": ("fsdp", None)}, "2 entries for an array of 1 axes", "leave entries out"),
+    "a dim": ({"d.bias": ("model",)}, "spec 'model' of axis 0 is not allowed", "use one of 'fsdp', 'tensor'"),
+    "a dim twice": ({"d.kernel": ("fsdp", "fsdp")}, "spec 'fsdp' of axis 1 is not allowed", "leave axis 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_specs_are_refused_with_their_path_and_a_fix(name):
+    """What, where, why and the fix."""
+    specs, what, fix = REFUSED[name]
+    with pytest.raises(RuleError) as refused:
+        lm.LayoutMap.from_partition_specs(specs, MESH, SHAPES)
+
+    assert what in refused.value.what
+    assert refused.value.why
+    assert fix in refused.value.fix
+
+
+BAD_RULES = {
+    "a dict": ({"wq": ()}, "are no rules", "write a list of pairs"),
+    "no pair": (["wq"], "rule 1 is 'wq'", "write it as in"),
+    "three": ([("wq", (), ())], "rule 1 is ('wq', (), ())", "write it as in"),
+    "no regex": ([("*wq", ())], "from_partition_rules: rule 1 '*wq' is not a regex", "'.*wq'"),
+    "too long": (
+        [(".*", (None, None, "fsdp"))],
+        "rule 1 '.*', which finds d.kernel: 3 entries for an array of 2 axes",
+        "leave entries out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RULES)
+def test_bad_rules_are_refused_with_their_number_and_a_fix(name):
+    """What, where, why and the fix."""
+    rules, what, fix = BAD_RULES[name]
+    with pytest.raises(RuleError) as refused:
+        lm.LayoutMap.from_partition_rules(rules, MESH, SHAPES)
+
+    assert what in refused.value.what
+    assert refused.value.why
+    assert fix in refused.value.fix
+
+
+def test_what_has_no_shape_or_no_mesh_is_refused():
+    """By what it is."""
+    with pytest.raises(RuleError, match=r"from_partition_rules: d: no shape"):
+        lm.LayoutMap.from_partition_rules([("", ())], MESH, {"d": "float32"})
+    with pytest.raises(MeshError, match="there is no mesh"):
+        lm.LayoutMap.from_partition_rules([("", ())], None, SHAPES)
+
+
+LOGICAL = {"up.kernel": ("embed", "mlp"), "up.bias": ("mlp",)}
+LOGICAL_SHAPES = {"up.kernel": (8, 8), "up.bias": (8,)}
+
+
+def logical(rules, axes=LOGICAL, semantics="linen"):
+    found = lm.LayoutMap.from_logical_axes(rules, axes, MESH, LOGICAL_SHAPES, semantics=semantics)
+    return {path: as_specs(found[path]) for path in axes}
+
+
+def test_the_two_semantics_of_logical_rules():
+    """With two rules for a name, linen takes the first that is free and nnx the last."""
+    rules = [("mlp", "fsdp"), ("embed", "fsdp"), ("embed", "tensor"), ("mlp", None)]
+
+    assert {"up.kernel": ("tensor", "fsdp"), "up.bias": ("fsdp",)} == logical(rules)
+    assert {"up.kernel": ("tensor", None), "up.bias": (None,)} == logical(rules, semantics="nnx")
+
+
+def test_a_name_without_a_rule_is_warned_of_in_linen_and_a_mesh_dim_in_nnx():
+    """Which the mesh must have then."""
+    with pytest.warns(
+        LayoutMapWarning, match=r"1 names of axes have no rule\n  names  mlp\n(.|\n)*\('mlp', None\)"
+    ):
+        assert {"up.kernel": ("fsdp", None), "up.bias": (None,)} == logical([("embed", "fsdp")])
+    with pytest.raises(RuleError, match="the mesh has no dim 'mlp'"):
+        logical([("embed", "fsdp")], semantics="nnx")
+    assert {"up.bias": ("tensor",)} == logical([], {"up.bias": ("tensor",)}, "nnx")
+
+
+BAD_LOGICAL = {
+    "semantics": ([], LOGICAL, "flax", "semantics='flax'", "use 'linen'"),
+    "dims": ([("mlp", 3)], LOGICAL, "linen", "rule 'mlp': entry 3 of axis 0", "leave it out"),
+    "twice": (
+        [],
+        {"up.kernel": ("mlp", "mlp")},
+        "linen",
+        "up.kernel: two axes are called 'mlp'",
+        "different",
+    ),
+    "rank": ([("mlp", None)], {"up.bias": ("mlp", None)}, "linen", "up.bias: 2 entries", "leave entries out"),
+    "path": ([], {"up.bia": ("mlp",)}, "nnx", "up.bia is none of the arrays", "did you mean up.bias?"),
+    "both": ([("mlp", "fsdp"), ("embed", "fsdp")], LOGICAL, "nnx", "spec 'fsdp' of axis 1", "leave axis 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOGICAL)
+def test_bad_logical_rules_are_refused(name):
+    """What, where, why and the fix."""
+    rules, axes, semantics, what, fix = BAD_LOGICAL[name]
+    with pytest.raises(RuleError) as refused:
+        logical(rules, axes, semantics)
+
+    assert what in refused.value.what
+    assert refused.value.why
+    assert fix in refused.value.fix
