@@ -111,7 +111,8 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("page", few(PAGES, PAGES[0]), ids=lambda p: str(p.relative_to(frameworks.ROOT)))
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
-    """What the documentation shows works as shown."""
+    """What the documentation shows works as shown; the examples are beside it, as in a checkout."""
+    (tmp_path / "examples").symlink_to(frameworks.ROOT / "examples")
     run = run_page(page, tmp_path) if program_of(page).strip() else None
 
     assert run is None or 0 == run.returncode, run.stderr

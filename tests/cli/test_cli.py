@@ -30,6 +30,25 @@ def make_wider():
 
 not_a_function = 3
 """
+MODELS_OF_JAX = """
+import jax
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+def make():
+    return Net(nnx.Rngs(0))
+
+def make_tree():
+    up, down = jax.random.split(jax.random.key(0))
+    return {
+        "up": {"kernel": jax.random.normal(up, (8, 16)), "bias": jax.numpy.zeros(16)},
+        "down": {"kernel": jax.random.normal(down, (16, 8)), "bias": jax.numpy.zeros(8)},
+    }
+"""
 RULES = r"""
 version: 1
 mesh:
@@ -45,11 +64,13 @@ rules:
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     (tmp_path / "cli_models.py").write_text(MODELS)
+    (tmp_path / "cli_models_of_jax.py").write_text(MODELS_OF_JAX)
     (tmp_path / "rules.yaml").write_text(RULES)
     (tmp_path / "half.yaml").write_text(RULES.replace(r"down\.kernel", r"dwon\.kernel"))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("cli_models", None)
+    sys.modules.pop("cli_models_of_jax", None)
 
 
 def run(capsys, *arguments):
@@ -65,6 +86,25 @@ def test_a_plan_is_printed_and_written(folder, capsys):
 
     assert (0, f"{kept}\n\n{kept.memory}\n") == (code, out)
     assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept.assignments]
+
+
+def test_models_of_jax(folder, capsys):
+    """A module of flax.nnx and a pytree are planned by the rules of a Keras model with the same paths."""
+    arguments = ("--rules", "rules.yaml", "--library")
+    run(capsys, "plan", "cli_models:make", *arguments, "keras", "--json", "keras.json")
+    keras = lm.Plan.from_json((folder / "keras.json").read_text())
+
+    for maker in ("make", "make_tree"):
+        model = f"cli_models_of_jax:{maker}"
+        code, _, _ = run(capsys, "plan", model, *arguments, "jax", "--strict", "--json", "jax.json")
+        plan = lm.Plan.from_json((folder / "jax.json").read_text())
+
+        assert 0 == code
+        assert {a.variable.path: a.layout for a in keras.assignments} == {
+            a.variable.path: a.layout for a in plan.assignments
+        }
+        assert 0 == run(capsys, "lint", model, *arguments, "jax")[0]
+        assert 0 == run(capsys, "explain", model, "up.kernel", *arguments, "jax")[0]
 
 
 def test_a_plan_is_written_as_a_page(folder, capsys):
@@ -231,10 +271,10 @@ options:
 """,
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE]
-                      [--preset {bert,gemma,gpt2,llama,mixtral,qwen,t5,vit,whisper}]
+                      [--preset {bert,gemma,gpt2,gpt2_nnx,llama,llama_nnx,mixtral,qwen,t5,vit,whisper}]
                       [--model-dim DIM] [--fsdp-dim DIM] [--dtype POLICY] [--mesh DIMS]
                       [--inputs SPEC [SPEC ...]] [--optimizer NAME]
-                      [--backend {jax,tensorflow,torch}] [--library {keras,torch}]
+                      [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
 Show what changes from one plan to another; the exit code is 1 if anything does.
@@ -246,7 +286,7 @@ positional arguments:
 options:
   -h, --help            show this help message and exit
   --rules FILE          the rules file, as LayoutMap.to_yaml writes it
-  --preset {bert,gemma,gpt2,llama,mixtral,qwen,t5,vit,whisper}
+  --preset {bert,gemma,gpt2,gpt2_nnx,llama,llama_nnx,mixtral,qwen,t5,vit,whisper}
                         the rules for a family of models, instead of a file
   --model-dim DIM       the mesh dim over which a preset shards layers, if it is not "model";
                         "none": over none
@@ -260,7 +300,7 @@ options:
   --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw
   --backend {jax,tensorflow,torch}
                         the backend that Keras runs on
-  --library {keras,torch}
+  --library {keras,torch,jax}
                         the library of the model, if none or several are imported
 """,
 }

@@ -106,7 +106,7 @@ NAMES = {
     "mm.inner:make": "run the command in the folder that has it",
     "mm:three": "functions  make, make_of_size",
     "mm:make_of_size": "missing a required argument: 'size'",
-    "mm:make": "--library keras",
+    "mm:make": "--library keras or torch or jax",
     "exits:make": "exits:make called sys.exit(0)",
     "exits_plainly:make": "called sys.exit()",
     "exits_in_getattr:make": "called sys.exit(0)",

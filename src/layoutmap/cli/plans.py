@@ -151,7 +151,7 @@ def _imported_library() -> str:
     try:
         return imported_adapter().name
     except ScopeError as error:
-        raise ScopeError(error.what, why=error.why, fix="pass --library keras, or --library torch") from error
+        raise ScopeError(error.what, why=error.why, fix=f"pass --library {' or '.join(ADAPTERS)}") from error
 
 
 def _inputs(texts: Sequence[str] | None) -> Any:

@@ -40,7 +40,7 @@ def names() -> tuple[str, ...]:
 
     Example:
         >>> names()
-        ('bert', 'gemma', 'gpt2', 'llama', 'mixtral', 'qwen', 't5', 'vit', 'whisper')
+        ('bert', 'gemma', 'gpt2', 'gpt2_nnx', 'llama', 'llama_nnx', 'mixtral', 'qwen', 't5', 'vit', 'whisper')
     """
     return tuple(sorted(name[:-5] for name in os.listdir(_FOLDER) if name.endswith(".yaml")))
 
