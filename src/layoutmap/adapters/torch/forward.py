@@ -80,11 +80,15 @@ class Forward:
                 why="the tensors of this model know their shapes only",
                 fix="build it again, in a scope or with layout_map.build",
             )
-        if is_running():
-            return self._run(args, kwargs)
-        return self._on_mesh(args, kwargs)  # pyright: ignore[reportCallIssue]
+        if torch.compiler.is_dynamo_compiling():
+            return self._eagerly(args, kwargs)
+        return self._called(args, kwargs)
 
-    @torch.compiler.disable
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        return self._run(args, kwargs) if is_running() else self._on_mesh(args, kwargs)
+
+    _eagerly = torch.compiler.disable(_called)
+
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._watch = self._watch or Watch(self._the_module())
