@@ -72,6 +72,11 @@ def test_a_compiled_model_trains_as_on_one_device(told, case):
     assert_recorded(told, case, RECORDED[case])
 
 
+def test_weights_are_gathered_outside_of_the_graph(told):
+    """Once for the model, and for each of three blocks once forwards and once backwards, as it is without a graph."""
+    assert [1 + 2 * 3] * 4 == [each["each block"]["gathers"] for each in told]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", RECORDED_LONG)
 def test_any_compiled_model_trains_as_on_one_device(told_long, case):

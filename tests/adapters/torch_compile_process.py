@@ -73,7 +73,14 @@ def rules_on(name, mesh):
 def differences(plain, model, call, losses_of):
     """How far a compiled model parts from a plain one in a few steps, and what was compiled."""
     counters.clear()
-    losses = []
+    losses, gathers = [], [0]
+    original = dist.all_gather_single
+
+    def counting(*args, **kwargs):
+        gathers[0] += 1
+        return original(*args, **kwargs)
+
+    dist.all_gather_single = counting
     for each, called in ((plain, plain), (model, call)):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3)
         for step in range(STEPS):
@@ -83,6 +90,7 @@ def differences(plain, model, call, losses_of):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
+    dist.all_gather_single = original
     values = [
         (a.detach().numpy() - get_engine("torch").to_numpy(b))
         for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True)
@@ -91,6 +99,7 @@ def differences(plain, model, call, losses_of):
         "losses": max(abs(a - b) for a, b in zip(losses[:STEPS], losses[STEPS:], strict=True)),
         "values": max(np.abs(each).max().item() for each in values),
         "graphs": counters["stats"].get("unique_graphs", 0),
+        "gathers": gathers[0] / STEPS,
         "breaks": sum(counters["graph_break"].values()),
     }
 
