@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -76,7 +77,7 @@ def main() -> None:
         plain = [tensor for tensor, _ in arguments]
         placed = [lm.dtensor.relayout(tensor, lm.Layout(specs, mesh)) for tensor, specs in arguments]
         # On a mesh that nobody has computed on, DTensor does as it likes.
-        other = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         own = [DTensor.from_local(each.to_local(), other, each.placements) for each in placed]
         ways = {
             "plain": (plain, nullcontext),

@@ -7,8 +7,9 @@
 On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
 batch dim too; `layoutmap, replicated` replicates weights over the batch dim, which takes more
-memory and fewer collectives. The same decoder, seed, batches and AdamW; losses are compared with
-those of one process, to which every way must come within 1e-4.
+memory and fewer collectives; "compiled" has each block compiled, by inductor. The same decoder,
+seed, batches and AdamW; losses are compared with those of one process, to which every way must come
+within 1e-4.
 
 `layoutmap` takes DTensors and computes the loss on the mesh; `layoutmap, plain` takes and returns
 plain tensors, in a training loop that knows no mesh: every process then has the logits of all rows.
@@ -35,9 +36,11 @@ PROCESSES = 4
 WARMUP = 3
 OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
+COMPILED = "layoutmap, compiled"
+OWN_COMPILED = f"{OWN}, compiled"
 METHODS = {
-    "model=4": (OWN, "layoutmap", "layoutmap, plain"),
-    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", REPLICATED),
+    "model=4": (OWN, "layoutmap", "layoutmap, plain", OWN_COMPILED, COMPILED),
+    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", REPLICATED, COMPILED),
 }
 
 
@@ -47,7 +50,13 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
     from torch.nn import functional as F
 
     torch.set_num_threads(1)
-    ways = {"layoutmap": by_layoutmap, "layoutmap, plain": by_layoutmap_plainly, REPLICATED: by_replicas}
+    ways = {
+        "layoutmap": by_layoutmap,
+        "layoutmap, plain": by_layoutmap_plainly,
+        REPLICATED: by_replicas,
+        COMPILED: by_compiled,
+        OWN_COMPILED: by_torch_compiled,
+    }
     step = ways.get(method, by_torch)
     one_step, mean = step(mesh, size, F.cross_entropy)
     times, cpu, losses = [], [], []
@@ -91,7 +100,17 @@ def collectives(step: Any) -> dict[str, int]:
     return dict(counts)
 
 
-def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
+def by_torch_compiled(mesh: str, size: str, loss_of: Any) -> Any:
+    """`parallelize_module`, and blocks compiled."""
+    return by_torch(mesh, size, loss_of, is_compiled=True)
+
+
+def by_compiled(mesh: str, size: str, loss_of: Any) -> Any:
+    """This library, and blocks compiled."""
+    return by_layoutmap(mesh, size, loss_of, is_compiled=True)
+
+
+def by_torch(mesh: str, size: str, loss_of: Any, is_compiled: bool = False) -> Any:
     """`parallelize_module`, with `fully_shard` where the mesh has a batch dim."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -102,6 +121,8 @@ def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
     device_mesh = init_device_mesh("cpu", tuple(map(int, dims.values())), mesh_dim_names=tuple(dims))
     model = parallelize(make_model(size), device_mesh["model"])
     rows = slice(None)
+    for block in model.blocks if is_compiled else ():
+        block.compile()
     if "batch" in dims:
         for block in model.blocks:
             fully_shard(block, mesh=device_mesh["batch"])
@@ -132,12 +153,16 @@ def by_replicas(mesh: str, size: str, loss_of: Any) -> Any:
     return by_layoutmap(mesh, size, loss_of, shard_by_batch=False)
 
 
-def by_layoutmap(mesh: str, size: str, loss_of: Any, shard_by_batch: bool = True) -> Any:
+def by_layoutmap(
+    mesh: str, size: str, loss_of: Any, shard_by_batch: bool = True, is_compiled: bool = False
+) -> Any:
     """This library, from batches on the mesh to a loss on the mesh."""
     import layoutmap as lm
 
     model, optimizer, layout_map, batch_dim = laid_out(mesh, size, shard_by_batch)
     assert layout_map.mesh is not None
+    for block in model.blocks if is_compiled else ():
+        block.compile(fullgraph=True)
     rows = lm.Layout([batch_dim, None], layout_map.mesh)
 
     def step(x: Any, y: Any) -> Any:

@@ -1,5 +1,7 @@
 """A laid out torch module that is compiled computes what one device computes, eagerly, in four processes."""
 
+import copy
+import pickle
 from functools import partial
 from pathlib import Path
 
@@ -159,3 +161,16 @@ def test_simulated_devices_are_refused(options):
         model.compile(**options)
     with pytest.raises(lm.ScopeError, match="as with torchrun"):
         torch.compile(model, backend="aot_eager")(torch.zeros(2, 4, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_copies_are_compiled_as_what_they_are():
+    """A copy of a model is laid out, and compiled as that; one that is unpickled is plain code, and torch's matter."""
+    model = laid_out(depth=1)
+    with pytest.raises(lm.ScopeError, match="as with torchrun"):
+        copy.deepcopy(model).blocks[0].compile()
+    plain = pickle.loads(pickle.dumps(model.blocks[0].drop))
+    plain.compile(backend="eager")
+
+    assert plain._compiled_call_impl is not None
+    assert model.blocks[0]._compiled_call_impl is None
