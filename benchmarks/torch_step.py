@@ -7,7 +7,8 @@
 On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
 batch dim too; `layoutmap, replicated` replicates weights over the batch dim, which takes more
-memory and fewer collectives; "compiled" has each block compiled, by inductor. The same decoder,
+memory and fewer collectives; "compiled" has each block compiled, by inductor (with compiled blocks,
+`parallelize_module` fails in the backward pass of this decoder, on torch 2.13). The same decoder,
 seed, batches and AdamW; losses are compared with those of one process, to which every way must come
 within 1e-4.
 
@@ -37,9 +38,8 @@ WARMUP = 3
 OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
 COMPILED = "layoutmap, compiled"
-OWN_COMPILED = f"{OWN}, compiled"
 METHODS = {
-    "model=4": (OWN, "layoutmap", "layoutmap, plain", OWN_COMPILED, COMPILED),
+    "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED),
     "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", REPLICATED, COMPILED),
 }
 
@@ -55,7 +55,6 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
         "layoutmap, plain": by_layoutmap_plainly,
         REPLICATED: by_replicas,
         COMPILED: by_compiled,
-        OWN_COMPILED: by_torch_compiled,
     }
     step = ways.get(method, by_torch)
     one_step, mean = step(mesh, size, F.cross_entropy)
@@ -100,17 +99,12 @@ def collectives(step: Any) -> dict[str, int]:
     return dict(counts)
 
 
-def by_torch_compiled(mesh: str, size: str, loss_of: Any) -> Any:
-    """`parallelize_module`, and blocks compiled."""
-    return by_torch(mesh, size, loss_of, is_compiled=True)
-
-
 def by_compiled(mesh: str, size: str, loss_of: Any) -> Any:
     """This library, and blocks compiled."""
     return by_layoutmap(mesh, size, loss_of, is_compiled=True)
 
 
-def by_torch(mesh: str, size: str, loss_of: Any, is_compiled: bool = False) -> Any:
+def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
     """`parallelize_module`, with `fully_shard` where the mesh has a batch dim."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -121,8 +115,6 @@ def by_torch(mesh: str, size: str, loss_of: Any, is_compiled: bool = False) -> A
     device_mesh = init_device_mesh("cpu", tuple(map(int, dims.values())), mesh_dim_names=tuple(dims))
     model = parallelize(make_model(size), device_mesh["model"])
     rows = slice(None)
-    for block in model.blocks if is_compiled else ():
-        block.compile()
     if "batch" in dims:
         for block in model.blocks:
             fully_shard(block, mesh=device_mesh["batch"])
