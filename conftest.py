@@ -125,6 +125,7 @@ CHEAP = {
     "test_tensorflow_guards",
     "test_tensorflow_variable",
     "test_tiles",
+    "test_torch_compile",  # what one run of processes told
     "test_torch_errors",
     "test_torch_numbers",
     "test_torch_tp_plan",

@@ -8,8 +8,10 @@ On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On bat
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
 batch dim too; `layoutmap, replicated` replicates weights over the batch dim, which takes more
 memory and fewer collectives, and `layoutmap, gather=own` gathers by this library's own code and
-not by `fully_shard`. The same decoder, seed, batches and AdamW; losses are compared with
-those of one process, to which every way must come within 1e-4.
+not by `fully_shard`; "compiled" has each block compiled, by inductor (with compiled blocks,
+`parallelize_module` fails in the backward pass of this decoder, on torch 2.13). The same decoder,
+seed, batches and AdamW; losses are compared with those of one process, to which every way must come
+within 1e-4.
 
 `layoutmap` takes DTensors and computes the loss on the mesh; `layoutmap, plain` takes and returns
 plain tensors, in a training loop that knows no mesh: every process then has the logits of all rows.
@@ -37,9 +39,17 @@ WARMUP = 3
 OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
 OWN_GATHERING = "layoutmap, gather=own"
+COMPILED = "layoutmap, compiled"
 METHODS = {
-    "model=4": (OWN, "layoutmap", "layoutmap, plain"),
-    "batch=2,model=2": (f"{OWN} + fully_shard", "layoutmap", "layoutmap, plain", OWN_GATHERING, REPLICATED),
+    "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED),
+    "batch=2,model=2": (
+        f"{OWN} + fully_shard",
+        "layoutmap",
+        "layoutmap, plain",
+        OWN_GATHERING,
+        REPLICATED,
+        COMPILED,
+    ),
 }
 
 
@@ -49,8 +59,13 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
     from torch.nn import functional as F
 
     torch.set_num_threads(1)
-    ways = {"layoutmap": by_layoutmap, "layoutmap, plain": by_layoutmap_plainly, REPLICATED: by_replicas}
-    ways[OWN_GATHERING] = by_own_gathering
+    ways = {
+        "layoutmap": by_layoutmap,
+        "layoutmap, plain": by_layoutmap_plainly,
+        REPLICATED: by_replicas,
+        OWN_GATHERING: by_own_gathering,
+        COMPILED: by_compiled,
+    }
     step = ways.get(method, by_torch)
     one_step, mean = step(mesh, size, F.cross_entropy)
     times, cpu, losses = [], [], []
@@ -92,6 +107,11 @@ def collectives(step: Any) -> dict[str, int]:
         name = str(operation)
         counts[next((s for n, s in short.items() if n in name), name)] += number
     return dict(counts)
+
+
+def by_compiled(mesh: str, size: str, loss_of: Any) -> Any:
+    """This library, and blocks compiled."""
+    return by_layoutmap(mesh, size, loss_of, is_compiled=True)
 
 
 def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
@@ -141,13 +161,20 @@ def by_own_gathering(mesh: str, size: str, loss_of: Any) -> Any:
 
 
 def by_layoutmap(
-    mesh: str, size: str, loss_of: Any, shard_by_batch: bool = True, gather: Any = "fully_shard"
+    mesh: str,
+    size: str,
+    loss_of: Any,
+    shard_by_batch: bool = True,
+    gather: Any = "fully_shard",
+    is_compiled: bool = False,
 ) -> Any:
     """This library, from batches on the mesh to a loss on the mesh."""
     import layoutmap as lm
 
     model, optimizer, layout_map, batch_dim = laid_out(mesh, size, shard_by_batch, gather)
     assert layout_map.mesh is not None
+    for block in model.blocks if is_compiled else ():
+        block.compile(fullgraph=True)
     rows = lm.Layout([batch_dim, None], layout_map.mesh)
 
     def step(x: Any, y: Any) -> Any:

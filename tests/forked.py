@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 300
 LOADED = {
     "jax": ("jax", "keras"),
     "tensorflow": ("tensorflow",),
-    "torch": ("torch", "torch.distributed.tensor"),
+    "torch": ("torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"),
 }
 
 EIGHT_DEVICES = """

@@ -15,7 +15,7 @@ STATE = {
     "adapters.keras.hooks._inside": "the variables without values that are being constructed on this thread",
     "adapters.keras.backends.tensorflow_options._unoptimized": "the steps that run; an option is off meanwhile",
     "adapters.keras.backends.tensorflow_functions._current": "the session whose call runs on this thread",
-    "adapters.torch.mesh_context._here": "the models that run on this thread",
+    "adapters.torch.mesh_context.here": "the models that run on this thread",
     "engines.torch.deferred_init.interception._open": "the tapes that record on this thread",
     "engines.torch.engine._meshes": "the mesh that tensors come to on this thread, inside of run_on",
     # what a framework has one of in a process

@@ -84,18 +84,6 @@ class TestTools:
         assert_close(*losses, 2e-2)
         assert_close(plain.body[0].weight.grad, model.body[0].weight.grad, 2e-2)
 
-    @pytest.mark.filterwarnings("ignore")
-    def test_compiled(self):
-        """`torch.compile` takes a laid out model, and changes no number."""
-        plain, model = pair()
-        compiled = torch.compile(model, backend="aot_eager")
-        outputs = plain(X), compiled(X)
-
-        assert_close(*outputs)
-        F.mse_loss(outputs[1], Y).backward()
-        F.mse_loss(outputs[0], Y).backward()
-        assert_close(plain.body[0].weight.grad, model.body[0].weight.grad)
-
 
 SIZES = {
     "hidden_size": 64,

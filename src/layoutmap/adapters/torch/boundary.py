@@ -19,27 +19,27 @@ from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_ten
 from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
 
 
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers and dataclasses, in order."""
-    found: list[torch.Tensor] = []
+def tensors_in(values: Any, kind: type = torch.Tensor) -> list[Any]:
+    """The tensors in nested containers and dataclasses, or what is of another kind, in order."""
+    found: list[Any] = []
     for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, kind):
             found.append(leaf)
         elif _is_record(leaf):
-            found += tensors_in([getattr(leaf, each.name) for each in dataclasses.fields(leaf)])
+            found += tensors_in([getattr(leaf, each.name) for each in dataclasses.fields(leaf)], kind)
     return found
 
 
-def map_tensors(change: Callable[[torch.Tensor], Any], values: Any) -> Any:
-    """The same containers and dataclasses with each tensor changed; anything else stays as it is."""
+def map_tensors(change: Callable[[Any], Any], values: Any, kind: type = torch.Tensor) -> Any:
+    """The same containers and dataclasses with each tensor, or what is of another kind, changed; the rest stays."""
 
     def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, kind):
             return change(leaf)
-        if _is_record(leaf) and tensors_in(leaf):
+        if _is_record(leaf) and tensors_in(leaf, kind):
             changed = copy.copy(leaf)
             for each in dataclasses.fields(leaf):
-                object.__setattr__(changed, each.name, map_tensors(change, getattr(leaf, each.name)))
+                object.__setattr__(changed, each.name, map_tensors(change, getattr(leaf, each.name), kind))
             return changed
         return leaf
 

@@ -11,8 +11,8 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors, on_mesh, plain, summed_up, tensors_in
+from layoutmap.adapters.torch.compiled import Compiled, check_compilable
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
-from layoutmap.adapters.torch.mesh_context import is_running, running, summing_up
+from layoutmap.adapters.torch.mesh_context import is_recording, is_running, running, summing_up
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
@@ -42,6 +43,7 @@ class Forward:
         home: The scope.
         gather: What is gathered while it computes.
         valueless: Why the model has no values and cannot be called; empty if it can.
+        graphs: What was compiled for modules of the scope.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Forward:
         *,
         gather: Gathering | None = None,
         valueless: str = "",
+        graphs: dict[Any, Any] | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self._before = _before(module)
@@ -62,10 +65,28 @@ class Forward:
         self._output = home.policy.activation_layout(path) if path else None
         self._watch: Watch | None = None
         self._num_checked = 0
+        self._compiled: Compiled | None = None
+        self._graphs = {} if graphs is None else graphs
 
     def attach(self) -> None:
         """Put it in its place."""
-        vars(self._the_module())[_ATTRIBUTE] = self
+        vars(self._the_module()).update({_ATTRIBUTE: self, "compile": functools.partial(_compile, self)})
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Have the module compiled when it is called, or the blocks in it that gather their weights.
+
+        Raises:
+            ScopeError: The devices are simulated, or shapes would be dynamic.
+        """
+        check_compilable(options)
+        inside = [each for module in self._the_module().modules() if (each := forward_of(module))]
+        gathering = [each for each in inside if each.gather is not None and not each.gather.is_kept]
+        for each in gathering or [self]:
+            each._compiled = Compiled(each, options, self._graphs)
+
+    def structure(self) -> Any:
+        """What of it decides about the graph that its module is compiled to."""
+        return id(self._before), self._output, id(self.home)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; plain tensors give plain tensors, and `DTensor`s give `DTensor`s.
@@ -80,11 +101,18 @@ class Forward:
                 why="the tensors of this model know their shapes only",
                 fix="build it again, in a scope or with layout_map.build",
             )
-        if is_running():
-            return self._run(args, kwargs)
-        return self._on_mesh(args, kwargs)  # pyright: ignore[reportCallIssue]
+        if torch.compiler.is_dynamo_compiling():
+            return self._left_out(args, kwargs)  # pyright: ignore[reportCallIssue]
+        return self._called(args, kwargs)
 
-    @torch.compiler.disable
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        return self._run(args, kwargs) if is_running() else self._on_mesh(args, kwargs)
+
+    @torch.compiler.disable(reason="call module.compile() for a module in layouts, which compiles it alone")
+    def _left_out(self, args: Any, kwargs: Any) -> Any:
+        check_compilable({})
+        return self._called(args, kwargs)
+
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._watch = self._watch or Watch(self._the_module())
@@ -110,13 +138,20 @@ class Forward:
             yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        module = self._the_module()
-        forward = self._before or _plain_forward(module)
-        if self.gather is not None:
-            with gathered(self.gather, self.home, tensors_in((args, kwargs))):
-                result = forward(*args, **kwargs)
-        else:
-            result = forward(*args, **kwargs)
+        gathering = (
+            nullcontext()
+            if self.gather is None
+            else gathered(self.gather, self.home, tensors_in((args, kwargs)))
+        )
+        with gathering:
+            if self._compiled is not None and not is_recording():
+                return self._compiled(self._the_module(), args, kwargs)
+            return self.compute(args, kwargs)
+
+    def compute(self, args: Any, kwargs: Any) -> Any:
+        """Compute the module as it is, on the mesh."""
+        forward = self._before or _plain_forward(self._the_module())
+        result = forward(*args, **kwargs)
         return result if self._output is None else self._laid_out(result, self._output)
 
     @plainly
@@ -152,7 +187,7 @@ class Forward:
         made._module = weakref.ref(memo.get(id(module), module))
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
-        made._watch = None
+        made._watch = made._compiled = None
         return made
 
     def __copy__(self) -> Forward:
@@ -167,6 +202,14 @@ class Forward:
 def _plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward of a module's class."""
     return functools.partial(type(module).forward, module)
+
+
+def _compile(forward: Any, **options: Any) -> None:
+    """`Module.compile` of a module in layouts, or of one that was unpickled and is plain code again."""
+    if not isinstance(forward, Forward):
+        module = forward.args[0]
+        return type(module).compile(module, **options)
+    return forward.compile(options)
 
 
 def _before(module: torch.nn.Module) -> Any:

@@ -19,36 +19,52 @@ from layoutmap.core.patches import Patches
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
 from layoutmap.engines.torch.private import checkpoints
 
-_here = threading.local()
+here = threading.local()
 
 
 def is_running() -> bool:
     """Whether a call of a laid out model is open on this thread."""
-    return getattr(_here, "home", None) is not None
+    return getattr(here, "home", None) is not None
 
 
 @contextmanager
 def running(home: ScopeContext) -> Generator[None]:
     """While open, this thread computes on the mesh of a scope."""
-    before = getattr(_here, "home", None)
-    _here.home = home
+    before = getattr(here, "home", None)
+    here.home = home
     try:
         with _CHECKPOINTS.used(), _with_versions(), home.engine.run_on(home.policy.mesh):
             yield
     finally:
-        _here.home = before
+        here.home = before
 
 
 @contextmanager
 def summing_up(is_odd: bool) -> Generator[None]:
     """While open, sums over the mesh are made at once if a batch is odd, that is, does not divide."""
-    before = getattr(_here, "is_odd", False)
-    _here.is_odd = is_odd
+    before = getattr(here, "is_odd", False)
+    here.is_odd = is_odd
     try:
         with SummingUp() if is_odd else nullcontext():
             yield
     finally:
-        _here.is_odd = before
+        here.is_odd = before
+
+
+@contextmanager
+def recording() -> Generator[None]:
+    """While open, this thread records a graph: what a model would have compiled is computed as it is."""
+    before = is_recording()
+    here.is_recording = True
+    try:
+        yield
+    finally:
+        here.is_recording = before
+
+
+def is_recording() -> bool:
+    """Whether this thread records a graph."""
+    return getattr(here, "is_recording", False)
 
 
 @contextmanager
@@ -63,7 +79,7 @@ def _with_versions() -> Generator[None]:
 
 def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint keeps of a function: one that runs on the mesh whenever it is called."""
-    home, is_odd = getattr(_here, "home", None), getattr(_here, "is_odd", False)
+    home, is_odd = getattr(here, "home", None), getattr(here, "is_odd", False)
     if home is None:
         return function
 

@@ -328,11 +328,12 @@ class TorchSession:
         for root in roots:
             paths = layer_paths(root)
             gather = weights_to_gather(root, layouts, self.home)
+            graphs: dict[Any, Any] = {}
             for module in (root, *below(root)):
                 if forward_of(module) is None:
                     accept_any_layout(module)
                 path = paths.get(id(module), "")
-                Forward(module, path, self.home, gather=gather.get(id(module))).attach()
+                Forward(module, path, self.home, gather=gather.get(id(module)), graphs=graphs).attach()
 
     def _mark_valueless(self, roots: Sequence[torch.nn.Module], why: str) -> None:
         for root in roots:

@@ -51,7 +51,7 @@ def _watched(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> _Wei
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A view of one of the weights, globally and in what each rank holds."""
+    """A view of one of the weights, and of what each rank holds; without a spec, of what this process holds."""
 
     number: int
     spec: Any
@@ -75,14 +75,14 @@ class _Weights:
             self._made = None
 
     def pack(self, tensor: Any) -> Any:
-        if not isinstance(tensor, DTensor) or not self._numbers:
+        if not self._numbers or not (isinstance(tensor, DTensor) or _is_of_graph(tensor)):
             return tensor
-        piece = _piece(tensor)
+        piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
         number = self._numbers.get(storage_key(piece))
         if number is None or tensor.dtype != self._dtypes[number] or piece.is_conj() or piece.is_neg():
             return tensor
         geometry = piece.shape, piece.stride(), int(piece.storage_offset())
-        return _View(number, spec_of(tensor), geometry)
+        return _View(number, spec_of(tensor) if isinstance(tensor, DTensor) else None, geometry)
 
     def unpack(self, packed: Any) -> Any:
         return plainly(self._view)(packed) if isinstance(packed, _View) else packed
@@ -93,9 +93,16 @@ class _Weights:
                 self._made = self._again()
             base = self._made[view.number]
             pieces = simulation.pieces_of(local_of(base))
+            if view.spec is None:
+                return local_of(base).as_strided(*view.of_piece)
             viewed = {rank: piece.as_strided(*view.of_piece) for rank, piece in pieces.items()}
             with simulation.on_mesh(base.device_mesh):
                 return dtensor(simulation.join(viewed, base.dtype), view.spec)
+
+
+def _is_of_graph(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be what this process holds of a weight, as compiled graphs save it."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not simulation.is_simulated()
 
 
 def _piece(tensor: Any) -> torch.Tensor:

@@ -24,7 +24,9 @@ torch.distributed.fsdp                  the state of a module that fully_shard w
 torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
 torch.testing._internal                 FakeStore: a process group whose other processes do not exist
 torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
-torch.nn.Module                         _apply, _parameters, _buffers
+torch.nn.Module                         _apply, _parameters, _buffers, _forward_hooks, _forward_pre_hooks,
+                                        _backward_hooks, _backward_pre_hooks
+torch._dynamo                           nonstrict_trace
 torch.Tensor                            _backward_hooks, _post_accumulate_grad_hooks, _version, the _cdata of storages,
                                         _base and _is_view: what a view is of
 torch.utils._python_dispatch            _get_current_dispatch_mode_stack
@@ -515,6 +517,13 @@ class FullySharded:
             self._group.post_backward()
 
 
+# -- compiling
+
+try:
+    from torch._dynamo import nonstrict_trace
+except ImportError as error:
+    raise _moved(str(error)) from error
+
 # -- modules, and the tensors in them
 
 top_saving_hooks: Any = getattr(
@@ -531,6 +540,15 @@ _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
 def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters and the buffers that a module itself holds, by name; to be changed in place."""
     return module._parameters, module._buffers
+
+
+def hooks_of_module(module: torch.nn.Module) -> list[list[Any]]:
+    """What is called before and after a module, forward and backward."""
+    kinds: Any = (
+        *(module._forward_pre_hooks, module._forward_hooks),
+        *(module._backward_pre_hooks, module._backward_hooks),
+    )
+    return [list(hooks.values()) for hooks in kinds]
 
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:

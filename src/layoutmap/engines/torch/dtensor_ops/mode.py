@@ -19,9 +19,11 @@ Plain tensors that meet DTensors count as replicated.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ from layoutmap.engines.torch.private import (
     plainly,
     replicates_plain_tensors,
     set_replicates_plain_tensors,
+    spec_of,
     tree_leaves,
     without_function_modes,
 )
@@ -106,46 +109,84 @@ class _Computing(TorchFunctionMode):
     """Looks each function up that is called with a DTensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if type(func) is _PROPERTY:
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if func in _BACKWARD:
-            # Not under other modes: they would take what DTensor computes on the way for something of the program's.
-            with without_function_modes(), self:
-                return unwrapped(func)(*args, **kwargs)
+        if type(func) is _PROPERTY:
+            return _read(func, args) if type(args[0]) is DTensor else func(*args, **kwargs)
+        if func in _QUESTIONS and type(args[0]) is DTensor:
+            return _read(func, args, kwargs)
         mesh, is_mixed = _survey(args)
         if kwargs:
             other, also = _survey(kwargs.values())
             mesh, is_mixed = mesh or other, is_mixed or also
+        known = _known(func)
+        if known.is_backward:
+            # Not under other modes: they would take what DTensor computes on the way for something of the program's.
+            with without_function_modes(), self:
+                return unwrapped(func)(*args, **kwargs)
         if mesh is None:
             return func(*args, **kwargs)
-        in_place = bool(args) and changes_in_place(func)
+        in_place = known.in_place and bool(args)
         if in_place:
             check_no_copy(func, args[0])
-        if in_place and not _are_dtensors(args[0]):
-            return plainly(on_gathered)(func, args, kwargs)
-        if func in _INDEXING:
+            if not _are_dtensors(args[0]):
+                return plainly(on_gathered)(func, args, kwargs)
+        if known.indexes:
             args = (args[0], _index(args[1]), *args[2:])
             is_mixed = True
         if is_mixed:
             args, kwargs = _all_on_mesh(args, kwargs, mesh)
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            result = handler(func, args, kwargs)
-            if func in VIEWS:
-                mark_copies(args[0], result)
-            return result
-        if func not in _THIN and can_be_unwrapped(func):
+        if known.handler is not None:
+            result = known.handler(func, args, kwargs)
+        elif known.can_be_unwrapped:
             with self:
                 return unwrapped(func)(*args, **kwargs)
-        result = _compute(func, args, kwargs)
-        if type(result) is DTensor and result.ndim == 0 and not in_place:
-            result = reduced(result)  # it is a loss, or becomes one, and may be read where no mode looks
-        if in_place and isinstance(args[0], DTensor) and base_of(args[0]) is not args[0]:
-            keep_gradient(args[0])
-        if func in VIEWS:
+        else:
+            result = _compute(known, func, args, kwargs, in_place)
+        if known.is_view:
             mark_copies(args[0] if args else kwargs.get("input"), result)
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a function of torch.
+
+    Attributes:
+        handler: What computes it; `None`: DTensor, or what it calls is looked up.
+        in_place: Whether it changes its first argument.
+        indexes: Whether its second argument is an index.
+        joins: Whether it joins tensors, of which some may be empty.
+        is_view: Whether it may return a view.
+        is_backward: Whether it runs a backward pass.
+        can_be_unwrapped: Whether it is Python, and what it calls is looked up.
+    """
+
+    handler: Handler | None
+    in_place: bool
+    indexes: bool
+    joins: bool
+    is_view: bool
+    is_backward: bool
+    can_be_unwrapped: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(func: Any) -> _Known:
+    return _Known(
+        handler=_HANDLERS.get(func),
+        in_place=changes_in_place(func),
+        indexes=func in _INDEXING,
+        joins=func in JOINS,
+        is_view=func in VIEWS,
+        is_backward=func in _BACKWARD,
+        can_be_unwrapped=func not in _THIN and can_be_unwrapped(func),
+    )
+
+
+def _read(func: Any, args: Any, kwargs: Any = None) -> Any:
+    """A property, or what a method says of a tensor without computing: no mode has to see it."""
+    with torch._C.DisableTorchFunction():
+        return func(*args, **(kwargs or {}))
 
 
 # Python that does no more than call the function of torch that DTensor has a rule for.
@@ -166,14 +207,22 @@ _THIN = frozenset(
 )
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType
+_METHODS = ("size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__")
+_QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in _METHODS)
 
 
-@plainly
-def _compute(function: Any, args: Any, kwargs: Any) -> Any:
+def _compute(known: _Known, function: Any, args: Any, kwargs: Any, in_place: bool) -> Any:
     """Compute what is in no table, outside of all modes; `guard` decides how."""
-    if function in JOINS:
-        args, kwargs = without_empty(args, kwargs)
-    return function(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        if known.joins:
+            args, kwargs = without_empty(args, kwargs)
+        result = function(*args, **kwargs)
+        if in_place:
+            if isinstance(args[0], DTensor) and base_of(args[0]) is not args[0]:
+                keep_gradient(args[0])
+        elif type(result) is DTensor and result.ndim == 0:
+            return reduced(result)  # it is a loss, or becomes one, and may be read where no mode looks
+        return result
 
 
 def _index(index: Any) -> Any:
@@ -189,15 +238,23 @@ def _are_dtensors(target: Any) -> bool:
     return all(isinstance(each, DTensor) for each in (target if type(target) in (list, tuple) else [target]))
 
 
+_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype))
+
+
 def _survey(values: Any) -> tuple[Any, bool]:
     """The mesh of a DTensor among values and in lists of them, and whether there are plain tensors."""
     mesh, is_mixed = None, False
     for value in values:
-        if isinstance(value, DTensor):
+        kind = type(value)
+        if kind is DTensor:
+            mesh = spec_of(value).mesh
+        elif kind in _NUMBERS:
+            continue
+        elif isinstance(value, DTensor):
             mesh = value.device_mesh
         elif isinstance(value, torch.Tensor):
             is_mixed = True
-        elif type(value) in (list, tuple):
+        elif kind in (list, tuple):
             inner, also = _survey(value)
             mesh, is_mixed = mesh or inner, is_mixed or also
     return mesh, is_mixed

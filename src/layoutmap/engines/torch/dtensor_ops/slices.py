@@ -41,6 +41,8 @@ def mark_copies(tensor: Any, views: Any) -> None:
     """Mark those of the views of a DTensor that became copies on the way."""
     if not isinstance(tensor, DTensor):
         return
+    if type(views) is DTensor and views.placements == tensor.placements and not hasattr(tensor, _COPY):
+        return
     sharded = _num_sharded(tensor)
     for each in tree_leaves(views):
         if isinstance(each, DTensor) and (getattr(tensor, _COPY, False) or _num_sharded(each) < sharded):

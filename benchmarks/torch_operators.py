@@ -1,0 +1,104 @@
+"""What an operator costs on torch: on plain tensors, on DTensors, and on DTensors where this library computes.
+
+    python benchmarks/torch_operators.py            all operators: a minute
+    python benchmarks/torch_operators.py view add
+
+CPU time of one call of the forward pass, in microseconds, on mesh batch=2,model=2 of a process group whose other
+processes do not exist: collectives return at once. Ways take turns in each of a few rounds; the least counts. The
+column "corrected" says of which operators DTensor alone computes other numbers, or none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import layoutmap as lm
+
+ROUNDS, SECONDS = 7, 0.05
+ROWS = ("batch", None, None)
+X, Y = torch.randn(4, 16, 64), torch.randn(4, 16, 64)
+WEIGHT, BIAS = torch.randn(128, 64), torch.randn(128)
+HEADS = torch.randn(4, 4, 16, 16)
+LOGITS, LABELS = torch.randn(64, 32), torch.randint(0, 32, (64,))
+# What is called, with which tensors in which layouts, and whether DTensor alone computes something else.
+OPERATORS: dict[str, tuple[Callable[..., Any], list[Any], bool]] = {
+    "shape": (lambda x: x.shape, [(X, ROWS)], False),
+    "size": (lambda x: x.size(1), [(X, ROWS)], False),
+    "view": (lambda x: x.view(4, 16, 4, 16), [(X, ROWS)], False),
+    "transpose": (lambda x: x.transpose(1, 2), [(X, ROWS)], False),
+    "add": (torch.add, [(X, ROWS), (Y, ROWS)], False),
+    "mul": (lambda x, y: x * y, [(X, ROWS), (Y, ROWS)], False),
+    "gelu": (F.gelu, [(X, ROWS)], False),
+    "softmax": (lambda x: F.softmax(x, -1), [(X, ROWS)], False),
+    "layer_norm": (lambda x: F.layer_norm(x, (64,)), [(X, ROWS)], False),
+    "linear": (F.linear, [(X, ROWS), (WEIGHT, ("model", None)), (BIAS, ("model",))], False),
+    "mean": (lambda x: x.mean(), [(X, ROWS)], False),
+    "dropout": (lambda x: F.dropout(x, 0.1), [(X, ROWS)], True),
+    "cross_entropy": (F.cross_entropy, [(LOGITS, ("batch", None)), (LABELS, ("batch",))], True),
+    "sdpa": (F.scaled_dot_product_attention, [(HEADS, ("batch", "model", None, None))] * 3, True),
+}
+
+
+def cost(call: Callable[[], Any]) -> float:
+    """The CPU seconds of one call."""
+    number, start = 0, time.process_time()
+    while time.process_time() - start < SECONDS:
+        call()
+        number += 1
+    return (time.process_time() - start) / number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("operators", nargs="*", metavar="operator")
+    chosen = parser.parse_args().operators or OPERATORS
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = lm.create_mesh("batch=2,model=2")
+    print("operator         plain  DTensor  layoutmap   over DTensor  ratio  corrected")
+    for name in chosen:
+        function, arguments, is_corrected = OPERATORS[name]
+        plain = [tensor for tensor, _ in arguments]
+        placed = [lm.dtensor.relayout(tensor, lm.Layout(specs, mesh)) for tensor, specs in arguments]
+        # On a mesh that nobody has computed on, DTensor does as it likes.
+        other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        own = [DTensor.from_local(each.to_local(), other, each.placements) for each in placed]
+        ways = {
+            "plain": (plain, nullcontext),
+            "DTensor": (own, nullcontext),
+            "layoutmap": (placed, lambda: lm.dtensor.run_on(mesh)),
+        }
+        least = dict.fromkeys(ways, float("inf"))
+        for _ in range(ROUNDS):
+            for way, (tensors, context) in ways.items():
+                with context():
+                    try:
+                        least[way] = min(least[way], 1e6 * cost(partial(function, *tensors)))
+                    except (RuntimeError, NotImplementedError):  # DTensor has no rule
+                        continue
+        more, ratio = least["layoutmap"] - least["DTensor"], least["layoutmap"] / least["DTensor"]
+        print(
+            f"{name:<15} {least['plain']:>6.0f} {least['DTensor']:>8.0f} {least['layoutmap']:>10.0f}"
+            f" {more:>14.0f} {ratio:>6.2f}  {'yes' if is_corrected else ''}"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""A laid out module, compiled: one graph of local operators and collectives, without a DTensor or a mode in it.
+
+`module.compile(...)` compiles what the module computes, below its hooks, so weights that are sharded over the batch's
+dim are gathered outside of the graph. AOTAutograd records the very Python that runs otherwise, with all that makes
+DTensors compute right. The graph is a function of tensors; `structure` has the key of all else. What cannot be a
+function of both is computed as it is, with a warning.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.mesh_context import here, recording, running, summing_up
+from layoutmap.adapters.torch.structure import Structure, changed, is_constant
+from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.private import (
+    is_view_of_another,
+    local_of,
+    nonstrict_trace,
+    tree_leaves,
+    without_function_modes,
+)
+
+
+def check_compilable(options: Mapping[str, Any]) -> None:
+    """Refuse to compile where there is no graph for one device.
+
+    Raises:
+        ScopeError: The devices are simulated, or shapes would be dynamic.
+    """
+    if simulation.is_simulated():
+        raise ScopeError(
+            "a model on simulated devices cannot be compiled",
+            why="one process computes for all devices in turn, and a graph is for one device",
+            fix="start a process for each device, as with torchrun, or do not compile the model",
+        )
+    if options.get("dynamic"):
+        raise ScopeError(
+            "dynamic=True does not work for a model in layouts",
+            why="how a tensor is sharded follows from its shape",
+            fix="leave dynamic=True out: each shape has a graph of its own",
+        )
+
+
+class Compiled:
+    """What a module computes, compiled.
+
+    Args:
+        forward: The module's `Forward`.
+        options: What `torch.compile` is given.
+        graphs: What was compiled for modules of the same scope, by key.
+    """
+
+    def __init__(self, forward: Any, options: Mapping[str, Any], graphs: dict[Any, Any]) -> None:
+        self._forward, self._graphs = forward, graphs
+        self._options = {**options, "dynamic": False}
+        self._gave_up = False
+        self._given = tuple((name, id(value)) for name, value in options.items())
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Compute the module."""
+        if self._gave_up:
+            return self._forward.compute(args, kwargs)
+        call = _Call(self._forward, module, args, kwargs)
+        key = (call.key, self._given)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = _Graph(self._options, [*call.kept, self._options])
+        result = graph(call)
+        self._gave_up = call.was_recorded and bool(call.why_not)
+        return result
+
+
+class _Graph:
+    """The graphs of calls with one key: one for each combination of layouts and shapes that are met.
+
+    Its code is an object of its own, since Dynamo counts graphs by their code, and gives up after eight.
+    """
+
+    def __init__(self, options: Mapping[str, Any], kept: list[Any]) -> None:
+        self._kept, self._is_strict = kept, bool(options.get("fullgraph"))
+        self._why_not = ""
+        self._results: dict[Any, Any] = {}
+        code = _computed.__code__.replace()
+        function = types.FunctionType(code, _computed.__globals__, _computed.__name__)
+        self._function: Any = torch.compile(function, **options)
+
+    def __call__(self, call: _Call) -> Any:
+        if not self._why_not:
+            tensors = self._run(call)
+            if not call.why_not:
+                results = self._results.setdefault(call.inputs, call.results)
+                return map_tensors(lambda place: tensors[place.number], results, _Place)
+            self._refuse(call)
+        return call.compute()
+
+    def _run(self, call: _Call) -> Any:
+        outer, here.call = getattr(here, "call", None), call
+        try:
+            if not call.why_not:
+                with without_function_modes():
+                    return self._function(call.tensors)
+        except Exception:
+            if not call.why_not:
+                raise
+        finally:
+            here.call = outer
+        return []
+
+    def _refuse(self, call: _Call) -> None:
+        self._why_not = call.why_not
+        what, fix = (
+            f"{call.name} cannot be compiled",
+            "compile the modules inside of it, or do not compile it",
+        )
+        if self._is_strict:
+            self._why_not = ""  # to be said each time
+            raise ScopeError(what, why=call.why_not, fix=fix)
+        text = format_message(f"{what}, and runs as it is", {}, call.why_not, fix)
+        warnings.warn(text, LayoutMapWarning, stacklevel=2)
+
+
+def _computed(tensors: list[torch.Tensor]) -> Any:
+    return _recorded(tensors)
+
+
+@nonstrict_trace
+def _recorded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return here.call.record(tensors)
+
+
+class _Call:
+    """One call of a module.
+
+    Attributes:
+        name: What is called.
+        key: All that decides about the graph beside the tensors.
+        kept: What the key names by its id.
+        tensors: Parameters, buffers, and the tensors among the arguments, each once.
+        inputs: What of the tensors may decide about the form of the results.
+        results: What is returned, with places for tensors, once it was recorded.
+        was_recorded: Whether that was tried.
+        why_not: Why it cannot be recorded.
+    """
+
+    def __init__(self, forward: Any, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._forward, self._module, self._args = forward, module, (args, kwargs)
+        self._is_odd = getattr(here, "is_odd", False)
+        self._structure = structure = Structure(module)
+        self.name, self.kept, self.why_not = type(module).__name__, structure.kept, ""
+        self.results: Any = None
+        self.was_recorded = False
+        form = self._form(self._args)
+        self.key = (*structure.parts, form, self._is_odd, id(forward.home))
+        self.tensors = structure.tensors
+        given = tensors_in(self._args)
+        self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in given))
+
+    def _form(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._structure.number(value)
+        if kind in (list, tuple):
+            return (kind, *map(self._form, value))
+        if kind is dict:
+            return (kind, *((name, self._form(each)) for name, each in value.items()))
+        if is_constant(value):
+            return kind, str(value)
+        self.why_not = f"an argument is a {kind.__name__}, of which a graph knows nothing"
+        return kind
+
+    def compute(self) -> Any:
+        """Compute it as it is."""
+        return self._forward.compute(*self._args)
+
+    def record(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Compute it with tensors in the place of its own; returns all tensors of the result."""
+        if self.why_not:  # Dynamo would go on without a graph, and it has begun to run
+            raise RuntimeError(self.why_not)
+        self.was_recorded = True
+        if not any(map(_is_recorded, tensors)):  # by a backend that records nothing
+            with self._holding(tensors) as given:
+                return self._computed(given)
+        try:
+            with _unchanged(self._structure), self._holding(tensors) as given, _OnlyRecorded():
+                found = self._computed(given)
+                name = changed(self._structure, Structure(self._module))
+        except Exception as error:
+            self.why_not = f"recording it failed: {_first_line(error)}"
+            raise
+        if name:
+            self.why_not = f"its forward changes {name}"
+            raise RuntimeError(self.why_not)
+        return found
+
+    @contextmanager
+    def _holding(self, tensors: list[torch.Tensor]) -> Generator[dict[int, Any]]:
+        """While open, on the mesh, the modules hold tensors in the place of their own, which come by id."""
+        given = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
+        held = [(members, name, members[name]) for members, name in self._structure.places]
+        home = self._forward.home
+        try:
+            for members, name, tensor in held:
+                members[name] = given[id(tensor)]
+            with without_function_modes(), recording(), running(home), summing_up(self._is_odd):
+                yield given
+        finally:
+            for members, name, tensor in held:
+                if members.get(name) is given[id(tensor)]:
+                    members[name] = tensor
+
+    def _computed(self, given: Mapping[int, Any]) -> list[torch.Tensor]:
+        args, kwargs = map_tensors(lambda tensor: given[id(tensor)], self._args)
+        result = self._forward.compute(args, kwargs)
+        seen = {id(each) for each in given.values()}
+        found: list[torch.Tensor] = []
+        for each in tensors_in(result):
+            # Of what shares memory, torch.compile makes views, which DTensors have not.
+            found.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
+            seen.add(id(each))
+        numbers = iter(range(len(found)))
+        self.results = map_tensors(lambda _: _Place(next(numbers)), result)
+        return found
+
+
+@contextmanager
+def _unchanged(structure: Structure) -> Generator[None]:
+    """Give modules their attributes back afterwards, and what is in lists and dicts of theirs."""
+    held = [(members, dict(members)) for members in structure.members]
+    inner = [
+        (each, each.copy()) for _, known in held for each in known.values() if type(each) in (list, dict)
+    ]
+    try:
+        yield
+    finally:
+        for each, known in (*held, *inner):
+            each.clear()
+            (each.update if isinstance(each, dict) else each.extend)(known)
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a graph that is recorded, and has no values."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return type(local) not in (torch.Tensor, torch.nn.Parameter)
+
+
+class _OnlyRecorded(TorchFunctionMode):
+    """Refuses tensors that have values: the graph would have those of now for ever."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and not _is_recorded(leaf):
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(leaf.shape)} is no argument, and no attribute of a module"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class _Place:
+    """The place of a tensor in a result."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number

@@ -1,0 +1,126 @@
+"""What decides, beside its tensors, about the graph that a module is compiled to.
+
+No guard of Dynamo watches what a recorded function reads, so all of it is in a key: classes, modes, attributes, hooks,
+and which tensor is where. Equal modules have equal keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from enum import Enum
+from typing import Any
+
+import torch
+
+from layoutmap.engines.torch.private import hooks_of_module, members_of_module
+
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_SIMPLE = frozenset(_VALUES)
+_BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value that is no tensor can be part of a graph."""
+    if isinstance(value, slice):
+        return all(map(is_constant, (value.start, value.stop, value.step)))
+    return isinstance(value, (*_VALUES, Enum))
+
+
+class Structure:
+    """The structure of a module and of those below it.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        parts: Hashable; equal for modules that compute the same, given the same tensors.
+        kept: What `parts` names by its id.
+        tensors: The tensors, each once.
+        places: Where tensors are: the dict, and the name in it.
+        members: All dicts of attributes.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.parts: list[Any] = []
+        self.kept: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
+        self.places: list[tuple[dict[str, Any], str]] = []
+        self.members: list[dict[str, Any]] = []
+        self._numbers: dict[int, int] = {}
+        self._modules: dict[int, int] = {}
+        self._objects: set[int] = set()
+        self._look(module)
+
+    def _look(self, module: torch.nn.Module) -> None:
+        is_outermost = not self._modules
+        self._modules[id(module)] = len(self._modules)
+        self.parts += (type(module), module.training, len(module._modules))
+        for members in (vars(module), *members_of_module(module)):
+            self.members.append(members)
+            for name, value in members.items():
+                if members is vars(module) and name in _OF_TORCH:
+                    continue
+                if isinstance(value, torch.Tensor):
+                    self.places.append((members, name))
+                    self.parts += (name, self.number(value))
+                else:
+                    self.parts += (name, self.frozen(value))
+        for name, known in _globals_of(type(module).forward):
+            self.parts += (name, self.frozen(known.get(name)))
+        if not is_outermost:  # the hooks of that run outside of the graph
+            self.parts += ("hooks", self.frozen(hooks_of_module(module)))
+        for name, child in module.named_children():
+            self.parts += (name, self._modules.get(id(child)))
+            if id(child) not in self._modules:
+                self._look(child)
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The place of a tensor among `tensors`, to which it is added."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def frozen(self, value: Any) -> Any:
+        """Something hashable that is equal for values which compute the same."""
+        kind = type(value)
+        if kind in _SIMPLE:
+            return kind, value
+        if kind in (list, tuple):
+            return (kind, *map(self.frozen, value))
+        if kind in (dict, OrderedDict):
+            return (kind, *((self.frozen(name), self.frozen(each)) for name, each in value.items()))
+        if isinstance(value, functools.partial):
+            return (kind, self.frozen(value.func), self.frozen(value.args), self.frozen(value.keywords))
+        own = getattr(value, "structure", None)
+        if own is not None and kind.__module__.startswith("layoutmap."):
+            return own()
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
+        """An object by its identity, and by what is in it: a configuration may be changed."""
+        self.kept.append(value)
+        inner = getattr(value, "__dict__", None)
+        if inner is None or isinstance(value, _BY_IDENTITY) or id(value) in self._objects:
+            return id(value)
+        self._objects.add(id(value))
+        return (id(value), *((name, self.frozen(each)) for name, each in inner.items()))
+
+
+@functools.cache
+def _globals_of(function: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """The numbers and the like that a function reads from its module: the name, and where it is looked up."""
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    names = () if code is None else code.co_names
+    return tuple((name, known) for name in names if name in known and is_constant(known[name]))
+
+
+def changed(before: Structure, after: Structure) -> str:
+    """The name of what differs between two structures of one module; empty if nothing does."""
+    for number, (one, other) in enumerate(zip(before.parts, after.parts, strict=False)):
+        if one != other:
+            return str(before.parts[number - 1])
+    return "" if len(before.parts) == len(after.parts) else str(after.parts[-2])

@@ -1,0 +1,211 @@
+"""One of four processes that train compiled models; run by test_torch_compile.py, which names the cases."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch_models import RULES, Perceptron, Transformer, batch, token_loss
+
+import layoutmap as lm
+from layoutmap.engines import get_engine
+
+STEPS = 2
+CAPTURED = torch.full((8,), 2.0)
+
+
+def transformer():
+    return Transformer(size=32, heads=4, depth=3)
+
+
+def each_block(model, backend="aot_eager"):
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def in_place(model):
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def by_function(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+def in_a_function(model):
+    return torch.compile(lambda tokens: model(tokens) * 2.0 / 2.0, backend="aot_eager")
+
+
+def by_inductor(model):
+    return each_block(model, "inductor")
+
+
+# Which model, on which mesh, and what is compiled.
+CASES = {
+    "each block": ("transformer", "batch=2,model=2", each_block),
+    "each block, model=4": ("transformer", "model=4", each_block),
+    "the model": ("transformer", "model=4", in_place),
+    "a model whose blocks gather": ("transformer", "batch=2,model=2", in_place),
+    "a model with BatchNorm": ("perceptron", "batch=2,model=2", in_place),
+    "a function that calls it": ("transformer", "batch=2,model=2", in_a_function),
+    "torch.compile(model)": ("transformer", "model=4", by_function),
+    "by inductor": ("transformer", "batch=2,model=2", by_inductor),
+}
+
+
+def rules_on(name, mesh):
+    """The rules of a model, without a dim that the mesh has not."""
+    return {
+        rule: tuple(spec if spec and spec in mesh else None for spec in specs)
+        for rule, specs in RULES[name].items()
+    }
+
+
+def differences(plain, model, call, losses_of):
+    """How far a compiled model parts from a plain one in a few steps, and what was compiled."""
+    counters.clear()
+    losses, gathers = [], [0]
+    original = dist.all_gather_single
+
+    def counting(*args, **kwargs):
+        gathers[0] += 1
+        return original(*args, **kwargs)
+
+    dist.all_gather_single = counting
+    for each, called in ((plain, plain), (model, call)):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            loss = losses_of(called)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    dist.all_gather_single = original
+    values = [
+        (a.detach().numpy() - get_engine("torch").to_numpy(b))
+        for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True)
+    ]
+    return {
+        "losses": max(abs(a - b) for a, b in zip(losses[:STEPS], losses[STEPS:], strict=True)),
+        "values": max(np.abs(each).max().item() for each in values),
+        "graphs": counters["stats"].get("unique_graphs", 0),
+        "gathers": gathers[0] / STEPS,
+        "breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def train(name, mesh, compiled):
+    make = transformer if name == "transformer" else Perceptron
+    x, y = map(torch.from_numpy, batch(name))
+    if compiled is by_inductor:  # which draws other numbers
+        make = lambda: transformer().apply(lambda each: setattr(each, "p", 0.0))  # noqa: E731
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    layout_map = lm.LayoutMap(lm.create_mesh(mesh), rules_on(name, mesh))
+    model = layout_map.build(make, batch_dim="batch" if "batch" in mesh else None)
+    loss = token_loss if name == "transformer" else F.mse_loss
+    return differences(plain, model, compiled(model), lambda called: loss(called(x), y))
+
+
+def of_transformers(name):
+    """The layers of a published model, compiled."""
+    import transformers
+    from test_torch_transformers import INPUTS, TOKENS, make_map
+    from transformers_models import WITH_A_PLAN, WITHOUT
+
+    kind, config, _ = {**WITH_A_PLAN, **WITHOUT}[name]
+    config = config()
+    config.num_hidden_layers, config.use_cache = 2, False
+    inputs = INPUTS.get(name, {"input_ids": TOKENS, "labels": TOKENS})
+    layout_map = make_map(name, lm.create_mesh("batch=2,model=2"), lambda: config)
+    torch.manual_seed(0)
+    plain = getattr(transformers, kind)(config)
+    torch.manual_seed(0)
+    model = layout_map.build(lambda: getattr(transformers, kind)(config), batch_dim="batch", library="torch")
+    layers = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
+    for layer in layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    return differences(plain, model, model, lambda called: called(**inputs).loss)
+
+
+class Scaled(torch.nn.Module):
+    """A layer whose output is scaled by what a program may set, and that keeps or takes more than tensors."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.kind, self.scale, self.calls, self.kept = kind, 2.0, 0, []
+
+    def forward(self, x, sizes=None):
+        y = self.inner(x) * self.scale
+        if self.kind == "counts its calls":
+            self.calls += 1
+            y = y * self.calls
+        if self.kind == "keeps a tensor":
+            self.kept.append(y)
+        if self.kind == "reads a tensor of its file":
+            y = y * CAPTURED
+        if self.kind == "reads a value" and y.sum() > 0:
+            y = y * 3
+        if self.kind == "takes an object":
+            y = y * sizes.pop()
+        return y
+
+
+def scaled(kind):
+    """What a small compiled model gives in three calls beside a plain one, and whether it was warned of."""
+    torch.manual_seed(0)
+    plain = Scaled(kind)
+    torch.manual_seed(0)
+    model = lm.LayoutMap(lm.create_mesh("batch=2,model=2"), {"inner.weight": ("model", None)}).build(
+        lambda: Scaled(kind), batch_dim="batch"
+    )
+    model.compile(backend="aot_eager")
+    results = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in (plain, model):
+            given = [{5}, {7}, {9}] if kind == "takes an object" else [None] * 3
+            for number, sizes in enumerate(given):
+                each.scale = 1.0 + number // 2
+                results.append(each(torch.linspace(-1, 1, 64).reshape(8, 8), sizes))
+            results.append(torch.tensor([float(each.calls), len(each.kept)]))
+    right = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(results[:4], results[4:], strict=True))
+    said = [str(each.message) for each in caught if "cannot be compiled" in str(each.message)]
+    return {"right": right, "said": said}
+
+
+def main():
+    number, folder, port, *cases = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+    warnings.simplefilter("ignore", lm.LayoutMapWarning)
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute"
+    )  # Dynamo asks for that of any tensor, and hides it
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    told = {}
+    for case in cases:
+        if case in CASES:
+            told[case] = train(*CASES[case])
+        else:
+            told[case] = (scaled if " " in case else of_transformers)(case)
+    (folder / f"{number}.json").write_text(json.dumps(told))
+    np.savez(folder / f"{number}.npz")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
