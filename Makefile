@@ -65,7 +65,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.all: pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group dev
-	$(PIP) --no-deps --group tf-keras --group keras-hub
+	$(PIP) --no-deps --group tf-keras --group keras-hub --group jax-models
 	@touch $(VENV)/.demo $@
 
 $(VENV)/.proto: pyproject.toml | $(BIN)/python

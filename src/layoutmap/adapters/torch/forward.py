@@ -65,7 +65,7 @@ class Forward:
         self._output = home.policy.activation_layout(path) if path else None
         self._watch: Watch | None = None
         self._num_checked = 0
-        self._compiled: Compiled | None = None
+        self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
 
     def attach(self) -> None:
@@ -80,9 +80,12 @@ class Forward:
         """
         check_compilable(options)
         inside = [each for module in self._the_module().modules() if (each := forward_of(module))]
+        for each in inside:
+            if each.gather is not None:
+                each.gather.leave_fully_shard()
         gathering = [each for each in inside if each.gather is not None and not each.gather.is_kept]
         for each in gathering or [self]:
-            each._compiled = Compiled(each, options, self._graphs)
+            each.compiled = Compiled(each, options, self._graphs)
 
     def structure(self) -> Any:
         """What of it decides about the graph that its module is compiled to."""
@@ -144,8 +147,8 @@ class Forward:
             else gathered(self.gather, self.home, tensors_in((args, kwargs)))
         )
         with gathering:
-            if self._compiled is not None and not is_recording():
-                return self._compiled(self._the_module(), args, kwargs)
+            if self.compiled is not None and not is_recording():
+                return self.compiled(self._the_module(), args, kwargs)
             return self.compute(args, kwargs)
 
     def compute(self, args: Any, kwargs: Any) -> Any:
@@ -187,7 +190,7 @@ class Forward:
         made._module = weakref.ref(memo.get(id(module), module))
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
-        made._watch = made._compiled = None
+        made._watch = made.compiled = None
         return made
 
     def __copy__(self) -> Forward:

@@ -49,15 +49,15 @@ class Structure:
         self.tensors: list[torch.Tensor] = []
         self.places: list[tuple[dict[str, Any], str]] = []
         self.members: list[dict[str, Any]] = []
+        self._module_numbers: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
-        self._modules: dict[int, int] = {}
         self._objects: set[int] = set()
         self._look(module)
 
     def _look(self, module: torch.nn.Module) -> None:
-        is_outermost = not self._modules
-        self._modules[id(module)] = len(self._modules)
-        self.parts += (type(module), module.training, len(module._modules))
+        is_outermost = not self._module_numbers
+        self._module_numbers[id(module)] = len(self._module_numbers)
+        self.parts += (type(module), module.training, sum(1 for _ in module.named_children()))
         for members in (vars(module), *members_of_module(module)):
             self.members.append(members)
             for name, value in members.items():
@@ -73,8 +73,8 @@ class Structure:
         if not is_outermost:  # the hooks of that run outside of the graph
             self.parts += ("hooks", self.frozen(hooks_of_module(module)))
         for name, child in module.named_children():
-            self.parts += (name, self._modules.get(id(child)))
-            if id(child) not in self._modules:
+            self.parts += (name, self._module_numbers.get(id(child)))
+            if id(child) not in self._module_numbers:
                 self._look(child)
 
     def number(self, tensor: torch.Tensor) -> int:

@@ -132,6 +132,10 @@ def order_of_placements(placements: Sequence[Any], mesh: DeviceMesh) -> Any:
     return DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), mesh)
 
 
+outside_of_modes = torch._C.DisableTorchFunction
+"""Opens a block in which no function mode sees what is called."""
+
+
 def plainly(function: Callable[P, R]) -> Callable[P, R]:
     """A function inside of which no function mode sees what is called."""
 

@@ -59,6 +59,7 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.private import (
     base_of,
+    outside_of_modes,
     plainly,
     replicates_plain_tensors,
     set_replicates_plain_tensors,
@@ -185,7 +186,7 @@ def _known(func: Any) -> _Known:
 
 def _read(func: Any, args: Any, kwargs: Any = None) -> Any:
     """A property, or what a method says of a tensor without computing: no mode has to see it."""
-    with torch._C.DisableTorchFunction():
+    with outside_of_modes():
         return func(*args, **(kwargs or {}))
 
 
@@ -213,7 +214,7 @@ _QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in _METHODS)
 
 def _compute(known: _Known, function: Any, args: Any, kwargs: Any, in_place: bool) -> Any:
     """Compute what is in no table, outside of all modes; `guard` decides how."""
-    with torch._C.DisableTorchFunction():
+    with outside_of_modes():
         if known.joins:
             args, kwargs = without_empty(args, kwargs)
         result = function(*args, **kwargs)
