@@ -30,6 +30,9 @@ def test_one_rules_file_serves_each_library(monkeypatch):
         for library, name in ([("torch", "torch")] if TORCH else [("keras", "keras"), ("jax", "nnx")])
     }
 
+    assert dict.fromkeys(plans, ()) == {
+        library: tuple(plan.lint(batch_dim="batch")) for library, plan in plans.items()
+    }
     assert dict.fromkeys(plans, 123_392) == {library: plan.device_bytes for library, plan in plans.items()}
 
 

@@ -65,6 +65,15 @@ def test_a_shared_variable_stays_shared():
     assert isinstance(built.blocks[1].drop.rngs.key[...], jax.Array)
 
 
+def test_a_plan_is_in_the_order_of_the_code():
+    """Variables of a module are planned in the order in which it assigns them; flax sorts them by name."""
+    plan = lm.plan(lambda: Language(nnx.Rngs(0)), layout_map(), library="jax")
+    of_block = [a.variable.path for a in plan.assignments if a.variable.path.startswith("blocks.1.")]
+
+    assert ["blocks.1.up.kernel", "blocks.1.batch_norm.mean"] == of_block[:2]
+    assert "blocks.1.down.bias" == of_block[-1]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Pair:

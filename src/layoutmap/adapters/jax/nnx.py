@@ -30,14 +30,17 @@ def take_apart(model: nnx.Module) -> Parts:
     variables = {tuple(map(str, path)): each for path, each in nnx.to_flat_state(state)}
     shared = _shared(model)
     used = uses(model)
+    paths: list[Sequence[str]] = []
 
     def leaf(keys: Sequence[str], value: Any) -> Leaf:
         length = next(n for n in range(len(keys) + 1) if tuple(keys[:n]) in variables)
         variable = variables[tuple(keys[:length])]
         if not isinstance(variable, nnx.Variable):
+            paths.append(keys)
             return Leaf(_path(keys), value, kind_of(value))
         inner = keys[length + 1 :]  # without "value", the attribute of the variable that holds it
         path = (*keys[:length], *inner)
+        paths.append(path)
         aliases = tuple(_path(other) for other in _other_paths(path, shared))
         kind, annotation = _kind_of(variable), _annotation(variable)
         return Leaf(_path(path), value, kind, aliases, annotation, used.get(path))
@@ -47,7 +50,20 @@ def take_apart(model: nnx.Module) -> Parts:
     def put_together(arrays: Sequence[Any]) -> nnx.Module:
         return nnx.merge(graph, parts.put_together(arrays))
 
-    return Parts(parts.leaves, put_together, [path for paths, _ in _layers(model, shared) for path in paths])
+    layers = [path for same, _ in _layers(model, shared) for path in same]
+    places = [_place(model, path) for path in paths]
+    return Parts(parts.leaves, put_together, layers, sorted(range(len(places)), key=places.__getitem__))
+
+
+def _place(model: nnx.Module, keys: Sequence[str]) -> list[int]:
+    """Return where an array is among the attributes of each module on the way: flax sorts them by name."""
+    place: list[int] = []
+    node: Any = model
+    for key in keys:
+        members = {str(name): value for name, value in getattr(node, "__dict__", {}).items()}
+        place.append(next((number for number, name in enumerate(members) if name == key), 0))
+        node = members.get(key)
+    return place
 
 
 def _note_arrays(model: nnx.Module) -> None:

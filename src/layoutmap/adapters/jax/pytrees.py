@@ -46,11 +46,13 @@ class Parts:
         leaves: The arrays, in a fixed order.
         put_together: Makes a model of other arrays, in that order.
         layers: The paths of its modules that can be called; `None`: it has no modules.
+        order: The numbers of the leaves in the order in which the model's code assigns them, which is that of a plan.
     """
 
     leaves: Sequence[Leaf]
     put_together: Callable[[Sequence[Any]], Any]
     layers: Sequence[str] | None = None
+    order: Sequence[int] | None = None
 
 
 def take_apart(tree: Any, describe: Describe | None = None) -> Parts:

@@ -117,6 +117,7 @@ class JaxSession:
             )
             for leaf in parts.leaves
         ]
+        order = parts.order or range(len(specs))
         whys = {
             spec.key: why
             for spec, array in zip(specs, arrays, strict=True)
@@ -125,7 +126,13 @@ class JaxSession:
         unused = [_unused_annotation(leaf) for leaf in parts.leaves if leaf.annotation]
         if parts.layers is None and self._context.policy.activations is not None:
             unused.append(_no_layers(model_in(model)))
-        return self._context.assign(specs, whys, unused, True, parts.layers, free_activations=True)
+        assigned = self._context.assign(
+            [specs[number] for number in order], whys, unused, True, parts.layers, free_activations=True
+        )
+        return [
+            assignment
+            for _, assignment in sorted(zip(order, assigned, strict=True), key=lambda pair: pair[0])
+        ]
 
     def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[Any]) -> list[Any]:
         """Return arrays in their layouts: traced ones computed there, and those that exist moved."""
