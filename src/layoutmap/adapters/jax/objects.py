@@ -130,10 +130,10 @@ def _content(container: Any) -> Iterable[Any] | None:
     if isinstance(container, (list, tuple)):
         return container
     nnx = sys.modules["flax.nnx"]
-    if isinstance(container, (nnx.Pytree, nnx.State)) or (
-        dataclasses.is_dataclass(container) and not isinstance(container, type)
-    ):
+    if isinstance(container, (nnx.Pytree, nnx.State)):
         return vars(container).values()
+    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        return [getattr(container, field.name, None) for field in dataclasses.fields(container)]
     return None
 
 
