@@ -1,7 +1,8 @@
 """Making a plan: match every variable, collect every problem; pure.
 
 `make_table` takes what is known of the variables and a layout map, and makes a value. The dry run and the real run
-share it: what `layoutmap.plan` prints is what a scope then does.
+share it: what `layoutmap.plan` prints is what a scope then does. The file is longer than others since each problem
+that a plan can have is worded here, in one place.
 """
 
 from __future__ import annotations

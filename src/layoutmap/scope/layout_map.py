@@ -1,4 +1,8 @@
-"""The layout map as users see it: a rule set that plans, builds and lays out models."""
+"""The layout map as users see it: a rule set that plans, builds and lays out models.
+
+The file is longer than others since one class has all that users call, each with its documentation; the work is done in
+`rules`, `scope.scope` and `scope.optimizers`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compiled training steps that leave everything where it was."""
+"""Compiled training steps that leave everything where it was.
+
+The file is longer than others since what is refused, and why, stands where it is found.
+"""
 
 from __future__ import annotations
 

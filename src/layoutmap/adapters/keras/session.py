@@ -5,7 +5,8 @@
     materialize  ask the scope for all layouts at once, then initialize what is pending and place the rest
 
 A scope is often left before the weights exist: Keras makes them at a model's first call, or in `fit`. So each layer
-made in a scope carries the scope with it: its `build` and its like open it again for as long as they run.
+made in a scope carries the scope with it: its `build` and its like open it again for as long as they run. The file is
+longer than others since each of Keras's ways to make a weight comes to this class.
 """
 
 from __future__ import annotations
