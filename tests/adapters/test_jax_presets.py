@@ -159,6 +159,7 @@ def test_three_steps_give_the_numbers_of_one_device(name: str, way: str):
         preset(name, way),
         (tokens[:, :-1], tokens[:, 1:]),
         batch_dim="batch",
+        library="jax",
     )
 
     assert 0.0 == report.worst("weights")

@@ -51,7 +51,8 @@ def must_be_global(engine_name, made):
         return made.blocks is None
     where = "deferred_init.tape" if engine_name == "torch" else "programs"
     programs = importlib.import_module(f"layoutmap.engines.{engine_name}.{where}")
-    traced = programs.trace(made.program.function, made.program.seed)
+    trace = programs.PieceProgram if engine_name == "tensorflow" else programs.trace
+    traced = trace(made.program.function, made.program.seed)
     return bool(programs.why_global(traced) if engine_name == "jax" else traced.why_global)
 
 

@@ -110,7 +110,7 @@ def test_a_graph_is_used_only_where_it_computes_the_same(told, case):
 
 def laid_out(**options):
     return lm.LayoutMap("batch=2,model=4", RULES["transformer"]).build(
-        partial(Transformer, **options), batch_dim="batch"
+        partial(Transformer, **options), batch_dim="batch", library="torch"
     )
 
 
