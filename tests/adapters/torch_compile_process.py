@@ -189,6 +189,7 @@ def scaled(kind):
 def main():
     number, folder, port, *cases = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # inductor's own imports
     warnings.filterwarnings(
         "ignore", "The .grad attribute"
     )  # Dynamo asks for that of any tensor, and hides it
