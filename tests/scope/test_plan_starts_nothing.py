@@ -39,6 +39,22 @@ jax.distributed.initialize("127.0.0.1:" + port, num_processes=1, process_id=0)
 print(jax.device_count(), problems)
 """
 
+NNX = f"""
+import jax
+from flax import nnx
+library = "jax"
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.d1, self.drop = nnx.Linear(8, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+{PLAN}
+problems = [sorted({{p.kind for p in plan.problems}}) for plan in plans(Model)]
+jax.config.update("jax_num_cpu_devices", 3)
+jax.distributed.initialize("127.0.0.1:" + port, num_processes=1, process_id=0)
+print(jax.device_count(), problems)
+"""
+
 KERAS_ON_TENSORFLOW = f"""
 import keras
 library = "keras"
@@ -88,6 +104,15 @@ with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = str(probe.getsockname()[1])
 """
+
+
+if RUNNING in ("", "jax"):
+
+    def test_jax_is_initialized_after_a_plan_of_flax():
+        """After plans of a module of flax.nnx, too."""
+        done = run(FREE_PORT + NNX, {"XLA_FLAGS": None})
+
+        assert (0, EXPECTED["jax"]) == (done.returncode, done.stdout.strip()), done.stderr
 
 
 @pytest.mark.parametrize("framework", [RUNNING] if RUNNING in PROGRAMS else PROGRAMS)
