@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -88,13 +89,13 @@ def decoder(name: str, family: str, **options: Any) -> Callable[[], Any]:
     return make
 
 
-def gemma() -> Any:
+def gemma(num_kv_heads: int = 4) -> Any:
     module = tunix("gemma")
     kinds = (module.AttentionType.GLOBAL, module.AttentionType.LOCAL_SLIDING)
     return decoder(
         "Gemma",
         "gemma",
-        **SIZES,
+        **SIZES | {"num_kv_heads": num_kv_heads},
         num_embed=VOCABULARY,
         final_logit_softcap=30.0,
         use_post_attn_norm=True,
@@ -242,3 +243,9 @@ PYTREES = {
     "ResNet": Real(resnet, RESNET, images),
 }
 MODELS = NNX | PYTREES
+# Preset -> a model that it is for.
+PRESETS: dict[str, Callable[[], Any]] = {
+    "llama_nnx": NNX["Llama 3"].make,
+    "gemma_nnx": functools.partial(gemma, 2),
+    "qwen_nnx": NNX["Qwen 2"].make,
+}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from real_jax_models import MODELS
+from real_jax_models import MODELS, PRESETS
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
@@ -56,3 +56,13 @@ def test_annotations_of_a_real_model_are_notes(name):
     notes = {p.subject: p.what for p in group_problems(plan.problems) if p.kind == "unsupported"}
 
     assert "its annotation ('tp', 'fsdp') shards nothing" in notes["layers.{0..1}.mlp.down_proj.kernel"]
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp_dim": "batch"}], ids=["model", "both"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fits_a_real_model(name, options):
+    """No weight is without a rule, no rule without a weight, and lint finds nothing."""
+    layout_map = lm.LayoutMap.preset(name, lm.Mesh(None, "batch=2,model=4"), **options)
+    plan = lm.plan(PRESETS[name], layout_map, library="jax", strict=True)
+
+    assert [] == [*plan.lint(batch_dim="batch")]

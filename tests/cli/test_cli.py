@@ -270,10 +270,8 @@ options:
                         whose devices; default: those of all engines that are installed
 """,
     ("diff", "--help"): """\
-usage: layoutmap diff [-h] [--rules FILE]
-                      [--preset {bert,gemma,gpt2,gpt2_nnx,llama,llama_nnx,mixtral,qwen,t5,vit,whisper}]
-                      [--model-dim DIM] [--fsdp-dim DIM] [--dtype POLICY] [--mesh DIMS]
-                      [--inputs SPEC [SPEC ...]] [--optimizer NAME]
+usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
+                      [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--optimizer NAME]
                       [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
@@ -286,8 +284,8 @@ positional arguments:
 options:
   -h, --help            show this help message and exit
   --rules FILE          the rules file, as LayoutMap.to_yaml writes it
-  --preset {bert,gemma,gpt2,gpt2_nnx,llama,llama_nnx,mixtral,qwen,t5,vit,whisper}
-                        the rules for a family of models, instead of a file
+  --preset NAME         the rules for a family of models, instead of a file; "layoutmap presets" lists
+                        them
   --model-dim DIM       the mesh dim over which a preset shards layers, if it is not "model";
                         "none": over none
   --fsdp-dim DIM        the mesh dim of the batch, if a preset is to shard weights over it as well

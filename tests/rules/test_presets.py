@@ -76,7 +76,7 @@ def test_what_there_is_not_is_reported():
         lm.LayoutMap.preset("lama", MESH)
     assert """\
 there is no preset 'lama'
-  presets  bert, gemma, gpt2, gpt2_nnx, llama, llama_nnx, mixtral, qwen, t5, vit, whisper
+  presets  bert, gemma, gemma_nnx, gpt2, gpt2_nnx, llama, llama_nnx, mixtral, qwen, qwen_nnx, t5, vit, whisper
   fix      did you mean 'llama'?""" == str(unknown.value)
 
     fixes = {}

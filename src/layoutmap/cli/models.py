@@ -22,7 +22,10 @@ from layoutmap.scope.layout_map import LayoutMap
 def add_preset_options(parser: argparse.ArgumentParser) -> None:
     """What says which preset, over which dims, and in which type a published model is planned."""
     parser.add_argument(
-        "--preset", choices=presets.names(), help="the rules for a family of models, instead of a file"
+        "--preset",
+        choices=presets.names(),
+        metavar="NAME",
+        help='the rules for a family of models, instead of a file; "layoutmap presets" lists them',
     )
     parser.add_argument(
         "--model-dim",

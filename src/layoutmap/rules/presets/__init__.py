@@ -40,7 +40,7 @@ def names() -> tuple[str, ...]:
 
     Example:
         >>> names()
-        ('bert', 'gemma', 'gpt2', 'gpt2_nnx', 'llama', 'llama_nnx', 'mixtral', 'qwen', 't5', 'vit', 'whisper')
+        ('bert', 'gemma', 'gemma_nnx', 'gpt2', 'gpt2_nnx', 'llama', 'llama_nnx', 'mixtral', 'qwen', 'qwen_nnx', ...)
     """
     return tuple(sorted(name[:-5] for name in os.listdir(_FOLDER) if name.endswith(".yaml")))
 
