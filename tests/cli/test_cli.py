@@ -284,8 +284,8 @@ positional arguments:
 options:
   -h, --help            show this help message and exit
   --rules FILE          the rules file, as LayoutMap.to_yaml writes it
-  --preset NAME         the rules for a family of models, instead of a file; "layoutmap presets" lists
-                        them
+  --preset NAME         the rules for a family of models, instead of a file; "layoutmap presets"
+                        lists them
   --model-dim DIM       the mesh dim over which a preset shards layers, if it is not "model";
                         "none": over none
   --fsdp-dim DIM        the mesh dim of the batch, if a preset is to shard weights over it as well
