@@ -117,9 +117,9 @@ def others_refused(adapter: Adapter) -> Generator[None]:
 def find_adapter(model: Any) -> Adapter | None:
     """The adapter of the library that made a model; `None`: no adapter knows the object."""
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
-    names = [name for name in ADAPTERS if name in packages] or [
-        name for name in ("jax",) if name in sys.modules
-    ]
+    names = [name for name in ADAPTERS if name in packages]
+    if not names and "jax" in sys.modules:
+        names = ["jax"]
     adapters = map(get_adapter, names)
     return next((adapter for adapter in adapters if adapter.owns(model)), None)
 

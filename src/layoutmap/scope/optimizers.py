@@ -41,13 +41,14 @@ def build_optimizer(
     strict: bool = False,
 ) -> Any:
     """Make an optimizer's state, each leaf straight in its layout; see `LayoutMap.build_optimizer`."""
-    from layoutmap.adapters.jax.optimizers import describe, is_module, make_state, nnx_optimizer, params_of
+    from layoutmap.adapters.jax.models import is_nnx
+    from layoutmap.adapters.jax.optimizers import describe, make_state, nnx_optimizer, params_of
 
     init, tree = _init_of(tx), params_of(params, wrt)
     found = describe(init, tree)
     plan = _checked_plan(layout_map, found, zero_dim, strict)
     layouts = _layouts_of_slots(plan)
-    if not is_module(params):
+    if not is_nnx(params):
         return make_state(init, tree, layouts)
     optimizer = nnx_optimizer(params, tx, wrt, lambda tree: make_state(init, tree, layouts))
     return _with_step(optimizer, plan.mesh)

@@ -5,13 +5,11 @@ The layout of an array is `layoutmap.dtensor.fetch_layout(array)`.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-import numpy as np
 
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.session import JaxSession
@@ -19,6 +17,7 @@ from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, train_with
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
 
@@ -49,20 +48,13 @@ class JaxAdapter:
         """Return a session for one scope."""
         return JaxSession(context)
 
-    @contextmanager
-    def undisturbed(self) -> Generator[None]:
+    def undisturbed(self) -> AbstractContextManager[None]:
         """Put the random states of Python and numpy back afterwards; those of JAX are values of the program."""
-        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that programs seed
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+        return random_states.put_back()
 
     def set_seed(self, seed: int) -> None:
         """Seed Python and numpy; a program of JAX has its seeds in its keys."""
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
+        random_states.seed_both(seed)
 
     def complete(self, model: Any, batch: Any) -> None:
         """Nothing: a model of JAX has its arrays when it is made, and its optimizer's state begins with a step."""

@@ -2,10 +2,6 @@
 
 To look through a module takes flax some ten milliseconds for a hundred Variables, so it is done once. Before each later
 step it is only checked that every container in it has what it had: then its Variables are those that were found.
-
-Private names of flax, tested with 0.12: `Variable._raw_value`. `set_raw_value` checks twice in which trace it is, which
-takes longer than all else between two steps; after the first Variable of a call that is known. Without the name, or for
-a Variable that JAX itself holds, `set_raw_value` is called for each.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from typing import Any
 
 import jax
 
+from layoutmap.adapters.jax.private import has_plain_value, put_value
 from layoutmap.core.errors import ScopeError, listed
 
 
@@ -27,7 +24,8 @@ def is_object(value: Any) -> bool:
     return nnx is not None and isinstance(value, nnx.Pytree)
 
 
-def _is_variable(value: Any) -> bool:
+def is_variable(value: Any) -> bool:
+    """Whether a value is a Variable of nnx."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Variable)
 
@@ -49,8 +47,8 @@ class StepObjects:
         from flax import nnx
 
         graphdef, state = nnx.split(tuple(nodes))
-        self._places = jax.tree.leaves(state, is_leaf=_is_variable)
-        self._is_plain = ["_raw_value" in _slots(place) and not place.hijax for place in self._places]
+        self._places = jax.tree.leaves(state, is_leaf=is_variable)
+        self._is_plain = list(map(has_plain_value, self._places))
         self._values_tree = jax.tree.structure(self._values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         self.owners = [path[0].key for path in paths]
@@ -80,7 +78,7 @@ class StepObjects:
             is_checked = False
             for number, value in changed.items():
                 if is_checked and self._is_plain[number]:
-                    object.__setattr__(self._places[number], "_raw_value", value)
+                    put_value(self._places[number], value)
                 else:
                     self._places[number].set_raw_value(value)
                 is_checked = True
@@ -90,11 +88,11 @@ class StepObjects:
             leaves[number] = value
         values = jax.tree.unflatten(self._values_tree, leaves)
         for place, value in zip(self._places, values, strict=True):
-            if _is_variable(place):
+            if is_variable(place):
                 place.set_raw_value(value)
 
     def _values(self) -> list[Any]:
-        return [place.get_raw_value() if _is_variable(place) else place for place in self._places]
+        return [place.get_raw_value() if is_variable(place) else place for place in self._places]
 
     def _look(self, nodes: Sequence[Any]) -> None:
         """Note what each container has. The nodes themselves are noted weakly, all below is theirs."""
@@ -113,10 +111,6 @@ class StepObjects:
 
     def _forget(self, _: Any) -> None:
         self._places, self._seen = [], []
-
-
-def _slots(value: Any) -> set[str]:
-    return {name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())}
 
 
 def _always(value: Any) -> Any:

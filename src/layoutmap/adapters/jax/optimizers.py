@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from layoutmap.adapters.jax.models import is_nnx
+from layoutmap.adapters.jax.objects import is_variable
 from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, ScopeError
@@ -37,9 +39,9 @@ class OptimizerVariables:
 def named_leaves(tree: Any) -> list[tuple[Parts, Any]]:
     """The leaves of a pytree, in its order, with the parts of their paths; a Variable of nnx is no part of one."""
     found: list[tuple[Parts, Any]] = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)[0]:
         parts = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-        if _is_variable(leaf):
+        if is_variable(leaf):
             found += ((parts + inner, value) for inner, value in named_leaves(leaf.get_raw_value()))
         else:
             found.append((parts, leaf))
@@ -48,17 +50,11 @@ def named_leaves(tree: Any) -> list[tuple[Parts, Any]]:
 
 def params_of(params: Any, wrt: Any = None) -> Any:
     """The pytree of parameters: what was given, or the state of a module of nnx."""
-    if not is_module(params):
+    if not is_nnx(params):
         return params
     from flax import nnx
 
     return nnx.state(params, nnx.Param if wrt is None else wrt)
-
-
-def is_module(params: Any) -> bool:
-    """Whether an object is a module of nnx."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(params, nnx.Module)
 
 
 def describe(init: Callable[[Any], Any], params: Any) -> OptimizerVariables:
@@ -120,7 +116,7 @@ def move_state(state: Any, layouts: Sequence[Layout]) -> Any:
         leaf.set_raw_value(jax.tree.map(moved_leaf, leaf.get_raw_value()))
         return leaf
 
-    return jax.tree.map(move, state, is_leaf=_is_variable)
+    return jax.tree.map(move, state, is_leaf=is_variable)
 
 
 def is_nnx_optimizer(state: Any) -> bool:
@@ -140,11 +136,6 @@ def nnx_optimizer(model: Any, tx: Any, wrt: Any, make: Callable[[Any], Any]) -> 
     optimizer = nnx.Optimizer(model, Made(), wrt=nnx.Param if wrt is None else wrt)  # type: ignore[arg-type]
     optimizer.tx = tx
     return optimizer
-
-
-def _is_variable(leaf: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(leaf, nnx.Variable)
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:

@@ -2,9 +2,13 @@
 
 `jax._src.interpreters.partial_eval.DynamicJaxprTracer._origin_msg`: the part of an error message that says from which
 operations a traced array comes. Flax asks each array for its sharding; a traced one has none, and JAX walks all
-operations so far for a message that nobody reads, so the time of a trace grows with the square of their number: 90 s
-rather than 3 for a Llama of 70B. While models are traced here, the message is without that part. If the name is gone,
-traces are slow again.
+operations so far for a message that nobody reads, so the time of a trace grows with the square of their number, as that
+of `nnx.eval_shape` does (`benchmarks/jax_plan.py`). While models are traced here, the message is without that part. If
+the name is gone, traces are slow again.
+
+`flax.nnx.Variable._raw_value`, found in flax 0.12: the value of a Variable. `set_raw_value` checks twice in which trace
+it is, which takes longer than all else between two steps of `jit_step`; after the first Variable that is known.
+If the name is gone, or JAX itself holds the Variable, `set_raw_value` is called for each.
 """
 
 from __future__ import annotations
@@ -38,3 +42,14 @@ _PATCHES = _patches()
 def short_messages() -> AbstractContextManager[None]:
     """While open, errors of JAX do not say from which operations a traced array comes."""
     return _PATCHES.used() if _PATCHES is not None else nullcontext()
+
+
+def has_plain_value(variable: Any) -> bool:
+    """Return whether `put_value` may be called for a Variable of flax.nnx."""
+    slots = {name for base in type(variable).__mro__ for name in getattr(base, "__slots__", ())}
+    return "_raw_value" in slots and not variable.hijax
+
+
+def put_value(variable: Any, value: Any) -> None:
+    """Give a Variable of flax.nnx a value, where it is known that it may be changed."""
+    object.__setattr__(variable, "_raw_value", value)

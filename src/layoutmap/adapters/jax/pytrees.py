@@ -69,7 +69,7 @@ def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
     found, tree_def = jax.tree_util.tree_flatten_with_path(tree)
     values = [value for _, value in found]
     places = [place for place, value in enumerate(values) if is_array(value)]
-    leaves = [(describe or _leaf)([*map(_key_text, found[p][0])], values[p]) for p in places]
+    leaves = [(describe or _leaf)([*map(key_text, found[p][0])], values[p]) for p in places]
     _check_distinct(leaves, tree)
 
     def put_together(arrays: Sequence[Any]) -> Any:
@@ -92,7 +92,7 @@ def kind_of(value: Any) -> Kind:
     return Kind.WEIGHT if jnp.issubdtype(value.dtype, jnp.inexact) else Kind.STATE
 
 
-def _key_text(key: Any) -> str:
+def key_text(key: Any) -> str:
     """Return one part of a path: the name of an attribute, the key of a dict, a number in a sequence."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):

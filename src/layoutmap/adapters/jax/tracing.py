@@ -225,7 +225,7 @@ def _may_be_seed(aval: Any) -> bool:
 
 
 def _key_of(closed: ClosedJaxpr) -> Hashable:
-    """Return what is equal for slices that compute the same from their seeds."""
+    """Return what is equal only for slices that compute the same from their seeds."""
     jaxpr = closed.jaxpr
     numbers: dict[Any, int] = {}
 
@@ -237,7 +237,7 @@ def _key_of(closed: ClosedJaxpr) -> Hashable:
             for v in variables
         )
 
-    consts = tuple(id(const) for const in closed.consts)
+    consts = _Unequal() if closed.consts else None
     takes = names((*jaxpr.constvars, *jaxpr.invars))
     steps = tuple(
         (
@@ -251,9 +251,13 @@ def _key_of(closed: ClosedJaxpr) -> Hashable:
     return consts, takes, steps, names(jaxpr.outvars)
 
 
+class _Unequal:
+    """What cannot be compared with others, and so is equal to nothing but itself."""
+
+
 def _hashable(parameter: tuple[str, Any]) -> Hashable:
     try:
         hash(parameter)
     except TypeError:
-        return parameter[0], repr(parameter[1])
+        return _Unequal()
     return parameter

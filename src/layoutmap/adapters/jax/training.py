@@ -14,7 +14,7 @@ import numpy as np
 
 from layoutmap.adapters.jax import models
 from layoutmap.adapters.jax.models import is_nnx, take_apart
-from layoutmap.adapters.jax.pytrees import Parts
+from layoutmap.adapters.jax.pytrees import Parts, key_text
 from layoutmap.adapters.jax.steps import jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError
@@ -60,8 +60,7 @@ class TrainState:
         slots: dict[str, Variable] = {}
         weights = {*self.steps.trained}
         for number, (keys, value) in enumerate(found):
-            names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys]
-            names.sort(key=lambda name: name not in weights)  # the weight first
+            names = sorted(map(key_text, keys), key=lambda name: name not in weights)  # the weight first
             path = ".".join(("optimizer", *names))
 
             def replace(new: Any, number: int = number) -> None:

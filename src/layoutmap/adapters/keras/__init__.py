@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from layoutmap.adapters.keras.protocol import backend_name, backend_of
 from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 
 
@@ -65,13 +65,11 @@ class KerasAdapter:
     def undisturbed(self) -> Generator[None]:
         """Put everything that Keras draws from back afterwards, as if what happens in here had not."""
         generator = global_seed_state()
-        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that Keras seeds
         value = None if generator is None else self.read(generator)
         try:
-            yield
+            with random_states.put_back():
+                yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
             if generator is not None:
                 generator.assign(value)
 

@@ -6,12 +6,10 @@ which says how its memory is used.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from layoutmap.adapters.protocol import ScopeContext
@@ -21,6 +19,7 @@ from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
 from layoutmap.adapters.torch.training import arrays_of, call, loss_of, optimizer_of, train_with, training_of
 from layoutmap.adapters.torch.variables import Variable
+from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes
 
@@ -63,22 +62,19 @@ class TorchAdapter:
     @contextmanager
     def undisturbed(self) -> Generator[None]:
         """Put everything that a torch program draws from back afterwards, as if what happens in here had not."""
-        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that programs seed
         own = torch.get_rng_state()
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         try:
-            yield
+            with random_states.put_back():
+                yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
             torch.set_rng_state(own)
             if gpus:
                 torch.cuda.set_rng_state_all(gpus)
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and torch."""
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
+        random_states.seed_both(seed)
         torch.manual_seed(seed)
 
     def complete(self, model: Any, batch: Any) -> None:
