@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from layoutmap.core.errors import (
+    CheckpointError,
     EngineError,
     LayoutError,
     LayoutMapError,
@@ -28,7 +29,10 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
+    from layoutmap.scope.describing import describe
+    from layoutmap.scope.loading import load
     from layoutmap.scope.parity import ParityReport, check_parity
+    from layoutmap.scope.saving import save
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
 
@@ -38,6 +42,7 @@ __all__ = [
     "UNSHARDED",
     "DVariable",
     "Activations",
+    "CheckpointError",
     "EngineError",
     "Layout",
     "LayoutError",
@@ -62,10 +67,13 @@ __all__ = [
     "build",
     "check_parity",
     "create_mesh",
+    "describe",
     "dtensor",
     "jit_step",
     "layout_map_scope",
+    "load",
     "plan",
+    "save",
     "scope",
 ]
 
@@ -73,7 +81,10 @@ _LATE = {
     "DVariable": "layoutmap.engines.tensorflow.variable",
     "ParityReport": "layoutmap.scope.parity",
     "check_parity": "layoutmap.scope.parity",
+    "describe": "layoutmap.scope.describing",
     "jit_step": "layoutmap.adapters.jax.steps",
+    "load": "layoutmap.scope.loading",
+    "save": "layoutmap.scope.saving",
 }
 """Names whose modules load numpy or a framework, which takes long: they are imported when first asked for."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from layoutmap.core.initializers import Initializer
@@ -16,6 +17,19 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.protocol import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A variable of a model that a checkpoint keeps.
+
+    Args:
+        variable: The variable.
+        array: Its value, as an array of the engine; of what the engine holds as another thing, the numbers in it.
+    """
+
+    variable: VariableSpec
+    array: Any
 
 
 class ScopeContext(Protocol):
@@ -210,4 +224,35 @@ class Adapter(Protocol):
 
     def train_step(self, model: Any, batch: Any) -> dict[str, float]:
         """One optimizer step of a compiled model on a batch; returns the numbers that it logs, the loss before it."""
+        ...
+
+    def stored(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
+        """Return what a checkpoint keeps of a model: weights, states and random states, and slots of its optimizer.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer, where the model does not have it.
+
+        Raises:
+            CheckpointError: The optimizer is none that the library knows, or not of this model.
+        """
+        ...
+
+    def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+        """Return a model and its optimizer with other values; the same objects, unless they cannot be changed.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer, or `None`.
+            arrays: Paths of `stored`, and the new values: of the engine, in the layout of the variable, or of numpy
+                for one without a layout. Each is taken before the next is asked for.
+        """
+        ...
+
+    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+        """Return what else there is to keep, as numbers, texts, lists and mappings: learning rates, random states."""
+        ...
+
+    def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
+        """Put back what `settings` returned."""
         ...

@@ -20,6 +20,7 @@ from typing import Any
 from layoutmap.core.escaping import escaped
 
 __all__ = [
+    "CheckpointError",
     "EngineError",
     "LayoutError",
     "LayoutMapError",
@@ -135,6 +136,10 @@ class EngineError(LayoutMapError):
 
 class ScopeError(LayoutMapError):
     """A scope that was opened or used where it cannot work."""
+
+
+class CheckpointError(LayoutMapError):
+    """A checkpoint that cannot be written, is not as it was written, or is that of another model."""
 
 
 class ParityError(LayoutMapError):

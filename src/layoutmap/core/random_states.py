@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -24,3 +25,14 @@ def seed_both(seed: int) -> None:
     """Seed Python and numpy."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
+
+
+def states() -> dict[str, Any]:
+    """Return both states, as numbers, texts and arrays."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}  # noqa: NPY002
+
+
+def restore(found: Mapping[str, Any]) -> None:
+    """Put back what `states` returned."""
+    random.setstate(found["python"])
+    np.random.set_state(found["numpy"])  # noqa: NPY002

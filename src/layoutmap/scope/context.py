@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from layoutmap.adapters import REFUSED, Adapter
 from layoutmap.adapters.protocol import Session
@@ -25,6 +25,21 @@ from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
+if TYPE_CHECKING:
+    from layoutmap.core.blocks import Index, NumpyArray
+
+
+class SavedValues(Protocol):
+    """Values that variables get instead of those of their initializers."""
+
+    def check(self, variables: Sequence[VariableSpec]) -> None:
+        """Raise if these, all variables of a model, are not those that were saved."""
+        ...
+
+    def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
+        """Return what reads the values of a variable; `None` if none were saved."""
+        ...
+
 
 class Scope:
     """An open or finished scope: its plan, and what it offers its adapter.
@@ -33,6 +48,7 @@ class Scope:
         layout_map: A copy of the rules, as they were when the scope was opened.
         plan: What has been planned so far; grows as models make their weights.
         layers: The paths of all layers so far, if the adapter reports them.
+        values: What variables get instead of what their initializers compute; `None`: nothing.
     """
 
     def __init__(
@@ -61,6 +77,7 @@ class Scope:
         self.gathering = gather
         self._progress = progress
         self._warned: set[str] = set()
+        self.values: SavedValues | None = None
         self.layers: Sequence[str] | None = None
         self.free_activations = False
         self.adapter = adapter
@@ -108,6 +125,8 @@ class Scope:
                 check_plans(self.plan, self.gather, strict=self.strict)
             self.plan.check(strict=self.strict)
             if complete:
+                if self.values is not None:
+                    self.values.check(variables)
                 self._warn()
         return self.plan.assignments
 
@@ -126,16 +145,24 @@ class Scope:
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
         """First values, each in its layout, by the keys given; with several processes, all must ask."""
+        values = self.values
+        readers = {} if values is None else {key: values.reader(a.variable) for key, a in assignments.items()}
+        computed = {key: a for key, a in assignments.items() if readers.get(key) is None}
         if self.across:
             from layoutmap.scope.processes import check_recipes
 
-            recipes = {key: initializers[key].recipe for key in assignments}
+            recipes = {key: initializers[key].recipe for key in computed}
             recipes_by_path = [
                 (assignments[key].variable.path, make() if make else "") for key, make in recipes.items()
             ]
             check_recipes(recipes_by_path, self.gather)
         with Progress(assignments, enabled=self._progress) as progress:
-            return self.engine.create(assignments, initializers, progress=progress)
+            made: dict[str, Any] = {}
+            for key, read in readers.items():
+                if read is not None:
+                    made[key] = self.engine.from_shards(assignments[key], read)
+                    progress(key)
+            return made | self.engine.create(computed, initializers, progress=progress)
 
     def gather(self, values: Any) -> Any:
         """The numpy values of each process of the mesh, one row each; they must all ask."""

@@ -16,26 +16,28 @@ _BETWEEN_SECONDS = 0.1
 
 
 class Progress:
-    """Shows how many variables are materialized, and which share of the bytes; clears its line in the end.
+    """Shows how many variables are done, and which share of the bytes; clears its line in the end.
 
     Args:
-        assignments: The variables to materialize, by key.
+        assignments: The variables, by key.
         enabled: Whether to show it; `None`: on a terminal, if the work takes more than two seconds.
+        verb: What is done with them, as in `"saved"`; empty: they are materialized, which needs no word.
     """
 
-    def __init__(self, assignments: Mapping[str, Assignment], *, enabled: bool | None = None):
+    def __init__(self, assignments: Mapping[str, Assignment], *, enabled: bool | None = None, verb: str = ""):
         self._variables = {key: assignment.variable for key, assignment in assignments.items()}
         self._total_bytes = sum(variable.global_bytes for variable in self._variables.values()) or 1
         self._made = self._made_bytes = 0
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
         self._next = time.monotonic() + (0 if enabled else _PATIENCE_SECONDS)
         self._shown = False
+        self._verb = f" {verb}" * bool(verb)
 
     def __enter__(self) -> Self:
         return self
 
     def __call__(self, key: str) -> None:
-        """Count the variable of a key as materialized."""
+        """Count the variable of a key as done."""
         variable = self._variables[key]
         self._made += 1
         self._made_bytes += variable.global_bytes
@@ -44,7 +46,7 @@ class Progress:
             self._next = now + _BETWEEN_SECONDS
             self._shown = True
             share = 100 * self._made_bytes // self._total_bytes
-            counts = f"{self._made}/{len(self._variables)} variables, {share}%"
+            counts = f"{self._made}/{len(self._variables)} variables{self._verb}, {share}%"
             sys.stderr.write(f"\r\x1b[Klayoutmap: {counts}  {escaped(variable.path)}")
             sys.stderr.flush()
 

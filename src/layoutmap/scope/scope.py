@@ -17,7 +17,7 @@ from layoutmap.engines import get_engine
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
-from layoutmap.scope.context import Scope
+from layoutmap.scope.context import SavedValues, Scope
 from layoutmap.scope.plan import Plan, make_plan
 
 _GATHER = ("fully_shard", "own")
@@ -120,6 +120,7 @@ def build(
     draws: Literal["exact", "tiles"] = "exact",
     check_batches: bool = True,
     gather: Literal["fully_shard", "own"] = "fully_shard",
+    values: SavedValues | None = None,
 ) -> Any:
     """Build one model in a scope.
 
@@ -136,6 +137,7 @@ def build(
         draws: See `scope`.
         check_batches: See `scope`.
         gather: See `scope`.
+        values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
 
     Returns:
         The model, its variables in their layouts.
@@ -155,6 +157,7 @@ def build(
     options |= {"check_batches": check_batches, "gather": gather}
     check_maker(make_model, layout_map, "build")
     opened = _open(layout_map, _adapter(library), **options)
+    opened.values = values
     return _make(opened, make_model, inputs)
 
 

@@ -5,18 +5,19 @@ The layout of an array is `layoutmap.dtensor.fetch_layout(array)`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 
+from layoutmap.adapters.jax.checkpoints import restored, stored
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, train_with
 from layoutmap.adapters.jax.variables import Variable
-from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.adapters.protocol import ScopeContext, Stored
 from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
@@ -95,6 +96,22 @@ class JaxAdapter:
     def train_step(self, model: Any, batch: Any) -> dict[str, float]:
         """Take one step of the optimizer that `train_with` was called with; returns the loss before it."""
         return {"loss": float(_trained(model).steps.step(batch))}
+
+    def stored(self, model: Any, optimizer: Any = None) -> list[Stored]:
+        """Return what a checkpoint keeps of a model."""
+        return stored(model, optimizer)
+
+    def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+        """Return a model and its optimizer's state with other arrays."""
+        return restored(model, optimizer, arrays)
+
+    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+        """Return the random states of Python and numpy; those of JAX are arrays of the model."""
+        return {"random": random_states.states()}
+
+    def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
+        """Put back what `settings` returned."""
+        random_states.restore(settings["random"])
 
 
 def _trained(model: Any) -> TrainState:

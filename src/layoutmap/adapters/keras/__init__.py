@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 
+from layoutmap.adapters.keras.checkpoints import restored, stored
 from layoutmap.adapters.keras.derived import reduced_slots
 from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.paths import find_variables, slot_path
@@ -16,7 +17,7 @@ from layoutmap.adapters.keras.private import check_keras, global_seed_state
 from layoutmap.adapters.keras.protocol import backend_name, backend_of
 from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
-from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.adapters.protocol import ScopeContext, Stored
 from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 
@@ -123,6 +124,23 @@ class KerasAdapter:
         x, y, sample_weight = _tensors(batch)
         with backend_of(backend_name()).drawing(model):
             return _numbers(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True))
+
+    def stored(self, model: Any, optimizer: Any = None) -> list[Stored]:
+        """Return what a checkpoint keeps of a model."""
+        return stored(self.variables(model), model)
+
+    def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+        """Give variables other values."""
+        restored(self.variables(model), arrays)
+        return model, optimizer
+
+    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+        """Return the random states of Python and numpy."""
+        return {"random": random_states.states()}
+
+    def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
+        """Put back what `settings` returned."""
+        random_states.restore(settings["random"])
 
 
 def _tensors(batch: Any) -> Any:

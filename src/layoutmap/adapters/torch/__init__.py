@@ -6,14 +6,15 @@ which says how its memory is used.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.adapters.protocol import ScopeContext, Stored
 from layoutmap.adapters.torch import module_hooks
+from layoutmap.adapters.torch.checkpoints import restore_settings, restored, settings_of, stored
 from layoutmap.adapters.torch.forward import is_planned
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
@@ -135,6 +136,28 @@ class TorchAdapter:
             loss.backward()
         optimizer.step()
         return {"loss": loss.item()}
+
+    def stored(self, model: Any, optimizer: Any = None) -> list[Stored]:
+        """Return what a checkpoint keeps of a model."""
+        return stored(model, optimizer or training_of(model).optimizer)
+
+    def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+        """Give tensors other values."""
+        restored(model, optimizer or training_of(model).optimizer, arrays)
+        return model, optimizer
+
+    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+        """Return the settings of the optimizer, and the random states."""
+        return {
+            "optimizer": settings_of(optimizer or training_of(model).optimizer),
+            "random": random_states.states() | {"torch": torch.get_rng_state().numpy()},
+        }
+
+    def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
+        """Put back what `settings` returned."""
+        restore_settings(optimizer or training_of(model).optimizer, settings["optimizer"])
+        random_states.restore(settings["random"])
+        torch.set_rng_state(torch.from_numpy(settings["random"]["torch"]))
 
     @contextmanager
     def _drawing(self, model: Any) -> Generator[None]:

@@ -1,0 +1,76 @@
+"""Element types by name, as numpy holds them, and as the headers of safetensors files call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from layoutmap.core.errors import CheckpointError
+
+SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Name of an element type -> what safetensors calls it. Others are written as unsigned integers of their size."""
+
+_OF_SIZE = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
+
+
+def numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
+    """The type of numpy's with a name.
+
+    Args:
+        name: The name, as in `"bfloat16"`.
+        where: What has elements of it, for the message.
+
+    Raises:
+        CheckpointError: There is none, or a package is missing that has it.
+    """
+    try:
+        found = np.dtype(name)
+        if found.kind in "biufcV":
+            return found
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes  # late, and not with numpy: the frameworks bring it
+    except ModuleNotFoundError:
+        ml_dtypes = None
+    extended = getattr(ml_dtypes, name, None)
+    if extended is None:
+        raise CheckpointError(
+            f"{where}{': ' * bool(where)}element type {name!r} is not known",
+            why="numpy has no such type, and neither has ml_dtypes"
+            + ("" if ml_dtypes else ", which is not installed"),
+            fix="pip install ml_dtypes" if ml_dtypes is None else "save it in another type",
+        )
+    return np.dtype(extended)
+
+
+def header_dtype(name: str, itemsize: int) -> tuple[str, int]:
+    """What the header of a file says of elements: the name of a type, and how many of it an element is.
+
+    Example:
+        >>> header_dtype("bfloat16", 2), header_dtype("int4", 1), header_dtype("complex128", 16)
+        (('BF16', 1), ('U8', 1), ('U64', 2))
+    """
+    if name in SAFETENSORS:
+        return SAFETENSORS[name], 1
+    size = next((n for n in (itemsize, 8) if n in _OF_SIZE and itemsize % n == 0), 1)
+    return _OF_SIZE[size], itemsize // size

@@ -1,0 +1,253 @@
+"""The manifest of a step: what is in it, where each chunk lies, and the checksums. Written last, as JSON.
+
+    {"checksum": "xxh3_64:5a1c...",
+     "format": "layoutmap checkpoint", "version": 1,
+     "step": 1000,
+     ...
+     "files": [
+      {"name": "data-00000.safetensors", "bytes": 4711, "header_bytes": 208, "header": "9f3a..."}
+     ],
+     "variables": [
+      {"path": "d1.kernel", "shape": [512, 512], "dtype": "float32", "layout": [null, "model"], "chunks": [
+       [0, 208, [[0, 512], [0, 256]], "77aa..."], ...
+      ]}
+     ]}
+
+A chunk is the number of its file, the byte at which it begins, where it is in the variable, and its checksum: the 16
+hexadecimal digits of XXH3 with 64 bits over its bytes. The checksum of the first line is that of all bytes after that
+line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from layoutmap.checkpoint.source import SavedVariable, Specs
+from layoutmap.core.blocks import Index
+from layoutmap.core.errors import CheckpointError, brief
+from layoutmap.core.variables import Kind
+
+NAME = "manifest.json"
+FORMAT = "layoutmap checkpoint"
+VERSION = 1
+_FIRST = '{{"checksum": "xxh3_64:{}",\n'
+_FIRST_LENGTH = len(_FIRST.format("0" * 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A block of a variable in a file.
+
+    Args:
+        file: The number of the file.
+        start: The byte of the file at which it begins.
+        index: Where it is in the variable.
+        checksum: Its checksum.
+    """
+
+    file: int
+    start: int
+    index: Index
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file of data.
+
+    Args:
+        name: Its name, in the folder of the step.
+        num_bytes: Its size.
+        header_bytes: The size of its header, with which it begins.
+        header: The checksum of the header.
+    """
+
+    name: str
+    num_bytes: int
+    header_bytes: int
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process has written.
+
+    Args:
+        files: Its files; chunks count from the first of them.
+        chunks: The chunks of each variable, by path.
+        states: Its own states.
+    """
+
+    files: Sequence[DataFile]
+    chunks: Mapping[str, Sequence[Chunk]]
+    states: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is in one step of a checkpoint.
+
+    Args:
+        step: The step.
+        facts: What else is known of it: `created`, `writer`, `library`, `engine`, `mesh`, `plan`, `id`.
+        metadata: What the user has saved along.
+        states: States by name, encoded.
+        files: The files.
+        variables: The variables, in order.
+        chunks: The chunks of each variable, by path.
+    """
+
+    step: int
+    facts: Mapping[str, Any]
+    metadata: Any
+    states: Mapping[str, Any]
+    files: Sequence[DataFile]
+    variables: Sequence[SavedVariable]
+    chunks: Mapping[str, Sequence[Chunk]]
+
+
+def checksum_of(data: Any) -> str:
+    """The checksum of bytes, as text."""
+    import xxhash  # late: most programs that plan and build save nothing
+
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def manifest_to_bytes(manifest: Manifest) -> bytes:
+    """The bytes of a manifest; equal manifests give equal bytes."""
+    head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "step": manifest.step, **manifest.facts}
+    head |= {"metadata": manifest.metadata, "states": manifest.states}
+    lines = [f'"{name}": {_line(value)}' for name, value in head.items()]
+    lines.append(f'"files": {_list([_line(file_to_json(file)) for file in manifest.files])}')
+    variables = [_variable(each, manifest.chunks[each.path]) for each in manifest.variables]
+    lines.append(f'"variables": {_list(variables)}')
+    text = (" " + ",\n ".join(lines) + "}\n").encode()
+    return _FIRST.format(checksum_of(text)).encode() + text
+
+
+def manifest_from_bytes(data: bytes, where: str) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        data: The bytes of the file.
+        where: The file, for messages.
+
+    Raises:
+        CheckpointError: It is not as it was written, no manifest, or of a newer version.
+    """
+    body = data[_FIRST_LENGTH:]
+    if data[:_FIRST_LENGTH] != _FIRST.format(checksum_of(body)).encode():
+        raise CheckpointError(
+            f"{where}: the manifest is not as it was written",
+            facts={"bytes": len(data)},
+            why="its checksum, in the first line, is not that of what follows",
+            fix="restore the file from a copy, or load another step",
+        )
+    try:
+        found: Any = json.loads(data)
+        if found["format"] != FORMAT or found["version"] != VERSION:
+            raise CheckpointError(
+                f"{where}: the format cannot be read",
+                facts={"format": brief(found["format"]), "version": brief(found["version"])},
+                why=f"this version of the library reads {FORMAT!r} of version {VERSION}",
+                fix="upgrade: pip install -U layoutmap",
+            )
+        known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
+        return Manifest(
+            found["step"],
+            {name: value for name, value in found.items() if name not in known},
+            found["metadata"],
+            found["states"],
+            tuple(map(file_from_json, found["files"])),
+            tuple(map(_saved_variable, found["variables"])),
+            {each["path"]: tuple(map(chunk_from_json, each["chunks"])) for each in found["variables"]},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{where}: this is no manifest of a checkpoint",
+            why=f"it has the right checksum and not the right parts: {error!r}",
+            fix="it was written by another program; load another step",
+        ) from error
+
+
+def part_to_bytes(part: Part) -> bytes:
+    """What a process hands to the one that writes the manifest."""
+    chunks = {path: list(map(chunk_to_json, found)) for path, found in part.chunks.items()}
+    return _line(
+        {"files": list(map(file_to_json, part.files)), "chunks": chunks, "states": part.states}
+    ).encode()
+
+
+def part_from_bytes(data: bytes) -> Part:
+    """Read what `part_to_bytes` wrote."""
+    found = json.loads(data)
+    return Part(
+        tuple(map(file_from_json, found["files"])),
+        {path: tuple(map(chunk_from_json, chunks)) for path, chunks in found["chunks"].items()},
+        found["states"],
+    )
+
+
+def file_to_json(file: DataFile) -> dict[str, Any]:
+    """A file as JSON has it."""
+    return {
+        "name": file.name,
+        "bytes": file.num_bytes,
+        "header_bytes": file.header_bytes,
+        "header": file.header,
+    }
+
+
+def file_from_json(found: Mapping[str, Any]) -> DataFile:
+    """Read what `file_to_json` wrote."""
+    return DataFile(found["name"], found["bytes"], found["header_bytes"], found["header"])
+
+
+def chunk_to_json(chunk: Chunk) -> list[Any]:
+    """A chunk as JSON has it."""
+    return [chunk.file, chunk.start, [[part.start, part.stop] for part in chunk.index], chunk.checksum]
+
+
+def chunk_from_json(found: Sequence[Any]) -> Chunk:
+    """Read what `chunk_to_json` wrote."""
+    file, start, index, checksum = found
+    return Chunk(file, start, tuple(slice(begin, end) for begin, end in index), checksum)
+
+
+def _variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
+    row: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
+    if variable.kind is not Kind.WEIGHT:
+        row["kind"] = str(variable.kind)
+    if variable.aliases:
+        row["aliases"] = variable.aliases
+    if variable.layout is not None:
+        row["layout"] = variable.layout
+    return f'{_line(row)[:-1]}, "chunks": {_line(list(map(chunk_to_json, chunks)))}}}'
+
+
+def _saved_variable(found: Mapping[str, Any]) -> SavedVariable:
+    layout: list[Any] | None = found.get("layout")
+    specs = (
+        None if layout is None else tuple(s if s is None or isinstance(s, str) else tuple(s) for s in layout)
+    )
+    return SavedVariable(
+        found["path"],
+        tuple(found["shape"]),
+        found["dtype"],
+        Kind(found.get("kind", "weight")),
+        tuple(found.get("aliases", ())),
+        cast("Specs | None", specs),
+    )
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "[" + ",".join(f"\n  {line}" for line in lines) + ("\n ]" if lines else "]")
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)

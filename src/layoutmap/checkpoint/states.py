@@ -1,0 +1,80 @@
+"""States beside the variables (of data iterators, random generators, schedules) as JSON: data, and never code.
+
+What is no JSON of its own is an object with one key that begins with `__`: bytes, arrays, tuples, numbers that are not
+finite, mappings with other keys than text.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import CheckpointError
+
+_MOST_BYTES = 1 << 24  # of one array: what is larger is a variable and not a state
+
+
+def encode(value: Any, where: str) -> Any:
+    """A state as JSON.
+
+    Args:
+        value: Numbers, texts, bytes, `None`, arrays, and lists, tuples and mappings of them.
+        where: What it is, for messages.
+
+    Raises:
+        CheckpointError: It has something else in it; says where.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return {"__bytes__": base64.b64encode(value).decode()}
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        if all(isinstance(key, str) and not key.startswith("__") for key, _ in items):
+            return {key: encode(each, f"{where}[{key!r}]") for key, each in items}
+        return {"__items__": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in items]}
+    if isinstance(value, (list, tuple)):
+        parts = [encode(each, f"{where}[{n}]") for n, each in enumerate(cast("Sequence[Any]", value))]
+        return {"__tuple__": parts} if isinstance(value, tuple) else parts
+    if hasattr(value, "__array__") and hasattr(value, "dtype") and hasattr(value, "shape"):
+        array = np.asarray(value)
+        if array.dtype.kind not in "OSUM" and array.nbytes <= _MOST_BYTES:
+            data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+            return {"__array__": data, "dtype": array.dtype.name, "shape": list(array.shape)}
+    raise CheckpointError(
+        f"{where}: it cannot be saved",
+        facts={"it is": kind_of(value)},
+        why="a checkpoint is data and never code: numbers, texts, bytes, arrays of up to 16 MiB, lists and mappings",
+        fix="return such values from state_dict() or get_state()",
+    )
+
+
+def decode(value: Any) -> Any:
+    """Return what `encode` was given; arrays are numpy's."""
+    if isinstance(value, list):
+        return [decode(each) for each in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    found = cast("dict[str, Any]", value)
+    if "__bytes__" in found:
+        return base64.b64decode(found["__bytes__"])
+    if "__float__" in found:
+        return float(found["__float__"])
+    if "__tuple__" in found:
+        return tuple(map(decode, found["__tuple__"]))
+    if "__items__" in found:
+        return {decode(key): decode(each) for key, each in found["__items__"]}
+    if "__array__" in found:
+        data = np.frombuffer(base64.b64decode(found["__array__"]), numpy_dtype(found["dtype"]))
+        return data.reshape(found["shape"]).copy()
+    return {key: decode(each) for key, each in found.items()}

@@ -1,0 +1,290 @@
+"""Where checkpoints lie: folders of a file system, made whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from layoutmap.core.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d+)")
+_UNFINISHED = re.compile(r"\.step-\d+\.[0-9a-f]{16}")
+
+
+class Sink(Protocol):
+    """A file that is written from its beginning to its end; durable when its `with` block has ended well."""
+
+    def write(self, data: memoryview | bytes, /) -> object:
+        """Append bytes, all of them."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class Storage(Protocol):
+    """A folder of steps. A step is there when `commit` has returned, and before that it is not."""
+
+    where: str
+    """The folder, as messages name it."""
+
+    def steps(self) -> list[int]:
+        """Return the steps that are there, in rising order."""
+        ...
+
+    def folder(self, step: int) -> str:
+        """Return the name of a step's folder."""
+        ...
+
+    def begin(self, step: int, token: str) -> str:
+        """Make the folder in which a step is written, and return its name; one process does it.
+
+        Raises:
+            CheckpointError: The step is there already, or nothing can be written.
+        """
+        ...
+
+    def commit(self, step: int, token: str) -> None:
+        """Make what was written in the folder of `begin` the step.
+
+        Raises:
+            CheckpointError: Another program has saved the step meanwhile.
+        """
+        ...
+
+    def abandon(self, step: int, token: str) -> None:
+        """Delete what was written in the folder of `begin`, as far as that is possible."""
+        ...
+
+    def delete(self, step: int) -> None:
+        """Delete a step; what is interrupted leaves no step."""
+        ...
+
+    def create(self, folder: str, name: str) -> Sink:
+        """Begin a new file."""
+        ...
+
+    def size(self, folder: str, name: str) -> int | None:
+        """Return the size of a file in bytes; `None`: there is none."""
+        ...
+
+    def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
+        """Read bytes of a file from one on; returns how many there were, which is fewer only at its end."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return how much can be written; `None`: it is not known."""
+        ...
+
+
+def new_token() -> str:
+    """A name that no other save has."""
+    return secrets.token_hex(8)
+
+
+class LocalStorage:
+    """Steps as folders of a folder: `step-1000`. One that is being written is hidden: `.step-1000.<token>`."""
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
+        self.where = str(self._root)
+        self._locks: dict[str, int] = {}
+
+    def steps(self) -> list[int]:
+        """Return the steps that are there, in rising order."""
+        try:
+            names = os.listdir(self._root)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _failed(self.where, "it cannot be listed", error) from error
+        return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+
+    def folder(self, step: int) -> str:
+        """Return the name of a step's folder."""
+        return f"step-{step}"
+
+    def begin(self, step: int, token: str) -> str:
+        """Make the folder in which a step is written, and lock it for as long as this process lives."""
+        if (self._root / self.folder(step)).exists():
+            raise _there_already(self.where, step)
+        name = self.unfinished(step, token)
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            (self._root / name).mkdir()
+            self._locks[name] = os.open(self._root / name, os.O_RDONLY)
+            fcntl.flock(self._locks[name], fcntl.LOCK_EX)
+        except OSError as error:
+            raise _failed(self.where, "no checkpoint can be written there", error) from error
+        return name
+
+    def unfinished(self, step: int, token: str) -> str:
+        """Return the name of the folder in which a step is written."""
+        return f".step-{step}.{token}"
+
+    def commit(self, step: int, token: str) -> None:
+        """Rename the folder, once all in it is on the disk."""
+        name = self.unfinished(step, token)
+        try:
+            _sync_folder(self._root / name)
+            os.rename(self._root / name, self._root / self.folder(step))
+            _sync_folder(self._root)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise _there_already(self.where, step) from error
+            raise _failed(self.where, f"step {step} cannot be completed", error) from error
+        finally:
+            self._unlock(name)
+
+    def abandon(self, step: int, token: str) -> None:
+        """Delete what was written, as far as that is possible."""
+        name = self.unfinished(step, token)
+        shutil.rmtree(self._root / name, ignore_errors=True)
+        self._unlock(name)
+
+    def delete(self, step: int) -> None:
+        """Hide the step, then delete it."""
+        hidden = self._root / self.unfinished(step, new_token())
+        try:
+            os.rename(self._root / self.folder(step), hidden)
+            _sync_folder(self._root)
+        except OSError as error:
+            raise _failed(self.where, f"step {step} cannot be deleted", error) from error
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def create(self, folder: str, name: str) -> Sink:
+        """Begin a new file."""
+        return _LocalSink(self._root / folder / name)
+
+    def size(self, folder: str, name: str) -> int | None:
+        """Return the size of a regular file in bytes; `None`: there is none."""
+        path = self._root / folder / name
+        return path.stat().st_size if path.is_file() else None
+
+    def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
+        """Read bytes of a file from one on; returns how many there were."""
+        done = 0
+        with self._opened(folder, name) as file:
+            while done < len(buffer):
+                count = os.preadv(file, [buffer[done:]], start + done)
+                if not count:
+                    break
+                done += count
+        return done
+
+    def free_bytes(self) -> int | None:
+        """Return how much can be written."""
+        existing = next(path for path in (self._root, *self._root.parents) if path.exists())
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(existing).free
+        return None
+
+    @contextlib.contextmanager
+    def _opened(self, folder: str, name: str) -> Generator[int]:
+        path = self._root / folder / name
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which a pipe of that name does not hang
+        except OSError as error:
+            raise _failed(str(path), "the file cannot be read", error) from error
+        try:
+            yield file
+        except OSError as error:
+            raise _failed(str(path), "the file cannot be read", error) from error
+        finally:
+            os.close(file)
+
+    def _remove_leftovers(self) -> None:
+        """Delete the folders of saves whose process has ended: nobody holds their locks."""
+        for name in os.listdir(self._root):
+            if not _UNFINISHED.fullmatch(name) or name in self._locks:
+                continue
+            with contextlib.suppress(OSError):
+                lock = os.open(self._root / name, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(self._root / name, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+    def _unlock(self, name: str) -> None:
+        if (lock := self._locks.pop(name, None)) is not None:
+            os.close(lock)
+
+
+class _LocalSink:
+    """A new file, on the disk when it is closed."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = -1
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise _failed(str(self._path), "the file cannot be written", error) from error
+        return self
+
+    def write(self, data: memoryview | bytes, /) -> None:
+        left = memoryview(data).cast("B")
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            raise _failed(str(self._path), "the file cannot be written", error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._file)
+        except OSError as failure:
+            raise _failed(str(self._path), "the file cannot be written", failure) from failure
+        finally:
+            os.close(self._file)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _there_already(where: str, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: step {step} is there already",
+        why="a step that was saved is never written over",
+        fix="save another step, or delete that one first",
+    )
+
+
+def _failed(where: str, what: str, error: OSError) -> CheckpointError:
+    fixes = {
+        errno.ENOSPC: "free some space, or save elsewhere; the steps that are there are as they were",
+        errno.EDQUOT: "free some space, or save elsewhere; the steps that are there are as they were",
+        errno.EACCES: "give this user the right to it, or name another directory",
+        errno.EROFS: "name a directory that can be written",
+        errno.ENOENT: "restore it from a copy, or load another step",
+        errno.ENOTDIR: "name a directory; there is a file of that name",
+    }
+    return CheckpointError(
+        f"{where}: {what}",
+        why=f"the system says: {error.strerror or error}",
+        fix=fixes.get(error.errno or 0, "see what the system says, and try again"),
+    )

@@ -1,0 +1,171 @@
+"""One process's part of a step: its shards, chunk by chunk, in a file of the safetensors format.
+
+Each chunk is a tensor of that file, so that any reader of safetensors can read it. The name of a chunk is the path of
+its variable, if it is all of it; else its place comes after, as in `d1.kernel[0:256,512:1024]`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
+from layoutmap.checkpoint.dtypes import header_dtype, numpy_dtype
+from layoutmap.checkpoint.manifest import Chunk, DataFile, Part, checksum_of
+from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.checkpoint.storage import Storage
+from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, full_index, within
+from layoutmap.core.errors import CheckpointError
+
+Shards = Iterator[tuple[Index, NumpyArray]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToWrite:
+    """A variable of which this process writes some shards.
+
+    Args:
+        variable: The variable.
+        indices: Where the shards are in it.
+        shards: Returns the shards of this process, these among them, each once.
+    """
+
+    variable: SavedVariable
+    indices: Sequence[Index]
+    shards: Callable[[], Shards]
+
+
+def bytes_to_write(todo: Sequence[ToWrite]) -> int:
+    """The size of what is to be written, without headers."""
+    return sum(
+        math.prod(block_shape(index)) * numpy_dtype(each.variable.dtype).itemsize
+        for each in todo
+        for index in each.indices
+    )
+
+
+def write_part(
+    storage: Storage,
+    folder: str,
+    number: int,
+    todo: Sequence[ToWrite],
+    total_bytes: int,
+    progress: Callable[[str], object] | None = None,
+) -> Part:
+    """Write the shards of this process.
+
+    Args:
+        storage: Where to.
+        folder: The folder of the step.
+        number: The number of this process.
+        todo: The shards.
+        total_bytes: Size of all variables of the checkpoint, of all processes.
+        progress: Called with the path of each variable when it is written.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    name = f"data-{number:05d}.safetensors"
+    planned = {each.variable.path: list(_planned(each, total_bytes)) for each in todo}
+    header, starts = _header(todo, planned)
+    found: dict[str, list[Chunk]] = {}
+    place = len(header)
+    with storage.create(folder, name) as sink:
+        sink.write(header)
+        for each in todo:
+            path = each.variable.path
+            chunks = found.setdefault(path, [])
+            for index, values in _in_order(each):
+                for chunk in planned[path][len(chunks) :]:
+                    if not _inside(chunk, index):
+                        break
+                    data = np.ascontiguousarray(values[within(chunk, index)]).reshape(-1).view(np.uint8)
+                    sink.write(data.data)
+                    chunks.append(Chunk(0, place, chunk, checksum_of(data.data)))
+                    place += data.size
+            assert len(chunks) == len(planned[path])
+            if progress is not None:
+                progress(path)
+    assert place == len(header) + starts
+    return Part([DataFile(name, place, len(header), checksum_of(header))], found)
+
+
+def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:
+    """What the header of a file calls a chunk.
+
+    Example:
+        >>> tensor_name("d1.kernel", (slice(0, 4),), (8,)), tensor_name("d1.kernel", (slice(0, 8),), (8,))
+        ('d1.kernel[0:4]', 'd1.kernel')
+    """
+    if index == full_index(shape) and not path.endswith("]") and path != "__metadata__":
+        return path
+    return f"{path}[{','.join(f'{part.start}:{part.stop}' for part in index)}]"
+
+
+def _planned(each: ToWrite, total_bytes: int) -> Iterator[Index]:
+    itemsize = numpy_dtype(each.variable.dtype, each.variable.path).itemsize
+    for index in each.indices:
+        shape = block_shape(index)
+        most = chunk_bytes(math.prod(shape) * itemsize, total_bytes)
+        yield from chunks_of(index, chunk_shape(shape, itemsize, most))
+
+
+def _header(todo: Sequence[ToWrite], planned: Mapping[str, Sequence[Index]]) -> tuple[bytes, int]:
+    """The header of a file, padded to eight bytes, and the size of what comes after it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "layoutmap"}}
+    place = 0
+    for each in todo:
+        variable = each.variable
+        itemsize = numpy_dtype(variable.dtype).itemsize
+        dtype, count = header_dtype(variable.dtype, itemsize)
+        for index in planned[variable.path]:
+            shape = [*block_shape(index)] + [count] * (count > 1)
+            end = place + math.prod(block_shape(index)) * itemsize
+            entries[tensor_name(variable.path, index, variable.shape)] = {
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": [place, end],
+            }
+            place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, place
+
+
+def _in_order(each: ToWrite) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards in the order of the indices, whatever order they come in."""
+    dtype = numpy_dtype(each.variable.dtype)
+    shards, early = each.shards(), dict[Ends, NumpyArray]()
+    for index in each.indices:
+        wanted = ends_of(index)
+        while wanted not in early:
+            found = next(shards, None)
+            if found is None:
+                raise CheckpointError(
+                    f"{each.variable.path}: a shard of it is not in this process",
+                    facts={"index": str(index)},
+                    why="its layout says that a device of this process holds it",
+                    fix="this is a fault of the library; please report it",
+                )
+            early[ends_of(found[0])] = found[1]
+        values = early.pop(wanted)
+        if values.dtype != dtype or values.shape != block_shape(index):
+            raise CheckpointError(
+                f"{each.variable.path}: a shard of it is not as its variable says",
+                facts={
+                    "dtype": f"{values.dtype}, not {dtype}",
+                    "shape": f"{values.shape}, not {block_shape(index)}",
+                },
+                why="the engine returned other values than it said",
+                fix="this is a fault of the library; please report it",
+            )
+        yield index, values
+
+
+def _inside(chunk: Index, index: Index) -> bool:
+    return all(i.start <= c.start and c.stop <= i.stop for c, i in zip(chunk, index, strict=True))
