@@ -29,7 +29,7 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
-    from layoutmap.scope.describing import describe
+    from layoutmap.scope.describing import Checkpoint, describe
     from layoutmap.scope.loading import load
     from layoutmap.scope.parity import ParityReport, check_parity
     from layoutmap.scope.saving import save
@@ -42,6 +42,7 @@ __all__ = [
     "UNSHARDED",
     "DVariable",
     "Activations",
+    "Checkpoint",
     "CheckpointError",
     "EngineError",
     "Layout",
@@ -79,6 +80,7 @@ __all__ = [
 
 _LATE = {
     "DVariable": "layoutmap.engines.tensorflow.variable",
+    "Checkpoint": "layoutmap.scope.describing",
     "ParityReport": "layoutmap.scope.parity",
     "check_parity": "layoutmap.scope.parity",
     "describe": "layoutmap.scope.describing",
