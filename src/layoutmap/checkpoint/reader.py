@@ -89,18 +89,24 @@ class Step:
             CheckpointError: There is one.
         """
         for file in self.manifest.files:
-            self._check_file(file)
+            if (size := self._storage.size(self._folder, file.name)) != file.num_bytes:
+                raise self._other_size(file, size)
 
-    def _check_file(self, file: DataFile) -> None:
-        size = self._storage.size(self._folder, file.name)
-        if size != file.num_bytes:
-            raise CheckpointError(
-                f"{self.where}/{file.name}: "
-                + ("the file is missing" if size is None else "the file has another size than was written"),
-                facts={"bytes": size, "written": file.num_bytes},
-                why="the manifest says what was written",
-                fix="restore it from a copy, or load another step",
+    def _other_size(self, file: DataFile, size: int | None) -> CheckpointError:
+        facts: dict[str, object] = {"bytes": size, "written": file.num_bytes}
+        if size is None:
+            number = self.manifest.files.index(file)
+            inside = (
+                p for p, chunks in self.manifest.chunks.items() if any(c.file == number for c in chunks)
             )
+            facts = {"variables": listed(list(inside))}
+        return CheckpointError(
+            f"{self.where}/{file.name}: "
+            + ("the file is missing" if size is None else "the file has another size than was written"),
+            facts=facts,
+            why="the manifest says what was written",
+            fix="restore it from a copy, or load another step",
+        )
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
         """Return the values of a variable at an index (`None`: all).
@@ -140,26 +146,31 @@ class Step:
             )
 
     def problems(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
-        """Read all, and yield what is not as it was written; of each variable the first such chunk.
+        """Read all, and yield each file and each chunk that is not as it was written.
 
         Args:
             progress: Called with the path of each variable when it has been read.
         """
-        for file in self.manifest.files:
-            try:
-                self._check_file(file)
-            except CheckpointError as error:
-                yield error
+        missing: set[int] = set()
+        for number, file in enumerate(self.manifest.files):
+            size = self._storage.size(self._folder, file.name)
+            if size != file.num_bytes:
+                yield self._other_size(file, size)
+            if size is None:
+                missing.add(number)
                 continue
-            header = np.empty(file.header_bytes, np.uint8)
+            header = np.zeros(file.header_bytes, np.uint8)
             self._storage.read_into(self._folder, file.name, 0, header.data)
             if checksum_of(header.data) != file.header:
                 yield _damaged(f"{self.where}/{file.name}", "its header", 0, file.header_bytes)
-        for path in self.variables:
-            try:
-                self.check(path)
-            except CheckpointError as error:
-                yield error
+        for path, variable in self.variables.items():
+            dtype = numpy_dtype(variable.dtype, path)
+            for chunk in self.manifest.chunks[path]:
+                if chunk.file not in missing:
+                    try:
+                        self._read_chunk(path, chunk, np.empty(block_shape(chunk.index), dtype))
+                    except CheckpointError as error:
+                        yield error
             if progress is not None:
                 progress(path)
 
@@ -213,7 +224,7 @@ class Step:
 def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:
     return CheckpointError(
         f"{what}: its values are not those that were saved",
-        facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or None},
+        facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or ""},
         why="the file ends before them"
         if missing
         else "their checksum is another one: the file was damaged or changed",

@@ -50,26 +50,27 @@ class Contents:
     table: PlanTable
 
 
-def contents_of(source: Source, steps: Sequence[int] = ()) -> Contents:
+def contents_of(source: Source, variables: Iterable[SavedVariable], steps: Sequence[int] = ()) -> Contents:
     """Return what a source of values says of itself; reads no values.
 
     Args:
         source: A step of a checkpoint, or files that others have written: then what it has as `facts`, a mapping of
             names to texts, is shown as well.
+        variables: Those of its variables that are shown.
         steps: All steps that are there.
     """
     manifest: Manifest | None = getattr(source, "manifest", None)
     facts = dict[str, str](getattr(source, "facts", {})) if manifest is None else _facts(manifest, steps)
-    variables = tuple(source.variables.values())
+    shown = tuple(variables)
     dims: Mapping[str, int] = (manifest.facts.get("mesh") if manifest else None) or {}
     mesh = Mesh(None, list(dims.items()))
     assignments = (
         Assignment(
             spec, Layout.replicated(mesh, len(v.shape)) if v.layout is None else Layout(v.layout, mesh)
         )
-        for v, spec in zip(variables, variable_specs(variables), strict=True)
+        for v, spec in zip(shown, variable_specs(shown), strict=True)
     )
-    return Contents(source.where, facts, variables, PlanTable(mesh, tuple(assignments)))
+    return Contents(source.where, facts, shown, PlanTable(mesh, tuple(assignments)))
 
 
 def contents_line(contents: Contents) -> str:

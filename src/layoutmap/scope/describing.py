@@ -7,6 +7,7 @@ knows how it is shown, and neither knows the other.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from layoutmap.report.contents import (
     contents_text,
 )
 from layoutmap.rules.near_misses import nearest
+from layoutmap.scope.plan import Plan
 
 
 class Checkpoint(Mapping[str, SavedVariable]):
@@ -33,15 +35,21 @@ class Checkpoint(Mapping[str, SavedVariable]):
     Args:
         source: What values are read from.
         steps: All steps that are there, in rising order; empty for what has none.
+        match: Only variables in whose paths this regex is found; `None`: all.
 
     Attributes:
         source: See above.
         steps: See above.
+
+    Raises:
+        re.error: `match` is no regex.
     """
 
-    def __init__(self, source: Source, steps: Sequence[int] = ()):
+    def __init__(self, source: Source, steps: Sequence[int] = (), match: str | None = None):
         self.source = source
         self.steps = tuple(steps)
+        wanted = re.compile(match or "")
+        self._variables = {path: v for path, v in source.variables.items() if wanted.search(path)}
 
     @property
     def where(self) -> str:
@@ -61,7 +69,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     @property
     def variables(self) -> Mapping[str, SavedVariable]:
         """The variables by path."""
-        return self.source.variables
+        return self._variables
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -72,6 +80,14 @@ class Checkpoint(Mapping[str, SavedVariable]):
     def global_bytes(self) -> int:
         """Size in bytes of all variables."""
         return self._contents.table.global_bytes
+
+    @property
+    def plan(self) -> Plan:
+        """The layouts in which the variables were saved, as a plan: to `diff` with that of another run.
+
+        What was saved without a layout is replicated in it.
+        """
+        return Plan.of(self._contents.table)
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
         """Return values of a variable, as they were saved: each byte is checked while it is read.
@@ -95,7 +111,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
         if isinstance(self.source, Step):
             return tuple(self.source.problems(progress))
         found: list[CheckpointError] = []
-        for path in self.source.variables:
+        for path in self._variables:
             try:
                 self.source.check(path)
             except CheckpointError as error:
@@ -106,17 +122,16 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @cached_property
     def _contents(self) -> Contents:
-        return contents_of(self.source, self.steps)
+        return contents_of(self.source, self._variables.values(), self.steps)
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        return {alias: v.path for v in self.source.variables.values() for alias in v.aliases}
+        return {alias: v.path for v in self._variables.values() for alias in v.aliases}
 
     def __getitem__(self, path: str) -> SavedVariable:
-        variables = self.source.variables
-        found = variables.get(path) or variables.get(self._aliases.get(path, ""))
+        found = self._variables.get(path) or self._variables.get(self._aliases.get(path, ""))
         if found is None:
-            near = nearest(path, [*variables, *self._aliases])
+            near = nearest(path, [*self._variables, *self._aliases])
             raise KeyError(
                 f"the checkpoint has no variable {path!r}"
                 + (f"; near misses: {', '.join(near)}" if near else "")
@@ -124,10 +139,10 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.source.variables)
+        return iter(self._variables)
 
     def __len__(self) -> int:
-        return len(self.source.variables)
+        return len(self._variables)
 
     # -- texts
 

@@ -1,0 +1,147 @@
+"""`layoutmap checkpoint describe | verify | relayout | export`: what was saved, without a model and a framework."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.relayout import write_relayout
+from layoutmap.checkpoint.specs import variable_specs
+from layoutmap.checkpoint.storage import LocalStorage
+from layoutmap.cli.output import PROBLEMS, WELL, check_targets, say, write_all
+from layoutmap.cli.plans import rules_of_file
+from layoutmap.core.errors import CheckpointError, LayoutMapError
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.text_table import size
+from layoutmap.plan.problems import group_problems
+from layoutmap.scope.describing import Checkpoint, describe
+from layoutmap.scope.plan import make_plan
+from layoutmap.scope.progress import Progress
+
+_EXAMPLES = """examples:
+  layoutmap checkpoint describe runs/llama
+  layoutmap checkpoint describe runs/llama --step 1000 --match "blocks\\.0\\." --json - | jq .variables
+  layoutmap checkpoint describe runs/llama --html checkpoint.html
+  layoutmap checkpoint verify runs/llama --all     in a job at night: exit code 1 if a byte has changed
+  layoutmap checkpoint relayout runs/llama serving/llama --rules rules.yaml --mesh batch=1,model=8
+
+exit codes:
+  0  the output was printed, and all is well
+  1  something is damaged; stdout says which variables of which files
+  2  something went wrong; stderr says what
+"""
+
+
+def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
+    """What can be done with a checkpoint."""
+    parser.epilog = _EXAMPLES
+    commands = parser.add_subparsers(required=True, metavar="describe | verify | relayout")
+
+    def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
+        )
+        made.set_defaults(run_on_checkpoint=run)
+        made.add_argument("directory", metavar="DIRECTORY", help="what the checkpoint was saved to")
+        made.add_argument("--step", metavar="N", type=int, help="the step; default: the last one")
+        return made
+
+    shown = command(
+        "describe",
+        _describe,
+        "Print what is in a checkpoint: its facts and its variables, the largest first.",
+    )
+    shown.add_argument(
+        "--match", metavar="REGEX", help="only variables in whose paths the regex is found; bytes are theirs"
+    )
+    shown.add_argument("--json", metavar="FILE", help='also write it for programs; "-": to stdout')
+    verify = command(
+        "verify", _verify, "Read all, and name each file and chunk that is not as it was written."
+    )
+    verify.add_argument("--all", action="store_true", help="verify every step")
+    moved = command(
+        "relayout",
+        _relayout,
+        "Write a step once more, in the layouts of other rules, so that who loads it there reads whole chunks.",
+    )
+    moved.add_argument("new", metavar="NEW", help="the directory of the new checkpoint; it may exist")
+    moved.add_argument(
+        "--rules", metavar="FILE", required=True, help="the rules file, as LayoutMap.to_yaml writes it"
+    )
+    moved.add_argument(
+        "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; default: that of the rules file'
+    )
+
+
+def _describe(options: Any) -> int:
+    files = check_targets({"--json": options.json})
+    found = describe(options.directory, step=options.step)
+    if options.match is not None:
+        try:
+            found = Checkpoint(found.source, found.steps, options.match)
+        except re.error as error:
+            raise LayoutMapError(
+                f"--match {options.match!r} is no regex",
+                why=str(error),
+                fix=r"write it as in --match '\.kernel$'",
+            ) from error
+    out = write_all({path: found.to_json() for path in files.values()})
+    say(str(found), out)
+    return WELL
+
+
+def _verify(options: Any) -> int:
+    storage = LocalStorage(options.directory)
+    if options.all and options.step is not None:
+        raise LayoutMapError(
+            f"--all and --step {options.step}",
+            why="one asks for every step, one for one",
+            fix="leave one out",
+        )
+    steps = storage.steps()
+    if not steps or (options.step is not None and options.step not in steps):
+        Step(storage, options.step)  # which says what there is
+    wanted = steps if options.all else [steps[-1] if options.step is None else options.step]
+    code = WELL
+    for step in wanted:
+        problems = _problems_of(storage, step)
+        code = PROBLEMS if problems else code
+        for problem in problems:
+            say(f"{problem}\n", sys.stdout)
+        if problems:
+            say(f"step {step}: {len(problems)} problem{'' if len(problems) == 1 else 's'}", sys.stdout)
+    return code
+
+
+def _problems_of(storage: LocalStorage, step: int) -> tuple[CheckpointError, ...]:
+    try:
+        found = Checkpoint(Step(storage, step))
+    except CheckpointError as error:  # of its manifest
+        return (error,)
+    with Progress(dict(found.plan), verb="verified") as shown:
+        problems = found.verify(shown)
+    if not problems:
+        say(
+            f"step {step}: {len(found)} variables, {size(found.global_bytes)}, all as they were saved",
+            sys.stdout,
+        )
+    return problems
+
+
+def _relayout(options: Any) -> int:
+    source = describe(options.directory, step=options.step)
+    layout_map = rules_of_file(options.rules, Mesh(None, options.mesh) if options.mesh else None)
+    plan = make_plan(variable_specs(source.values()), layout_map).check()
+    for problem in group_problems([p for p in plan.warnings if p.kind != "no rule"]):
+        say(f"layoutmap: warning: {problem.what}", sys.stderr)
+    layouts = {path: a.layout for path, a in plan.items()}
+    with Progress(dict(plan), verb="written") as shown:
+        folder = write_relayout(
+            source.source, LocalStorage(options.new), layouts, plan.mesh, plan.fingerprint, shown
+        )
+    say(f"{folder}: {plan!r}", sys.stdout)
+    return WELL
