@@ -12,10 +12,11 @@ from typing import Any
 
 from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
 from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.manifest import NAME, Manifest, manifest_to_bytes
+from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.checkpoint.step_writer import StepWriter, begin_step
 from layoutmap.checkpoint.storage import Storage, new_token
-from layoutmap.checkpoint.writer import Shards, ToWrite, bytes_to_write, write_part
+from layoutmap.checkpoint.writer import Shards, ToWrite, bytes_to_write
 from layoutmap.core.blocks import Index, block_shape, ends_of
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
@@ -59,17 +60,12 @@ def write_relayout(
     }
     variables = [replace(v, layout=_specs(layouts[v.path])) for v in source.variables.values()]
     todo = [_to_write(source, each, layouts[each.path]) for each in variables]
-    folder = storage.begin(manifest.step, token)
-    try:
-        part = write_part(storage, folder, 0, todo, bytes_to_write(todo), progress)
-        written = replace(manifest, facts=facts, files=part.files, variables=variables, chunks=part.chunks)
-        with storage.create(folder, NAME) as sink:
-            sink.write(manifest_to_bytes(written))
-        storage.commit(manifest.step, token)
-    except BaseException:
-        storage.abandon(manifest.step, token)
-        raise
-    return f"{storage.where}/{storage.folder(manifest.step)}"
+    total_bytes = bytes_to_write(todo)
+    folder = begin_step(storage, manifest.step, token, total_bytes)
+    head = replace(manifest, facts=facts, variables=variables)
+    with StepWriter(storage, folder, head, todo, total_bytes=total_bytes) as writer:
+        writer.write(progress)
+    return writer.where
 
 
 def _to_write(source: Source, variable: SavedVariable, layout: Layout) -> ToWrite:

@@ -17,9 +17,10 @@ from layoutmap.cli.plans import rules_of_file
 from layoutmap.core.errors import CheckpointError, LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import size
+from layoutmap.core.variables import VariableSpec
 from layoutmap.plan.problems import group_problems
 from layoutmap.scope.describing import Checkpoint, describe
-from layoutmap.scope.plan import make_plan
+from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
 _EXAMPLES = """examples:
@@ -122,7 +123,7 @@ def _problems_of(storage: LocalStorage, step: int) -> tuple[CheckpointError, ...
         found = Checkpoint(Step(storage, step))
     except CheckpointError as error:  # of its manifest
         return (error,)
-    with Progress(dict(found.plan), verb="verified") as shown:
+    with Progress(_specs(found.plan), verb="verified") as shown:
         problems = found.verify(shown)
     if not problems:
         say(
@@ -139,9 +140,13 @@ def _relayout(options: Any) -> int:
     for problem in group_problems([p for p in plan.warnings if p.kind != "no rule"]):
         say(f"layoutmap: warning: {problem.what}", sys.stderr)
     layouts = {path: a.layout for path, a in plan.items()}
-    with Progress(dict(plan), verb="written") as shown:
+    with Progress(_specs(plan), verb="written") as shown:
         folder = write_relayout(
             source.source, LocalStorage(options.new), layouts, plan.mesh, plan.fingerprint, shown
         )
     say(f"{folder}: {plan!r}", sys.stdout)
     return WELL
+
+
+def _specs(plan: Plan) -> dict[str, VariableSpec]:
+    return {path: a.variable for path, a in plan.items()}

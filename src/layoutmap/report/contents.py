@@ -134,6 +134,7 @@ def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
         "mesh": mesh and ", ".join(f"{name}={number}" for name, number in mesh.items()),
         "plan": known.get("plan"),
         "files": f"{len(manifest.files)}, {size(sum(file.num_bytes for file in manifest.files))}",
+        "metrics": ", ".join(f"{name} {value}" for name, value in (known.get("metrics") or {}).items()),
         "states": listed(list(manifest.states)),
         "metadata": metadata if len(metadata) <= _MOST_METADATA else f"{metadata[:_MOST_METADATA]}...",
         "steps": listed([str(each) for each in steps]) if len(steps) > 1 else "",
