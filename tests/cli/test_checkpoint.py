@@ -86,6 +86,18 @@ def test_describe_prints_what_the_library_prints(folder, capsys):
     assert "2 variables, 48.0 KiB" in err
 
 
+def test_what_was_saved_is_a_page(folder, capsys):
+    """That of the library; verify's says what is damaged."""
+    code, out, err = run(capsys, "describe", "saved", "--html", "page.html")
+    found = lm.describe("saved")
+    assert (0, f"{found}\n", "written: page.html\n") == (code, out, err)
+    assert found.to_html() == Path("page.html").read_text()
+
+    flip(folder, "up.kernel", 1)
+    assert 1 == run(capsys, "verify", "saved", "--html", "page.html")[0]
+    assert found.to_html(found.verify()) == Path("page.html").read_text() != found.to_html()
+
+
 def test_what_cannot_be_described(folder, capsys):
     """A step, a directory or a regex that is none is an error with exit code 2 that says what there is."""
     for arguments, words in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layoutmap.checkpoint.reader import Step
@@ -60,8 +60,14 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         "--match", metavar="REGEX", help="only variables in whose paths the regex is found; bytes are theirs"
     )
     shown.add_argument("--json", metavar="FILE", help='also write it for programs; "-": to stdout')
+    shown.add_argument("--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout')
     verify = command(
         "verify", _verify, "Read all, and name each file and chunk that is not as it was written."
+    )
+    verify.add_argument(
+        "--html",
+        metavar="FILE",
+        help='also write a page with what is in it and what is damaged; "-": to stdout',
     )
     verify.add_argument("--all", action="store_true", help="verify every step")
     moved = command(
@@ -79,7 +85,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _describe(options: Any) -> int:
-    files = check_targets({"--json": options.json})
+    files = check_targets({"--json": options.json, "--html": options.html})
     found = describe(options.directory, step=options.step)
     if options.match is not None:
         try:
@@ -90,47 +96,44 @@ def _describe(options: Any) -> int:
                 why=str(error),
                 fix=r"write it as in --match '\.kernel$'",
             ) from error
-    out = write_all({path: found.to_json() for path in files.values()})
+    texts = {"--json": found.to_json, "--html": found.to_html}
+    out = write_all({path: texts[option]() for option, path in files.items()})
     say(str(found), out)
     return WELL
 
 
 def _verify(options: Any) -> int:
     storage = LocalStorage(options.directory)
-    if options.all and options.step is not None:
-        raise LayoutMapError(
-            f"--all and --step {options.step}",
-            why="one asks for every step, one for one",
-            fix="leave one out",
-        )
+    for option, value in (("--step", options.step), ("--html", options.html)):
+        if options.all and value is not None:
+            raise LayoutMapError(
+                f"--all and {option} {value}",
+                why=f"{option} is for one step",
+                fix=f"leave out --all or {option}",
+            )
+    files = check_targets({"--html": options.html})
     steps = storage.steps()
     if not steps or (options.step is not None and options.step not in steps):
         Step(storage, options.step)  # which says what there is
     wanted = steps if options.all else [steps[-1] if options.step is None else options.step]
-    code = WELL
-    for step in wanted:
-        problems = _problems_of(storage, step)
-        code = PROBLEMS if problems else code
-        for problem in problems:
-            say(f"{problem}\n", sys.stdout)
-        if problems:
-            say(f"step {step}: {len(problems)} problem{'' if len(problems) == 1 else 's'}", sys.stdout)
-    return code
+    return max([_verify_step(storage, step, list(files.values())) for step in wanted])
 
 
-def _problems_of(storage: LocalStorage, step: int) -> tuple[CheckpointError, ...]:
+def _verify_step(storage: LocalStorage, step: int, pages: Sequence[str]) -> int:
     try:
-        found = Checkpoint(Step(storage, step))
+        found = Checkpoint(Step(storage, step), storage.steps())
     except CheckpointError as error:  # of its manifest
-        return (error,)
+        say(f"{error}\n\nstep {step}: 1 problem", sys.stdout)
+        return PROBLEMS
     with Progress(_specs(found.plan), verb="verified") as shown:
         problems = found.verify(shown)
-    if not problems:
-        say(
-            f"step {step}: {len(found)} variables, {size(found.global_bytes)}, all as they were saved",
-            sys.stdout,
-        )
-    return problems
+    out = write_all({path: found.to_html(problems) for path in pages})
+    for problem in problems:
+        say(f"{problem}\n", out)
+    all_well = f"{len(found)} variables, {size(found.global_bytes)}, all as they were saved"
+    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
+    say(f"step {step}: {count if problems else all_well}", out)
+    return PROBLEMS if problems else WELL
 
 
 def _relayout(options: Any) -> int:

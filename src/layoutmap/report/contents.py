@@ -124,7 +124,8 @@ def contents_json(contents: Contents, head: Mapping[str, Any]) -> str:
 
 def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
     known = manifest.facts
-    mesh = known.get("mesh")
+    mesh: Mapping[str, int] | None = known.get("mesh")
+    metrics: Mapping[str, float] = known.get("metrics") or {}
     metadata = "" if manifest.metadata is None else json.dumps(manifest.metadata, ensure_ascii=False)
     joined = {
         "step": str(manifest.step),
@@ -134,7 +135,7 @@ def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
         "mesh": mesh and ", ".join(f"{name}={number}" for name, number in mesh.items()),
         "plan": known.get("plan"),
         "files": f"{len(manifest.files)}, {size(sum(file.num_bytes for file in manifest.files))}",
-        "metrics": ", ".join(f"{name} {value}" for name, value in (known.get("metrics") or {}).items()),
+        "metrics": ", ".join(f"{name} {value}" for name, value in metrics.items()),
         "states": listed(list(manifest.states)),
         "metadata": metadata if len(metadata) <= _MOST_METADATA else f"{metadata[:_MOST_METADATA]}...",
         "steps": listed([str(each) for each in steps]) if len(steps) > 1 else "",

@@ -17,6 +17,7 @@ from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
+from layoutmap.plan.problems import Problem
 from layoutmap.report.contents import (
     Contents,
     contents_html,
@@ -156,6 +157,18 @@ class Checkpoint(Mapping[str, SavedVariable]):
             head["metadata"] = manifest.metadata
         return contents_json(self._contents, head | {"bytes": self.global_bytes})
 
+    def to_html(self, problems: Sequence[CheckpointError] | None = None) -> str:
+        """Write what is in it as one page for a browser that loads nothing: its facts, every variable and its shards.
+
+        Args:
+            problems: What `verify` has returned, which the page shows; `None`: it says that nobody has looked.
+        """
+        from layoutmap.report.page.page import checkpoint_page  # late, as in `Plan`
+
+        return checkpoint_page(
+            self._contents, problems if problems is None else list(map(_problem, problems))
+        )
+
     def __str__(self) -> str:
         return contents_text(self._contents)
 
@@ -164,6 +177,11 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     def _repr_html_(self) -> str:
         return contents_html(self._contents)
+
+
+def _problem(error: CheckpointError) -> Problem:
+    facts = tuple((name, str(value)) for name, value in error.facts.items())
+    return Problem("damaged", "error", error.what.partition(": ")[0], error.what, facts, error.why, error.fix)
 
 
 def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
