@@ -7,7 +7,7 @@ PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
 PROTO := layoutmap/core/proto/layout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format proto check-proto works bench clean
+.PHONY: help setup demo test test-all check format proto check-proto works pictures dist bench clean
 
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -41,8 +41,14 @@ check-proto: $(VENV)/.proto ## Fail if layout_pb2.py is not what `make proto` ma
 	&& diff -u $(PROTO)_pb2.py "$$made"/$(PROTO)_pb2.py && diff -u $(PROTO)_pb2.pyi "$$made"/$(PROTO)_pb2.pyi \
 	&& echo "layout_pb2.py is what make proto makes"
 
-works: $(VENV)/.all ## Write README's table of what works, from the results of the contract tests
+works: $(VENV)/.all ## Write the tables of what works, from the results of the contract tests
 	$(BIN)/python tools/works.py
+
+pictures: $(VENV)/.all ## Make the README's picture anew, from a real plan, in Debian's chromium
+	$(BIN)/python tools/pictures.py
+
+dist: $(VENV)/.all ## Build the wheel and the source distribution into dist/, and check their metadata
+	rm -rf dist && $(BIN)/python -m build --quiet && $(BIN)/twine check --strict dist/*
 
 bench: $(VENV)/.all ## Run the benchmarks, side by side with what they are compared with
 	@for file in $(filter-out %models.py %torch_processes.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
