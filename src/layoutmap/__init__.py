@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from layoutmap.adapters.jax.steps import jit_step
     from layoutmap.scope.describing import Checkpoint, describe
     from layoutmap.scope.loading import load
+    from layoutmap.scope.manager import CheckpointManager
     from layoutmap.scope.parity import ParityReport, check_parity
     from layoutmap.scope.saving import save
 
@@ -44,6 +45,7 @@ __all__ = [
     "Activations",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointManager",
     "EngineError",
     "Layout",
     "LayoutError",
@@ -79,6 +81,7 @@ __all__ = [
 ]
 
 _LATE = {
+    "CheckpointManager": "layoutmap.scope.manager",
     "DVariable": "layoutmap.engines.tensorflow.variable",
     "Checkpoint": "layoutmap.scope.describing",
     "ParityReport": "layoutmap.scope.parity",

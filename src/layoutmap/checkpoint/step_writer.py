@@ -110,6 +110,11 @@ class StepWriter:
         """Whether this process commits the step."""
         return self._number == 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return self._count == 1
+
     def copy(self) -> None:
         """Keep the values as they are now: the model may change before they are written."""
         self._todo = [_copied(each) for each in self._todo]
@@ -151,7 +156,7 @@ class StepWriter:
         if error is None:
             return
         try:
-            if self._count > 1:
+            if not self.is_alone:
                 self._say_failed(error)
         finally:
             if self.is_first:

@@ -86,7 +86,10 @@ def begin_save(
     optimizer: Any = None,
     data: Any = None,
     metadata: Any = None,
+    *,
     metrics: Mapping[str, float] | None = None,
+    after: Callable[[], object] = lambda: None,
+    replace_damaged: bool = False,
 ) -> tuple[StepWriter, dict[str, VariableSpec]]:
     """Agree with the other processes on a step, and make the folder in which it is written.
 
@@ -100,6 +103,8 @@ def begin_save(
         data: See `save`.
         metadata: See `save`.
         metrics: Numbers by which steps are compared; those of the first process are kept.
+        after: What must have ended; if it raises in one process, all raise.
+        replace_damaged: Whether a step of this number is there, and not as it was saved: it is deleted first.
 
     Returns:
         What writes the step, and the variables that this process writes.
@@ -119,6 +124,7 @@ def begin_save(
     total_bytes = sum(each.variable.global_bytes for each in kept)
 
     def prepare() -> tuple[Manifest, dict[str, Any]]:
+        after()
         facts: dict[str, Any] = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "writer": _writer(),
@@ -131,7 +137,7 @@ def begin_save(
             facts["metrics"] = encode(metrics, "metrics")
         states = {"settings": encode(adapter.settings(model, optimizer), "settings")}
         own = {} if data is None else {"data": encode(state_of(data), "data")}
-        number = _checked_step(step)
+        number = check_step(step)
         return Manifest(number, facts, encode(metadata, "metadata"), states, (), variables, {}), own
 
     manifest, own_states = group.all(prepare)
@@ -143,10 +149,14 @@ def begin_save(
         plain = [each for each in kept if layouts[each.variable.path] is None]
         check_values(((each.variable.path, _checksum(engine, each.array)) for each in plain), group.gather)
     own_token = new_token()
+
+    def begin() -> list[str]:
+        if replace_damaged and manifest.step in storage.steps():
+            storage.delete(manifest.step)
+        return [own_token, begin_step(storage, manifest.step, own_token, total_bytes)]
+
     try:
-        token, folder = group.first(
-            lambda: [own_token, begin_step(storage, manifest.step, own_token, total_bytes)]
-        )
+        token, folder = group.first(begin)
         todo = group.shares(kept, layouts, variables)
         manifest = replace(manifest, facts={"id": token, **manifest.facts})
         writer = StepWriter(
@@ -272,6 +282,15 @@ class Group:
             yield holders, index, size
 
 
+def group_of(model: Any) -> Group:
+    """The processes that a model is on."""
+    adapter = adapter_of_model(model)
+    engine = get_engine(adapter.engine_name)
+    return Group(
+        engine, _one_mesh({e.variable.path: engine.layout_of(e.array) for e in adapter.stored(model)})
+    )
+
+
 def state_of(data: Any) -> Any:
     """The state of an iterator over data.
 
@@ -317,7 +336,12 @@ def _one_mesh(layouts: Mapping[str, Layout | None]) -> Mesh | None:
     return next(iter(meshes), None)
 
 
-def _checked_step(step: Any) -> int:
+def check_step(step: Any) -> int:
+    """The number of a step.
+
+    Raises:
+        CheckpointError: It is none.
+    """
     number = as_int(step)
     if number is None or not 0 <= number <= MOST_STEP:
         raise CheckpointError(
