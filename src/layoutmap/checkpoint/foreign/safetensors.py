@@ -222,10 +222,11 @@ def _json(file: ByteFile, data: bytes, what: str) -> dict[str, Any]:
 def _checked(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
     """Where the values of a tensor begin and end, and the tensor."""
     try:
-        shape, (begin, end), code = entry["shape"], entry["data_offsets"], entry["dtype"]
+        shape: tuple[int, ...] = tuple(entry["shape"])
+        (begin, end), code = entry["data_offsets"], entry["dtype"]
         sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and isinstance(code, str)
     except (TypeError, KeyError, ValueError):
-        shape, begin, end, code, sound = [], 0, 0, "", False
+        shape, begin, end, code, sound = tuple[int, ...](), 0, 0, "", False
     if not sound:
         why = "each has a dtype, a shape and data_offsets, of whole numbers from 0 on"
         raise _wrong(file, f"tensor {name!r}: its entry cannot be read", why, there=brief(entry))
@@ -237,9 +238,9 @@ def _checked(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVari
     dtype = _NAMES[code]
     needed = math.prod(shape) * numpy_dtype(dtype, name).itemsize
     if end - begin != needed:
-        why = f"{code} of shape {tuple(shape)} needs {needed} bytes, and its data_offsets have {end - begin}"
+        why = f"{code} of shape {shape} needs {needed} bytes, and its data_offsets have {end - begin}"
         raise _wrong(file, f"tensor {name!r}: its size does not fit its shape", why)
-    return begin, end, SavedVariable(name, tuple(shape), dtype)
+    return begin, end, SavedVariable(name, shape, dtype)
 
 
 def _wrong(file: ByteFile, what: str, why: str, *, fix: str = _FIX, **facts: object) -> CheckpointError:
