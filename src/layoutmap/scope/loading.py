@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter
 from layoutmap.adapters.protocol import Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.renamed import Renamed
+from layoutmap.checkpoint.renaming import Names, read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
 from layoutmap.core.errors import CheckpointError
@@ -31,6 +33,7 @@ def load(
     *,
     layout_map: RuleSet | None = None,
     step: int | None = None,
+    names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     optimizer: Any = None,
     data: Any = None,
     missing: Missing = "error",
@@ -39,15 +42,19 @@ def load(
     progress: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on.
+    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on, or from files of others.
 
     Args:
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
             straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: what it
             needs is read and checked once, and then read into it, so that a damaged file changes nothing.
-        directory: What it was saved to.
+        directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
+            Face has it, `*.weights.h5`, a directory of orbax or of `torch.distributed.checkpoint`. These have no
+            checksums: a changed value in them cannot be seen.
         layout_map: The rules, for a function. They need not be those of the model that was saved.
         step: The step; `None`: the last one.
+        names: What the model's variables are called there, where they have other names or axes: a table of the library,
+            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names.
         optimizer: See `save`. What it returns then is a pair.
         data: An iterator over the data, which goes on where it was: anything with `load_state_dict()` or `set_state()`.
         missing: What happens with weights of the model that are not in the checkpoint: `"error"`, or `"keep"`: they
@@ -77,9 +84,11 @@ def load(
         >>> lm.load(make_model, directory, layout_map=layout_map).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
-    source = Step(LocalStorage(directory), step)
-    source.check_files()
-    values = Values(source, missing=missing, extra=extra, cast=cast)
+    source = open_source(directory, step)
+    if isinstance(source, Step):
+        source.check_files()
+    table = None if names is None else read_names(names)
+    values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, **options)
     else:
@@ -98,6 +107,7 @@ class Values:
 
     Args:
         source: What they are read from.
+        names: What the variables are called in it; `None`: what they are called in the model.
         missing: See `load`.
         extra: See `load`.
         cast: See `load`.
@@ -107,9 +117,16 @@ class Values:
     """
 
     def __init__(
-        self, source: Source, *, missing: Missing = "error", extra: Extra = "error", cast: bool = False
+        self,
+        source: Source,
+        *,
+        names: Names | None = None,
+        missing: Missing = "error",
+        extra: Extra = "error",
+        cast: bool = False,
     ):
-        self.source = source
+        self._renamed = None if names is None else Renamed(source, names)
+        self.source = source if self._renamed is None else self._renamed
         self._missing = missing
         self._extra = extra
         self._cast = cast
@@ -118,6 +135,8 @@ class Values:
 
     def find(self, variable: VariableSpec) -> SavedVariable | None:
         """Return what the checkpoint has for a variable, under any of its paths; `None`: nothing."""
+        if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
+            self._renamed.fit((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
             if path in self.source.variables:
                 return self.source.variables[path]
@@ -236,7 +255,7 @@ def _existing(model: Any) -> Any:
     return model
 
 
-def _restore_data(data: Any, source: Step) -> None:
+def _restore_data(data: Any, source: Source) -> None:
     states = source.states.get("processes", [])
     state = states[0]["data"] if len(states) == 1 else None
     for name in ("load_state_dict", "set_state"):
