@@ -11,6 +11,7 @@ import frameworks
 import numpy as np
 import pytest
 from checkpoints import random_values, saved
+from safetensors.numpy import load_file
 
 import layoutmap as lm
 from layoutmap.checkpoint import relayout
@@ -221,6 +222,36 @@ def test_a_damaged_step_is_not_relaid(folder, capsys):
     assert "down.kernel: its values are not those that were saved" in err
 
 
+def test_export_writes_what_others_read(folder, capsys):
+    """Files of safetensors of the size that was asked for, under other names, with the same bits; no slots."""
+    weights = {path: array for path, array in VALUES.items() if path not in KINDS}
+    Path("names.yaml").write_text("version: 1\nnames:\n  '**.kernel': '**.weight'\n  '**': '**'\n")
+    arguments = ("export", "saved", "out", "--names", "names.yaml", "--max-shard", "20KiB")
+    code, out, _ = run(capsys, *arguments)
+    files = sorted(Path("out").glob("*.safetensors"))
+    found = {name: value.tobytes() for file in files for name, value in load_file(file).items()}
+
+    assert (0, f"{lm.describe(folder / 'out')!r}\n") == (code, out)
+    assert 3 == len(files)
+    assert {path.replace("kernel", "weight"): a.tobytes() for path, a in weights.items()} == found
+    assert 2 == run(capsys, *arguments)[0]  # it is there, and not empty
+    assert 2 == run(capsys, "export", "saved", "other", "--names", "nowhere.yaml")[0]
+
+
+def test_files_of_others_are_described_verified_and_taken_over(folder, capsys):
+    """As far as they go: they have no steps and no checksums; what is written in layouts has both."""
+    assert 0 == run(capsys, "export", "saved", "out")[0]
+    code, out, _ = run(capsys, "describe", "out")
+    assert (0, f"{lm.describe('out')}\n", True) == (code, out, "others: no checksums" in out)
+    code, out, _ = run(capsys, "verify", "out")
+    assert (0, "out: 5 variables, 48.5 KiB, all are there; their files have no checksums\n") == (code, out)
+
+    assert 0 == run(capsys, "relayout", "out", "new", "--rules", "rules.yaml")[0]
+    found = lm.describe("new")
+    assert (0, (), ("model", None)) == (found.step, found.verify(), found["up.kernel"].layout)
+    assert VALUES["up.kernel"].tobytes() == found.read("up.kernel").tobytes()
+
+
 def test_rules_that_do_not_fit_are_an_error(folder, capsys):
     """Before a byte is written; a rule that matches nothing is only said."""
     arguments = ("relayout", "saved", "new", "--rules", "rules.yaml", "--mesh")
@@ -252,6 +283,8 @@ def test_no_framework_is_loaded(folder):
         ["describe", "saved"],
         ["verify", "saved", "--all"],
         ["relayout", "saved", "new", "--rules", "rules.yaml"],
+        ["export", "saved", "exported"],
+        ["verify", "exported"],
     ]
     ran = subprocess.run(
         [sys.executable, "-c", NO_FRAMEWORK.format(commands)], capture_output=True, text=True, cwd=folder

@@ -63,6 +63,11 @@ class Step:
         return self.manifest.step
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """All steps that are there now, in rising order."""
+        return tuple(self._storage.steps())
+
+    @property
     def metadata(self) -> Any:
         """What the user has saved along."""
         return decode(self.manifest.metadata)

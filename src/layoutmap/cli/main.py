@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from layoutmap.cli.output import (
     write_all,
 )
 from layoutmap.cli.plans import add_model_options, plan_of, plans_of
+from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--device-memory",
         metavar="SIZE",
-        type=_size_in_bytes,
+        type=size_in_bytes,
         help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more',
     )
     plan.add_argument("--strict", action="store_true", help="count warnings as problems")
@@ -299,21 +299,6 @@ def _schema(options: Any) -> int:
 
 
 # -- what they need
-
-
-def _size_in_bytes(text: str) -> int:
-    """Return the bytes of a size that people write; argparse shows what it raises."""
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", text)
-    num_bytes = 0
-    if found is not None:
-        number, prefix, binary = found.groups()
-        num_bytes = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
-    if not num_bytes:
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise argparse.ArgumentTypeError(
-            f'{shown!r} is not a size of memory; write a number and a unit (KB to TB, KiB to TiB), as in "80GiB"'
-        )
-    return num_bytes
 
 
 def _fit(needed: int, there: int) -> str:

@@ -50,17 +50,15 @@ class Contents:
     table: PlanTable
 
 
-def contents_of(source: Source, variables: Iterable[SavedVariable], steps: Sequence[int] = ()) -> Contents:
+def contents_of(source: Source, variables: Iterable[SavedVariable]) -> Contents:
     """Return what a source of values says of itself; reads no values.
 
     Args:
-        source: A step of a checkpoint, or files that others have written: then what it has as `facts`, a mapping of
-            names to texts, is shown as well.
+        source: A step of a checkpoint, or files that others have written.
         variables: Those of its variables that are shown.
-        steps: All steps that are there.
     """
     manifest: Manifest | None = getattr(source, "manifest", None)
-    facts = dict[str, str](getattr(source, "facts", {})) if manifest is None else _facts(manifest, steps)
+    facts = _facts_of_others(source) if manifest is None else _facts(manifest, getattr(source, "steps", ()))
     shown = tuple(variables)
     dims: Mapping[str, int] = (manifest.facts.get("mesh") if manifest else None) or {}
     mesh = Mesh(None, list(dims.items()))
@@ -126,7 +124,6 @@ def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
     known = manifest.facts
     mesh: Mapping[str, int] | None = known.get("mesh")
     metrics: Mapping[str, float] = known.get("metrics") or {}
-    metadata = "" if manifest.metadata is None else json.dumps(manifest.metadata, ensure_ascii=False)
     joined = {
         "step": str(manifest.step),
         "created": known.get("created"),
@@ -137,10 +134,20 @@ def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
         "files": f"{len(manifest.files)}, {size(sum(file.num_bytes for file in manifest.files))}",
         "metrics": ", ".join(f"{name} {value}" for name, value in metrics.items()),
         "states": listed(list(manifest.states)),
-        "metadata": metadata if len(metadata) <= _MOST_METADATA else f"{metadata[:_MOST_METADATA]}...",
+        "metadata": "" if manifest.metadata is None else _shown(manifest.metadata),
         "steps": listed([str(each) for each in steps]) if len(steps) > 1 else "",
     }
     return {name: str(value) for name, value in joined.items() if value}
+
+
+def _facts_of_others(source: Source) -> dict[str, str]:
+    metadata = getattr(source, "metadata", None)
+    return {"written by": "others: no checksums"} | ({"metadata": _shown(metadata)} if metadata else {})
+
+
+def _shown(metadata: Any) -> str:
+    text = json.dumps(metadata, ensure_ascii=False)
+    return text if len(text) <= _MOST_METADATA else f"{text[:_MOST_METADATA]}..."
 
 
 def _cells(contents: Contents) -> list[tuple[str, ...]]:

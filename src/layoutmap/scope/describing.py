@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.plan.problems import Problem
@@ -35,20 +35,17 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     Args:
         source: What values are read from.
-        steps: All steps that are there, in rising order; empty for what has none.
         match: Only variables in whose paths this regex is found; `None`: all.
 
     Attributes:
         source: See above.
-        steps: See above.
 
     Raises:
         re.error: `match` is no regex.
     """
 
-    def __init__(self, source: Source, steps: Sequence[int] = (), match: str | None = None):
+    def __init__(self, source: Source, match: str | None = None):
         self.source = source
-        self.steps = tuple(steps)
         wanted = re.compile(match or "")
         self._variables = {path: v for path, v in source.variables.items() if wanted.search(path)}
 
@@ -63,9 +60,19 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return getattr(self.source, "step", None)
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """All steps that are there, in rising order; empty for what has none."""
+        return getattr(self.source, "steps", ())
+
+    @property
     def metadata(self) -> Any:
         """What was saved along; `None` if nothing was."""
         return getattr(self.source, "metadata", None)
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a changed value is found; the formats of others have no checksums of their values."""
+        return isinstance(self.source, Step)
 
     @property
     def variables(self) -> Mapping[str, SavedVariable]:
@@ -123,7 +130,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @cached_property
     def _contents(self) -> Contents:
-        return contents_of(self.source, self._variables.values(), self.steps)
+        return contents_of(self.source, self._variables.values())
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
@@ -185,10 +192,10 @@ def _problem(error: CheckpointError) -> Problem:
 
 
 def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
-    """Open a step of a checkpoint; reads its manifest and no values.
+    """Open a step of a checkpoint, or what others have written; reads no values.
 
     Args:
-        directory: What it was saved to.
+        directory: What it was saved to, or files of others: see `load`.
         step: The step; `None`: the last one.
 
     Returns:
@@ -208,5 +215,4 @@ def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> C
         >>> float(found.read("d1.bias").sum())
         0.0
     """
-    storage = LocalStorage(directory)
-    return Checkpoint(Step(storage, step), storage.steps())
+    return Checkpoint(open_source(directory, step))
