@@ -4,10 +4,10 @@
     python benchmarks/checkpoint.py --mib 256 --rounds 3 --only save
 
 16 arrays, half float32 and half bfloat16, sharded over 8 devices in a 2x4 mesh; loaded on a 4x2 mesh, other axes
-sharded. JAX: one process with 8 simulated devices. torch: 8 processes with gloo. Every round tries each way once, in the
-same order. A save is timed until its files and folders are on the disk: `fsync` is called for each of them, whatever
-the library did. What is loaded was written just before, so it is read from the page cache: what is timed is the
-library, not the disk. Before a timed run each way saves and loads a small checkpoint.
+sharded. JAX: one process with 8 simulated devices. torch: 8 processes with gloo. Every round tries each way once, in
+the same order. A save is timed until its files and folders are on the disk: `fsync` is called for each of them,
+whatever the library did. What is loaded was written just before, so it is read from the page cache: what is timed is
+the library, not the disk. Before a timed run each way saves and loads a small checkpoint.
 
 "dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "peak" is how far the memory of the process (of
 torch: of all 8) rose above what it was before the load, in a fresh process, over the bytes of the shards. 1.00 is the
@@ -263,9 +263,10 @@ class Server:
             env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
             command = [sys.executable, __file__, "--serve", library]
             pipe = subprocess.PIPE
-            self.processes.append(
-                subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, stderr=open(LOG, "a"))
-            )
+            with open(LOG, "a") as log:
+                self.processes.append(
+                    subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, stderr=log)
+                )
 
     def ask(self, **what: Any) -> dict[str, Any]:
         """Ask all, and join what they answer."""
@@ -407,7 +408,7 @@ def run(args: Any, root: str, total: int, small: int) -> None:
     peaks: dict[str, str] = {}
 
     def load(server: Server, way: str, **more: Any) -> dict[str, Any]:
-        library, name = way.split(" ", 1)
+        name = way.split(" ", 1)[1]
         size = more.pop("size", total)
         folder = f"{root}/{'full' if size == total else 'small'} {way.removesuffix(' existing')}"
         return server.ask(do="load", way=name, bytes=size, folder=folder, **more)
