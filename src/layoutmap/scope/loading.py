@@ -230,7 +230,7 @@ def _put(
             if layout is None:
                 yield path, read(full_index(each.variable.shape))
             else:
-                yield path, engine.from_shards(Assignment(each.variable, layout), read)
+                yield path, engine.from_shards(Assignment(each.variable, layout), read, copy=False)
 
     return adapter.restored(model, optimizer, arrays())
 
