@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -185,16 +185,22 @@ class Step:
             self._storage.read_into(self._folder, file.name, 0, header.data)
             if checksum_of(header.data) != file.header:
                 yield _damaged(f"{self.where}/{file.name}", "its header", 0, file.header_bytes)
-        for path, variable in self.variables.items():
-            dtype = numpy_dtype(variable.dtype, path)
-            for chunk in self.manifest.chunks[path]:
-                if chunk.file not in missing:
-                    try:
-                        self._read_chunk(path, chunk, np.empty(block_shape(chunk.index), dtype))
-                    except CheckpointError as error:
-                        yield error
+        for path in self.variables:
+            try:
+                self.check(path)
+            except CheckpointError:
+                yield from self._damaged_chunks(path, missing)
             if progress is not None:
                 progress(path)
+
+    def _damaged_chunks(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
+        """Each of a variable for itself, but those of files that are missing."""
+        for chunk in self.manifest.chunks[path]:
+            if chunk.file not in missing:
+                try:
+                    self.check(path, chunk.index)
+                except CheckpointError as error:
+                    yield error
 
     def __getitem__(self, path: str) -> SavedVariable:
         """Return a variable.
