@@ -7,7 +7,7 @@ PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
 PROTO := layoutmap/core/proto/layout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format proto check-proto works pictures dist bench clean
+.PHONY: help setup demo test test-all check format proto check-proto works pictures dist docs docs-serve bench clean
 
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -50,11 +50,17 @@ pictures: $(VENV)/.all ## Make the README's picture anew, from a real plan, in D
 dist: $(VENV)/.all ## Build the wheel and the source distribution into dist/, and check their metadata
 	rm -rf dist && $(BIN)/python -m build --quiet && $(BIN)/twine check --strict dist/*
 
+docs: $(VENV)/.all ## Build the documentation as a site into site/; a warning or a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: $(VENV)/.all ## Show the site on this machine, made anew at each change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 bench: $(VENV)/.all ## Run the benchmarks, side by side with what they are compared with
 	@for file in $(filter-out %models.py %torch_processes.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
 
 clean: ## Remove what was installed and made
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip older than 25.1 knows no --group.
@@ -70,7 +76,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.all: pyproject.toml | $(BIN)/python
-	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group dev
+	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group docs --group dev
 	$(PIP) --no-deps --group tf-keras --group keras-hub --group jax-models
 	@touch $(VENV)/.demo $@
 
