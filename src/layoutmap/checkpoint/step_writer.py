@@ -76,6 +76,8 @@ class StepWriter:
         patience_seconds: How long to wait for a process that gives no sign of life.
     """
 
+    _is_over = True  # until all of it is here
+
     def __init__(
         self,
         storage: Storage,
@@ -104,6 +106,7 @@ class StepWriter:
         self._silent: Collection[int] = ()
         self._failed: tuple[int, str] | None = None
         self._has_promised = False
+        self._is_over = False
 
     @property
     def is_first(self) -> bool:
@@ -154,13 +157,22 @@ class StepWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
         if error is None:
+            self._is_over = True
             return
         try:
             if not self.is_alone:
                 self._say_failed(error)
         finally:
-            if self.is_first:
-                self._storage.abandon(self._manifest.step, self._token)
+            self._abandon()
+
+    def __del__(self) -> None:
+        if not self._is_over:  # it was interrupted outside of its `with` block
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self.is_first:
+            self._storage.abandon(self._manifest.step, self._token)
+        self._is_over = True
 
     # -- what processes tell one another
 
