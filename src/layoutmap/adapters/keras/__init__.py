@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from layoutmap.adapters.keras import checkpoints
+from layoutmap.adapters.keras.callback import CheckpointCallback as CheckpointCallback
 from layoutmap.adapters.keras.derived import reduced_slots
 from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.paths import find_variables, slot_path
