@@ -24,7 +24,7 @@ from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import encode
 from layoutmap.checkpoint.storage import LocalStorage, Storage, new_token
 from layoutmap.checkpoint.writer import ToWrite, bytes_to_write, write_part
-from layoutmap.core.arguments import as_int, kind_of
+from layoutmap.core.arguments import as_int
 from layoutmap.core.blocks import Ends, Index, ends_of, full_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import UNSHARDED, Layout
@@ -35,6 +35,7 @@ from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.processes import check_values, gather_texts
 from layoutmap.scope.progress import Progress
+from layoutmap.scope.states import state_of
 
 _PATIENCE_SECONDS = 600.0
 _POLL_SECONDS = 0.02
@@ -61,8 +62,9 @@ def save(
         step: The number of the step, 0 or more. A step that is there is not written over.
         optimizer: The model's optimizer, where the model does not have it: of torch, a state of optax, an
             `nnx.Optimizer`. That of a compiled Keras model is saved with it.
-        data: An iterator over the data, to go on where it is: anything with `state_dict()` or `get_state()`. With
-            several processes each saves its own.
+        data: What else goes on where it is: an iterator over the data, a schedule of learning rates, anything with
+            `state_dict()` or `get_state()`; or a mapping of several, as in `{"loader": loader, "schedule": schedule}`.
+            With several processes each saves its own.
         metadata: What else to keep: numbers, texts, lists and mappings of them.
         progress: Whether to show on stderr how far it is; `None`: if it takes long, on a terminal.
 
@@ -85,8 +87,10 @@ def save(
     adapter = adapter_of_model(model)
     engine = get_engine(adapter.engine_name)
     kept = list(adapter.stored(model, optimizer))
-    states = {"settings": encode(adapter.settings(model, optimizer), "settings")}
-    own_states = {} if data is None else {"data": encode(state_of(data), "data")}
+    settings = dict(adapter.settings(model, optimizer))
+    own_states = {"random": encode(settings.pop("random"), "random")}
+    own_states |= {} if data is None else {"data": encode(state_of(data), "data")}
+    states = {"settings": encode({"library": adapter.name} | settings, "settings")}
     layouts = {each.variable.path: engine.layout_of(each.array) for each in kept}
     mesh = _one_mesh(layouts)
     group = Group(engine, mesh)
@@ -194,22 +198,6 @@ class Group:
             yield holders, index, size
 
 
-def state_of(data: Any) -> Any:
-    """The state of an iterator over data.
-
-    Raises:
-        CheckpointError: It has no way to ask for it.
-    """
-    for name in ("state_dict", "get_state"):
-        if callable(method := getattr(data, name, None)):
-            return method()
-    raise CheckpointError(
-        f"data: {kind_of(data)}, it has no state that can be saved",
-        why="an iterator is asked for it by state_dict() or get_state()",
-        fix="pass one that has them, or leave data out and save what you need as metadata",
-    )
-
-
 def _write(
     storage: Storage,
     manifest: Manifest,
@@ -269,8 +257,8 @@ def _joined(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
             )
         files += part.files
     states = dict(manifest.states)
-    if any(part.states for part in parts):
-        states["processes"] = [part.states for part in parts]
+    own = [part.states for part in parts]
+    states["processes"] = own[:1] if all(each == own[0] for each in own) else own
     return Manifest(
         manifest.step, manifest.facts, manifest.metadata, states, files, manifest.variables, chunks
     )
