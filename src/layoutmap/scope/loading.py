@@ -336,25 +336,21 @@ class _Loading:
         taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
         layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
-        assignments = {
-            each.variable.path: Assignment(each.variable, layout or _any_layout(each.variable))
-            for each in rest
-            for layout in (layouts[each.variable.path],)
-        }
+        variables = {each.variable.path: each.variable for each in rest}
         if not self._is_new:
-            with Progress(assignments, enabled=self._progress, verb="checked") as progress:
+            with Progress(variables, enabled=self._progress, verb="checked") as progress:
                 self._processes.agreed(lambda: self._check_values(rest, layouts, progress))
         del stored
-        with Progress(assignments, enabled=self._progress, verb="loaded") as progress:
+        with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
             def arrays() -> Iterator[tuple[str, Any]]:
-                for path, assignment in assignments.items():
-                    read = self._values.reader(assignment.variable)
+                for path, variable in variables.items():
+                    read, layout = self._values.reader(variable), layouts[path]
                     assert read is not None
-                    if layouts[path] is None:
-                        yield path, read(full_index(assignment.variable.shape))
+                    if layout is None:
+                        yield path, read(full_index(variable.shape))
                     else:
-                        yield path, self._engine.from_shards(assignment, read, copy=False)
+                        yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
                     progress(path)
 
             loaded = self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
@@ -430,10 +426,6 @@ def _spec(saved: SavedVariable) -> VariableSpec:
 
 def _is_slot(stored: Stored) -> bool:
     return stored.variable.kind is Kind.SLOT
-
-
-def _any_layout(variable: VariableSpec) -> Layout:
-    return Layout.replicated(Mesh(None, "x=1"), len(variable.shape))
 
 
 def _mesh_of(adapter: Adapter, model: Any) -> Mesh | None:
