@@ -310,6 +310,6 @@ def _joined(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
             chunks[path] += (dataclasses.replace(chunk, file=chunk.file + len(files)) for chunk in found)
         files += part.files
     states = dict(manifest.states)
-    if any(part.states for part in parts):
-        states["processes"] = [part.states for part in parts]
+    own = [part.states for part in parts]
+    states["processes"] = own[:1] if all(each == own[0] for each in own) else own
     return dataclasses.replace(manifest, states=states, files=files, chunks=chunks)
