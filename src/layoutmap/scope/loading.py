@@ -103,6 +103,8 @@ def load(
     else:
         found = _existing(model)
         adapter = adapter_of_model(found)
+        if inputs is not None:
+            adapter.complete(found, (inputs,))
         mesh = _mesh_of(adapter, found)
     processes = _Processes(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
@@ -111,8 +113,6 @@ def load(
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = _Loading(adapter, values, processes, progress, is_new=True).put(found, None)
-    elif inputs is not None or any(v.kind is Kind.SLOT for v in source.variables.values()):
-        adapter.complete(found, (inputs,))
     made = optimizer(found) if callable(optimizer) else optimizer
     loaded = _Loading(adapter, values, processes, progress).put(found, made, data)
     values.close()

@@ -128,6 +128,8 @@ class KerasAdapter:
 
     def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
+        if saved is not None and saved.slots:
+            complete(model, None)
         return checkpoints.stored(model)
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
