@@ -43,6 +43,9 @@ class Storage(Protocol):
     where: str
     """The folder, as messages name it."""
 
+    read_bytes: int
+    """How much is best read at once."""
+
     def steps(self) -> list[int]:
         """Return the steps that are there, in rising order."""
         ...
@@ -103,6 +106,8 @@ def new_token() -> str:
 
 class LocalStorage:
     """Steps as folders of a folder: `step-1000`. One that is being written is hidden: `.step-1000.<token>`."""
+
+    read_bytes = 1 << 20  # which the caches of a processor hold until it is copied to its place
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
