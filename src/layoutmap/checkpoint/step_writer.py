@@ -73,7 +73,7 @@ class StepWriter:
         number: The number of this process.
         count: How many processes there are.
         states: States of this process alone, encoded.
-        patience_seconds: How long to wait for a process that gives no sign of life.
+        patience_seconds: How long to wait for a process that gives no sign of life; `None`: `PATIENCE_SECONDS`.
     """
 
     _is_over = True  # until all of it is here
@@ -89,7 +89,7 @@ class StepWriter:
         number: int = 0,
         count: int = 1,
         states: Mapping[str, Any] | None = None,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float | None = None,
     ):
         self.where = f"{storage.where}/{storage.folder(manifest.step)}"
         self._storage = storage
@@ -101,7 +101,8 @@ class StepWriter:
         self._number = number
         self._count = count
         self._states = states or {}
-        self._patience_seconds = patience_seconds * (2 if number else 1)  # the first knows who is missing
+        patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+        self._patience_seconds = patience * (2 if number else 1)  # the first knows who is missing
         self._watched: Collection[int] = (0,) if number else range(1, count)
         self._silent: Collection[int] = ()
         self._failed: tuple[int, str] | None = None
