@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
     from layoutmap.scope.describing import Checkpoint, describe
+    from layoutmap.scope.exporting import export
     from layoutmap.scope.loading import load
     from layoutmap.scope.manager import CheckpointManager
     from layoutmap.scope.parity import ParityReport, check_parity
@@ -72,6 +73,7 @@ __all__ = [
     "create_mesh",
     "describe",
     "dtensor",
+    "export",
     "jit_step",
     "layout_map_scope",
     "load",
@@ -87,6 +89,7 @@ _LATE = {
     "ParityReport": "layoutmap.scope.parity",
     "check_parity": "layoutmap.scope.parity",
     "describe": "layoutmap.scope.describing",
+    "export": "layoutmap.scope.exporting",
     "jit_step": "layoutmap.adapters.jax.steps",
     "load": "layoutmap.scope.loading",
     "save": "layoutmap.scope.saving",

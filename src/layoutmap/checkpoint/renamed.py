@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Renamed:
         self._source = source
         self._names = names
         self._from: dict[str, list[From]] = {}
-        self._users: dict[tuple[str, Part | None], str] = {}
+        self._paths: dict[tuple[tuple[str, Side], ...], str] = {}
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -71,10 +71,12 @@ class Renamed:
             shape: Its global shape, from which sizes follow that the shapes of the source leave open.
 
         Raises:
-            CheckpointError: Another variable of the model has that place already.
+            CheckpointError: It is joined from tensors of several element types.
         """
         for path in paths:
-            found = None if path in self._from else self._names.find(path)
+            if path in self._from and path in self.variables:
+                return
+            found = self._names.find(path)
             if found is None:
                 continue
             entry, stars = found
@@ -82,6 +84,24 @@ class Renamed:
             if all(name in self._source.variables for name in names):
                 self._take(path, tuple(shape), list(zip(names, entry.pieces, strict=True)))
                 return
+
+    def check_once(self, paths: Iterable[str]) -> None:
+        """Raise if two of the variables of a model are one tensor, or one part of it.
+
+        Raises:
+            CheckpointError: They are.
+        """
+        users: dict[tuple[str, Side], str] = {}
+        for path in paths:
+            for each in self._from.get(path, ()):
+                user = users.setdefault((each.name, _parts(each.there)), path)
+                if user != path:
+                    raise CheckpointError(
+                        f"{user} and {path} are one tensor in the checkpoint",
+                        facts={"tensor": each.name, "table": self._names.where},
+                        why="the table gives both the same name",
+                        fix="give each a line of its own, with more of its path",
+                    )
 
     def _there(self, piece: Piece, stars: Sequence[str]) -> str:
         name = piece.theirs.write(stars)
@@ -98,15 +118,6 @@ class Renamed:
             )
         own: list[From] = []
         for (name, piece), each in zip(pieces, saved, strict=True):
-            part = next((a for axis in piece.there or () for a in axis if isinstance(a, Part)), None)
-            user = self._users.setdefault((name, part), path)
-            if user != path:
-                raise CheckpointError(
-                    f"{path} and {user} are one tensor in the checkpoint",
-                    facts={"tensor": name, "table": self._names.where},
-                    why="the table gives both the same name",
-                    fix="give each a line of its own, with more of its path",
-                )
             here, there = _sides(piece, len(each.shape))
             sizes = solve([(there, each.shape), (here, shape)])
             if sizes is None:  # it is shown, compared with the model, and refused
@@ -115,8 +126,11 @@ class Renamed:
                 return
             own.append(From(name, here, there, sizes))
         self.add(path, shape, own)
-        for name, _ in pieces:
-            if name != path:
+        key = tuple((each.name, each.there) for each in own)
+        earlier = self._paths.get(key)  # what was a model when it was made may now be part of another
+        self._paths[key] = path
+        for name in (*(name for name, _ in pieces), earlier):
+            if name is not None and name != path:
                 self.variables.pop(name, None)
 
     def add(self, path: str, shape: tuple[int, ...], own: Sequence[From]) -> None:
@@ -223,6 +237,11 @@ def under_their_names(source: Source, names: Names) -> Renamed:
         _check_parts(name, own, source, names)
         renamed.add(name, shape_of(own[0].here, own[0].sizes), own)
     return renamed
+
+
+def _parts(side: Side) -> Side:
+    """The fixed places on each axis."""
+    return tuple(tuple(atom for atom in axis if isinstance(atom, Part)) for axis in side)
 
 
 def _check_parts(name: str, own: Sequence[From], source: Source, names: Names) -> None:

@@ -161,6 +161,8 @@ class Values:
             CheckpointError: They differ.
         """
         found = [(variable, self.find(variable)) for variable in variables]
+        if self._renamed is not None:
+            self._renamed.check_once(saved.path for _, saved in found if saved)
         wrong = [text for variable, saved in found if saved and (text := self._difference(variable, saved))]
         known = {saved.path for _, saved in found if saved}
         unknown = [v for v, saved in found if saved is None and _needed(v, self.source)]
