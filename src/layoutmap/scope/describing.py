@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from layoutmap.checkpoint.reader import Step
-from layoutmap.checkpoint.storage import LocalStorage
+from layoutmap.checkpoint.remote import storage_of
 
 
 def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> Step:
@@ -21,4 +21,4 @@ def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> S
     Raises:
         CheckpointError: There is no such step, or its manifest is damaged.
     """
-    return Step(LocalStorage(directory), step)
+    return Step(storage_of(directory), step)

@@ -10,8 +10,8 @@ from layoutmap.adapters import Adapter, adapter_of_model, find_adapter
 from layoutmap.adapters.protocol import Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
 from layoutmap.core.errors import CheckpointError
@@ -77,7 +77,7 @@ def load(
         >>> lm.load(make_model, directory, layout_map=layout_map).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
-    source = Step(LocalStorage(directory), step)
+    source = Step(storage_of(directory), step)
     source.check_files()
     values = Values(source, missing=missing, extra=extra, cast=cast)
     if layout_map is not None:

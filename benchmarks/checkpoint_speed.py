@@ -1,7 +1,7 @@
 """How fast a checkpoint is saved and loaded, and how much memory a load needs, beside what people use.
 
-    python benchmarks/checkpoint.py                              1 GiB, 5 rounds: some minutes
-    python benchmarks/checkpoint.py --mib 256 --rounds 3 --only save
+    python benchmarks/checkpoint_speed.py                              1 GiB, 5 rounds: some minutes
+    python benchmarks/checkpoint_speed.py --mib 256 --rounds 3 --only save
 
 16 arrays, half float32 and half bfloat16, sharded over 8 devices in a 2x4 mesh; loaded on a 4x2 mesh, other axes
 sharded. JAX: one process with 8 simulated devices. torch: 8 processes with gloo. Every round tries each way once, in
