@@ -10,6 +10,7 @@ import frameworks
 import numpy as np
 import pytest
 from checkpoints import random_values, saved
+from safetensors.numpy import load_file
 from test_docs import read_blocks
 
 import layoutmap as lm
@@ -74,3 +75,17 @@ def test_the_reader_has_ten_lines():
     (code,) = (b.code for b in read_blocks(PAGE.read_text(encoding="utf-8")) if "def read_step(" in b.code)
 
     assert 10 == len(code.partition("def read_step")[2].strip().splitlines()) - 1
+
+
+def test_safetensors_alone_reads_a_changed_value(tmp_path: Path):
+    """Without a word; by the manifest it is found."""
+    value = random_values((8, 2), "float32", 8)
+    saved(str(tmp_path), {"x": value}, {"x": lm.Layout.replicated(lm.Mesh(None, "x=1"), 2)}, 3)
+    file = tmp_path / "step-3" / "data-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 64
+    file.write_bytes(data)
+
+    assert value.tobytes() != load_file(file)["x"].tobytes()
+    with pytest.raises(lm.CheckpointError, match="x: its values are not those that were saved"):
+        lm.describe(tmp_path).read("x")

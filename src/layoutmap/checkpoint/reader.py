@@ -161,7 +161,8 @@ class Step:
     def check(self, path: str, index: Index | None = None) -> None:
         """Raise what `read` would raise; keeps no value."""
         variable, wanted = self._wanted(path, index)
-        sum(self._each_chunk(variable, wanted, lambda *_: 0))
+        for _ in self._each_chunk(variable, wanted, lambda chunk, both, values: 0):
+            pass
 
     def _wanted(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
         variable = self[path]
