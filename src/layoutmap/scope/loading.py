@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
@@ -280,7 +280,7 @@ class _Loading:
         self._is_new = is_new
         self._states = values.source.states
         settings: Mapping[str, Any] = self._states.get("settings", {})
-        self._settings = settings if settings.get("library") == adapter.name else {}
+        self._settings = settings if settings.get("library") == adapter.name else dict[str, Any]()
 
     def put(self, model: Any, optimizer: Any, data: Any = None) -> tuple[Any, Any]:
         """Read what has not been read yet: all is checked before anything is changed."""
@@ -289,14 +289,15 @@ class _Loading:
         rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
         layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
         assignments = {
-            each.variable.path: Assignment(each.variable, layout or _any_layout(each.variable))
+            each.variable.path: Assignment(
+                each.variable, layouts[each.variable.path] or _any_layout(each.variable)
+            )
             for each in rest
-            for layout in (layouts[each.variable.path],)
         }
         if not self._is_new:
             with Progress(assignments, enabled=self._progress, verb="checked") as progress:
-                self._processes.agreed(lambda: self._check_values(rest, layouts, progress))
-        del stored
+                self._processes.agreed(lambda: self._check_values(assignments.values(), layouts, progress))
+        del stored, rest  # and with them the last arrays that are replaced
         with Progress(assignments, enabled=self._progress, verb="loaded") as progress:
 
             def arrays() -> Iterator[tuple[str, Any]]:
@@ -356,7 +357,7 @@ class _Loading:
         )
 
     def _check_values(
-        self, rest: Sequence[Stored], layouts: Mapping[str, Layout | None], progress: Progress
+        self, rest: Iterable[Assignment], layouts: Mapping[str, Layout | None], progress: Progress
     ) -> None:
         """Raise if what this process needs is not as it was saved."""
         for each in rest:
