@@ -112,7 +112,7 @@ def test_a_module_is_loaded_in_place(tmp_path: Path, mesh: str | None) -> None:
         lm.LayoutMap(lm.create_mesh(mesh), RULES["language"]).apply(model)
     lm.save(model, tmp_path)
     state = nnx.state(model)
-    held = {path: variable for path, variable in nnx.to_flat_state(state)}
+    held = dict(nnx.to_flat_state(state))
     expected, structure = all_bits(state), jax.tree.structure(state)
     kept = [changed(state) if mesh else nnx.state(Language(nnx.Rngs(1)))]
     nnx.update(model, kept.pop())
@@ -272,7 +272,7 @@ def test_each_slot_is_described_as_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["batch=2,model=4", None])
-def test_an_nnx_optimizer_goes_on(tmp_path: Path, mesh: str | None) -> None:
+def test_an_nnx_optimizer_is_loaded_in_place(tmp_path: Path, mesh: str | None) -> None:
     """A module and its `nnx.Optimizer` are loaded in place: the same objects, values and count, each where it was."""
 
     def made(seed: int) -> tuple[Any, Any]:
@@ -284,16 +284,9 @@ def test_an_nnx_optimizer_goes_on(tmp_path: Path, mesh: str | None) -> None:
         layout_map.apply(model)
         return model, layout_map.build_optimizer(tx, model)
 
-    def step(model: Any, optimizer: Any) -> float:
-        def loss(model: Any) -> Any:
-            return ((model(jnp.asarray(batch("feedforward")[0])) - 1) ** 2).mean()
-
-        value, gradients = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, gradients)
-        return float(value)
-
     model, optimizer = made(0)
-    step(model, optimizer)
+    nnx.update(model, changed(nnx.state(model)))
+    nnx.update(optimizer, changed(nnx.state(optimizer)))
     lm.save(model, tmp_path, optimizer=optimizer)
     other, fresh = made(1)
     where = places(nnx.state(other)), places(nnx.state(fresh))
@@ -301,7 +294,6 @@ def test_an_nnx_optimizer_goes_on(tmp_path: Path, mesh: str | None) -> None:
     assert all_bits(nnx.state(model)) == all_bits(nnx.state(other))
     assert all_bits(nnx.state(optimizer)) == all_bits(nnx.state(fresh))
     assert where == (places(nnx.state(other)), places(nnx.state(fresh)))
-    assert step(model, optimizer) == step(other, fresh)
 
 
 def test_an_optimizer_is_made_in_the_same_call(tmp_path: Path) -> None:

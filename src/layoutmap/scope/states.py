@@ -59,7 +59,7 @@ def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: 
         )
     if isinstance(data, Mapping):
         several = cast("Mapping[str, Any]", data)
-        saved: list[str] = list(states[0]) if isinstance(states[0], dict) else []
+        saved = list(cast("dict[str, Any]", states[0])) if isinstance(states[0], dict) else []
         if set(saved) != set(several):
             raise CheckpointError(
                 f"{name}: it has other names than were saved",
