@@ -17,6 +17,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
@@ -104,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
         description="See where every weight of a model is placed, before a byte is allocated.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        help="print the version and exit",
+        version=f"layoutmap {version('layoutmap')}",
     )
     commands = parser.add_subparsers(
         required=True, metavar="plan | explain | lint | diff | devices | presets | schema | completion"
