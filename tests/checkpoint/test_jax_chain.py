@@ -1,42 +1,44 @@
-"""Processes of torch save a model, others load it and train on."""
+"""Processes of JAX save a model, others load it and train on."""
 
 import random
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-import torch
-from checkpoint import saving_processes
-from checkpoint.torch_saving_process import Net
+from checkpoint import chains
+from checkpoint.jax_chain_process import Net
+from flax import nnx
 
-PROCESSES = ("torch",)
+PROCESSES = ("jax",)
 
-WORKER = Path(__file__).with_name("torch_saving_process.py")
-STAGES = [(2, "batch=1,model=2"), (1, "batch=1,model=1"), (4, "batch=2,model=2")]
+WORKER = Path(__file__).with_name("jax_chain_process.py")
+STAGES = [(2, "batch=2,model=4"), (1, "batch=1,model=8"), (4, "batch=4,model=2")]
 
 
 def ENVIRONMENT(size):
-    return {}
+    return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // size}", "JAX_PLATFORMS": "cpu"}
 
 
 def plain_losses(count):
     """The losses of the model on one device, without a layout."""
-    torch.manual_seed(0)
-    model, losses = Net(), []
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for step in range(count):
-        optimizer.zero_grad()
-        loss = (model(torch.from_numpy(saving_processes.BATCH(step))) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        value, gradients = nnx.value_and_grad(lambda model: ((model(x) - 1) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        return value
+
+    return [float(step(model, optimizer, jnp.asarray(chains.BATCH(n)))) for n in range(count)]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What the processes of three stages told: two of them, then one, then four."""
-    return saving_processes.chain(WORKER, tmp_path_factory.mktemp("chain"), STAGES, ENVIRONMENT)
+    return chains.chain(WORKER, tmp_path_factory.mktemp("chain"), STAGES, ENVIRONMENT)
 
 
 def test_training_goes_on_as_on_one_device(told):

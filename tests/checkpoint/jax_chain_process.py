@@ -1,4 +1,4 @@
-"""One of several processes of JAX that save, load and train a model; run by test_jax_saved_processes.py."""
+"""One of several processes of JAX that save, load and train a model; run by test_jax_chain.py."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
-from checkpoint.saving_processes import BATCH, Worker
+from checkpoint.chains import BATCH, Worker
 from flax import nnx
 
 import layoutmap as lm

@@ -1,4 +1,4 @@
-"""One of several processes of torch that save, load and train a model; run by test_torch_saved_processes.py."""
+"""One of several processes of torch that save, load and train a model; run by test_torch_chain.py."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint.saving_processes import BATCH, Worker
+from checkpoint.chains import BATCH, Worker
 from torch import nn
 
 torch.set_num_threads(1)
