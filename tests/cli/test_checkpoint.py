@@ -213,6 +213,17 @@ def test_relayout_holds_a_block_at_a_time(folder, capsys, monkeypatch):
     assert () == lm.describe(folder / "new").verify()
 
 
+def test_an_object_store_is_a_directory(folder, capsys):
+    """By its URL, for each command."""
+    url = "memory://test_checkpoint/new"
+    assert 0 == run(capsys, "relayout", "saved", url, "--rules", "rules.yaml")[0]
+    assert (0, f"{lm.describe(url)}\n") == run(capsys, "describe", url)[:2]
+    assert (0, "step 2: 6 variables, 80.5 KiB, all as they were saved\n") == run(
+        capsys, "verify", url, "--all"
+    )[:2]
+    assert 0 == run(capsys, "export", url, "out")[0]
+
+
 def test_a_damaged_step_is_not_relaid(folder, capsys):
     """It fails with what is damaged, and leaves no step, nor the beginning of one."""
     flip(folder, "down.kernel", 1)
