@@ -21,6 +21,10 @@ import layoutmap as lm
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.renaming import read_names
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:tunix"),
+    pytest.mark.filterwarnings("ignore:'sharding' is deprecated:DeprecationWarning"),
+]
 hub: Any = keras_hub.models
 TOKENS = np.arange(8, dtype="int32")[None] * 7 % 64
 DECODER: dict[str, Any] = {

@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpoint
+from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
+from layoutmap.checkpoint.foreign.orbax import Orbax, is_orbax
 from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import Step
@@ -57,6 +60,9 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     elif name.endswith((".safetensors", INDEX)):
         _no_step(step, path)
         return Safetensors(where)
+    elif name.endswith((".weights.h5", ".weights.json")):
+        _no_step(step, path)
+        return KerasWeights(where)
     elif name.endswith(_PICKLES):
         raise _pickle(
             os.fspath(path), "a file of that name is a pickle, which can run any code when it is read"
@@ -74,6 +80,11 @@ def _of_folder(folder: Path, step: int | None) -> Source | None:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*" + INDEX)):
         _no_step(step, folder)
         return Safetensors(folder)
+    if is_orbax(folder):
+        return Orbax(folder, step)
+    if (folder / METADATA).is_file():
+        _no_step(step, folder)
+        return DistributedCheckpoint(folder)
     return None
 
 
