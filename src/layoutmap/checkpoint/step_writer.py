@@ -155,6 +155,7 @@ class StepWriter:
             self._wait_until(self._is_committed, lambda: [0])
 
     def __enter__(self) -> Self:
+        self._is_over = False
         return self
 
     def __exit__(

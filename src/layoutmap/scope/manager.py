@@ -139,11 +139,11 @@ class CheckpointManager:
         )
         self._metrics[number] = found
         with writer:
-            if not self._waits:
+            if self._waits:
+                self._write(writer, number)
+            else:
                 writer.copy()
                 self._flight = _Flight(lambda: self._write(writer, number), writer.is_alone, self._failures)
-        if self._waits:
-            self._write(writer, number)
         self._last, self._saved_at = number, time.monotonic()
         self._damaged.discard(number)
         return True
