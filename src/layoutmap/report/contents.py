@@ -146,7 +146,7 @@ def _facts_of_others(source: Source) -> dict[str, str]:
 
 
 def _shown(metadata: Any) -> str:
-    text = json.dumps(metadata, ensure_ascii=False)
+    text = json.dumps(metadata, ensure_ascii=False, default=str)
     return text if len(text) <= _MOST_METADATA else f"{text[:_MOST_METADATA]}..."
 
 
