@@ -213,6 +213,17 @@ def test_relayout_holds_a_block_at_a_time(folder, capsys, monkeypatch):
     assert () == lm.describe(folder / "new").verify()
 
 
+def test_an_object_store_is_a_directory(folder, capsys):
+    """By its URL, for each command."""
+    url = "memory://test_checkpoint/new"
+    assert 0 == run(capsys, "relayout", "saved", url, "--rules", "rules.yaml")[0]
+    assert (0, f"{lm.describe(url)}\n") == run(capsys, "describe", url)[:2]
+    assert (0, "step 2: 6 variables, 80.5 KiB, all as they were saved\n") == run(
+        capsys, "verify", url, "--all"
+    )[:2]
+    assert 0 == run(capsys, "export", url, "out")[0]
+
+
 def test_a_damaged_step_is_not_relaid(folder, capsys):
     """It fails with what is damaged, and leaves no step, nor the beginning of one."""
     flip(folder, "down.kernel", 1)
@@ -242,7 +253,7 @@ def test_files_of_others_are_described_verified_and_taken_over(folder, capsys):
     """As far as they go: they have no steps and no checksums; what is written in layouts has both."""
     assert 0 == run(capsys, "export", "saved", "out")[0]
     code, out, _ = run(capsys, "describe", "out")
-    assert (0, f"{lm.describe('out')}\n", True) == (code, out, "others: no checksums" in out)
+    assert (0, f"{lm.describe('out')}\n", True) == (code, out, "checksums  none" in out)
     code, out, _ = run(capsys, "verify", "out")
     assert (0, "out: 5 variables, 48.5 KiB, all are there; their files have no checksums\n") == (code, out)
 
@@ -265,6 +276,12 @@ def test_rules_that_do_not_fit_are_an_error(folder, capsys):
     Path("rules.yaml").write_text(RULES.replace("down", "dwon"))
     code, _, err = run(capsys, *arguments, "batch=2,model=2")
     assert (0, True) == (code, r"dwon\.kernel" in err)
+
+
+def test_other_commands_load_no_numpy():
+    """What only the commands of checkpoints need is loaded by them."""
+    script = "import sys, layoutmap.cli.main; sys.exit('numpy' in sys.modules)"
+    assert 0 == subprocess.run([sys.executable, "-c", script]).returncode
 
 
 NO_FRAMEWORK = f"""

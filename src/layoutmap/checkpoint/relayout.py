@@ -76,7 +76,7 @@ def _to_write(source: Source, variable: SavedVariable, layout: Layout) -> ToWrit
     }
     blocks: list[Index] = []
     for index in shards.values():
-        blocks += chunks_of(index, chunk_shape(block_shape(index), itemsize, MOST_BYTES))
+        blocks += chunks_of(index, chunk_shape(block_shape(index), itemsize, MOST_BYTES, variable.shape))
 
     def read() -> Shards:
         return ((index, source.read(variable.path, index)) for index in blocks)

@@ -142,11 +142,13 @@ def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
 
 def _facts_of_others(source: Source) -> dict[str, str]:
     metadata = getattr(source, "metadata", None)
-    return {"written by": "others: no checksums"} | ({"metadata": _shown(metadata)} if metadata else {})
+    return {"checksums": "none: a changed value is not found"} | (
+        {"metadata": _shown(metadata)} if metadata else {}
+    )
 
 
 def _shown(metadata: Any) -> str:
-    text = json.dumps(metadata, ensure_ascii=False)
+    text = json.dumps(metadata, ensure_ascii=False, default=str)
     return text if len(text) <= _MOST_METADATA else f"{text[:_MOST_METADATA]}..."
 
 
