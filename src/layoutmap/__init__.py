@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from layoutmap.adapters.jax.steps import jit_step
     from layoutmap.scope.describing import describe
     from layoutmap.scope.loading import load
+    from layoutmap.scope.manager import CheckpointManager
     from layoutmap.scope.parity import ParityReport, check_parity
     from layoutmap.scope.saving import save
 
@@ -43,6 +44,7 @@ __all__ = [
     "DVariable",
     "Activations",
     "CheckpointError",
+    "CheckpointManager",
     "EngineError",
     "Layout",
     "LayoutError",
@@ -78,6 +80,7 @@ __all__ = [
 ]
 
 _LATE = {
+    "CheckpointManager": "layoutmap.scope.manager",
     "DVariable": "layoutmap.engines.tensorflow.variable",
     "ParityReport": "layoutmap.scope.parity",
     "check_parity": "layoutmap.scope.parity",

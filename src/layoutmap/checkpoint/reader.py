@@ -68,6 +68,11 @@ class Step:
         return decode(self.manifest.metadata)
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers by which a `CheckpointManager` compares steps; empty if none were saved."""
+        return decode(self.manifest.facts.get("metrics", {}))
+
+    @property
     def variables(self) -> Mapping[str, SavedVariable]:
         """The variables by path."""
         return self._variables

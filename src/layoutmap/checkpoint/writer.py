@@ -70,7 +70,7 @@ def write_part(
     Raises:
         CheckpointError: It cannot be written.
     """
-    name = f"data-{number:05d}.safetensors"
+    name = data_name(number)
     planned = {each.variable.path: list(_planned(each, total_bytes)) for each in todo}
     header, starts = _header(todo, planned)
     found: dict[str, list[Chunk]] = {}
@@ -93,6 +93,11 @@ def write_part(
                 progress(path)
     assert place == len(header) + starts
     return Part([DataFile(name, place, len(header), checksum_of(header))], found)
+
+
+def data_name(number: int) -> str:
+    """The name of the file that a process writes."""
+    return f"data-{number:05d}.safetensors"
 
 
 def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:

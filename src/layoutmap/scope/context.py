@@ -156,7 +156,8 @@ class Scope:
                 (assignments[key].variable.path, make() if make else "") for key, make in recipes.items()
             ]
             check_recipes(recipes_by_path, self.gather)
-        with Progress(assignments, enabled=self._progress) as progress:
+        variables = {key: assignment.variable for key, assignment in assignments.items()}
+        with Progress(variables, enabled=self._progress) as progress:
 
             def read_all() -> dict[str, Any]:
                 made: dict[str, Any] = {}

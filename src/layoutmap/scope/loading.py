@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
@@ -41,6 +43,7 @@ def load(
     extra: Extra = "error",
     cast: bool = False,
     progress: bool | None = None,
+    inputs: Any = None,
     **options: Any,
 ) -> Any:
     """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on.
@@ -63,7 +66,9 @@ def load(
             Slots are left out where no optimizer is passed.
         cast: Whether values of another element type are converted to that of the model.
         progress: See `save`.
-        **options: For a function: what `build` takes beside, as in `batch_dim="batch"`.
+        inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
+            at its first call: see `build`.
+        **options: With `layout_map`: what `build` takes beside, as in `batch_dim="batch"`.
 
     Returns:
         The model; with `optimizer` the model and the optimizer. Both are the objects that were passed, unless these
@@ -91,6 +96,8 @@ def load(
     else:
         found = _existing(model)
         adapter = adapter_of_model(found)
+        if inputs is not None:
+            adapter.complete(found, (inputs,))
         mesh = _mesh_of(adapter, found)
     processes = _Processes(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
@@ -98,11 +105,12 @@ def load(
     loading = _Loading(adapter, values, processes, progress)
     is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
     if layout_map is not None:
-        found = build(model, layout_map, values=values, progress=progress, **options)
+        found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.put(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
     state = processes.agreed(lambda: loading.state_for(data))
     loaded = loading.put(found, made, is_new=is_new and (made is None or callable(optimizer)))
+    values.close()
     loading.restore_states(*loaded, data, state)
     return loaded if optimizer is not None else loaded[0]
 
@@ -177,6 +185,7 @@ class Values:
         self._extra = extra
         self._cast = cast
         self.taken: set[str] = set()
+        self._closed = False
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
     def find(self, variable: VariableSpec) -> SavedVariable | None:
@@ -230,16 +239,31 @@ class Values:
 
     def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return what reads the shards of a variable; `None` if the checkpoint does not have it."""
-        saved = self.find(variable)
-        if saved is None or _is_key(variable):
+        saved = None if self._closed or _is_key(variable) else self.find(variable)
+        if (
+            saved is None or saved.shape != variable.shape
+        ):  # of another one, that is read before all are known
             return None
         self.taken.add(variable.path)
         dtype = numpy_dtype(variable.dtype, variable.path)
 
         def read(index: Index) -> NumpyArray:
-            return self.source.read(saved.path, index).astype(dtype, copy=False)
+            found = self.source.read(saved.path, index)
+            values = found.astype(dtype, copy=False)
+            if variable.kind is Kind.RNG and not np.array_equal(values, found):
+                raise CheckpointError(
+                    f"{variable.path}: a random state does not fit",
+                    facts={"saved": f"{found.tolist()}, {saved.dtype}", "element type here": variable.dtype},
+                    why="libraries hold random states as integers of different types, and this one has no such number",
+                    fix="load it where it was saved, or seed the generator with a number below 2**31",
+                )
+            return values
 
         return read
+
+    def close(self) -> None:
+        """Have no more values: what a model makes later begins as it does by itself."""
+        self._closed = True
 
     def _difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
         if _is_key(variable):
@@ -279,7 +303,8 @@ class _Loading:
     def put(self, model: Any, optimizer: Any, *, is_new: bool) -> tuple[Any, Any]:
         """Read what has not been read yet; into what is not new once all of it has been checked."""
         stored = self._processes.agreed(lambda: self._checked(model, optimizer))
-        taken = self._values.taken
+        # Initializers, in their turn, may have drawn from a generator whose state had been read.
+        taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
         layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
         assignments = {
@@ -288,11 +313,12 @@ class _Loading:
             )
             for each in rest
         }
+        variables = {each.variable.path: each.variable for each in rest}
         if not is_new:
-            with Progress(assignments, enabled=self._progress, verb="checked") as progress:
+            with Progress(variables, enabled=self._progress, verb="checked") as progress:
                 self._processes.agreed(lambda: self._check_values(assignments.values(), layouts, progress))
         del stored, rest  # and with them the last arrays that are replaced
-        with Progress(assignments, enabled=self._progress, verb="loaded") as progress:
+        with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
             def arrays() -> Iterator[tuple[str, Any]]:
                 for path, assignment in assignments.items():
@@ -360,8 +386,10 @@ class _Loading:
         for each in rest:
             saved = self._values.find(each.variable)
             assert saved is not None
-            layout = layouts[each.variable.path]
-            if layout is None:
+            layout, read = layouts[each.variable.path], self._values.reader(each.variable)
+            if each.variable.kind is Kind.RNG and read is not None:
+                read(full_index(saved.shape))  # it may not fit
+            elif layout is None:
                 self._values.source.check(saved.path)
             else:
                 ids = self._engine.bind(layout.mesh).local_device_ids

@@ -168,6 +168,22 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
     )
 
 
+def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
+    """Raise a `CheckpointError` if the processes save different things.
+
+    Args:
+        named_texts: What decides what is saved and where: its name, or a variable's path, and a text, in order.
+        gather: Gathers from all processes.
+    """
+    if (found := _first_difference(named_texts, gather)) is not None:
+        raise CheckpointError(
+            f"{found[0]}: the processes save different things",
+            facts=_of_processes(found[1]),
+            why="each process writes its part of one step, and all parts must be of the same",
+            fix="pass the same directory, step, metadata, model and optimizer in all processes",
+        )
+
+
 def _check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: str, **parts: str) -> None:
     found = _first_difference(named_texts, gather)
     if found is not None:
