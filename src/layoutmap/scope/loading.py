@@ -11,9 +11,12 @@ import numpy as np
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.renamed import Renamed
+from layoutmap.checkpoint.renaming import Names, read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import Layout
@@ -37,6 +40,7 @@ def load(
     *,
     layout_map: RuleSet | None = None,
     step: int | None = None,
+    names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     optimizer: Any = None,
     data: Any = None,
     missing: Missing = "error",
@@ -46,15 +50,19 @@ def load(
     inputs: Any = None,
     **options: Any,
 ) -> Any:
-    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on.
+    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on, or from files of others.
 
     Args:
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
             straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: what it
             needs is read and checked once, and then read into it, so that a damaged file changes nothing.
-        directory: What it was saved to.
+        directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
+            Face has it, `*.weights.h5`, a directory of orbax or of `torch.distributed.checkpoint`. These have no
+            checksums: a changed value in them cannot be seen.
         layout_map: The rules, for a function. They need not be those of the model that was saved.
         step: The step; `None`: the last one.
+        names: What the model's variables are called there, where they have other names or axes: a table of the library,
+            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names.
         optimizer: See `save`; it may be new, without slots. Or a function that makes it, which is called with the
             model: `lambda model: torch.optim.AdamW(model.parameters())`. What is returned then is a pair.
         data: What else goes on where it was: anything with `load_state_dict()` or `set_state()`, or the mapping of
@@ -101,7 +109,8 @@ def load(
         mesh = _mesh_of(adapter, found)
     processes = _Processes(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
-    values = Values(source, missing=missing, extra=extra, cast=cast)
+    table = None if names is None else read_names(names)
+    values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     loading = _Loading(adapter, values, processes, progress)
     is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
     if layout_map is not None:
@@ -115,12 +124,14 @@ def load(
     return loaded if optimizer is not None else loaded[0]
 
 
-def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Processes) -> Step:
-    """The same step in all processes: the last one is that which is the last for the first process."""
-    source = processes.agreed(lambda: Step(LocalStorage(directory), step))
+def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Processes) -> Source:
+    """The same source in all processes; the last step is that which is the last for the first process."""
+    source = processes.agreed(lambda: open_source(directory, step))
+    if not isinstance(source, Step):
+        return source
     steps = processes.texts(str(source.step))
     if len(set(steps)) > 1:
-        source = processes.agreed(lambda: Step(LocalStorage(directory), int(steps[0])))
+        source = processes.agreed(lambda: Step(storage_of(directory), int(steps[0])))
     saves = processes.texts(str(source.manifest.facts.get("id")))
     if len(set(saves)) > 1:
         raise CheckpointError(
@@ -169,6 +180,7 @@ class Values:
 
     Args:
         source: What they are read from.
+        names: What the variables are called in it; `None`: what they are called in the model.
         missing: See `load`.
         extra: See `load`.
         cast: See `load`.
@@ -178,9 +190,16 @@ class Values:
     """
 
     def __init__(
-        self, source: Source, *, missing: Missing = "error", extra: Extra = "error", cast: bool = False
+        self,
+        source: Source,
+        *,
+        names: Names | None = None,
+        missing: Missing = "error",
+        extra: Extra = "error",
+        cast: bool = False,
     ):
-        self.source = source
+        self._renamed = None if names is None else Renamed(source, names)
+        self.source = source if self._renamed is None else self._renamed
         self.missing = missing
         self._extra = extra
         self._cast = cast
@@ -190,6 +209,8 @@ class Values:
 
     def find(self, variable: VariableSpec) -> SavedVariable | None:
         """Return what the checkpoint has for a variable, under any of its paths; `None`: nothing."""
+        if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
+            self._renamed.fit((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
             if path in self.source.variables:
                 return self.source.variables[path]
@@ -208,6 +229,8 @@ class Values:
             CheckpointError: They differ.
         """
         found = [(variable, self.find(variable)) for variable in variables]
+        if self._renamed is not None:
+            self._renamed.check_once(saved.path for _, saved in found if saved)
         wrong = [text for variable, saved in found if saved and (text := self._difference(variable, saved))]
         known = {saved.path for _, saved in found if saved}
         unknown = [v for v, saved in found if saved is None and v.kind in kinds]
@@ -327,7 +350,7 @@ class _Loading:
                     if layouts[path] is None:
                         yield path, read(full_index(assignment.variable.shape))
                     else:
-                        yield path, self._engine.from_shards(assignment, read)
+                        yield path, self._engine.from_shards(assignment, read, copy=False)
                     progress(path)
 
             return self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
