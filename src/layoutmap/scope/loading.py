@@ -112,12 +112,12 @@ def load(
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     loading = _Loading(adapter, values, processes, progress)
+    state = processes.agreed(lambda: loading.state_for(data))
     is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.put(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
-    state = processes.agreed(lambda: loading.state_for(data))
     loaded = loading.put(found, made, is_new=is_new and (made is None or callable(optimizer)))
     values.close()
     loading.restore_states(*loaded, data, state)
