@@ -13,7 +13,7 @@ from layoutmap.adapters.jax.optimizers import describe, is_nnx_optimizer, params
 from layoutmap.adapters.jax.tracing import is_key
 from layoutmap.adapters.jax.training import arrays_of, model_in, put_values
 from layoutmap.adapters.protocol import Stored
-from layoutmap.core.variables import VariableSpec
+from layoutmap.core.variables import Kind, VariableSpec
 
 
 def stored(model: Any, optimizer: Any) -> list[Stored]:
@@ -28,7 +28,7 @@ def stored(model: Any, optimizer: Any) -> list[Stored]:
         found += map(Stored, specs, _leaves(_state(optimizer)))
         if is_nnx_optimizer(optimizer):
             step = optimizer.step.get_raw_value()
-            found.append(Stored(VariableSpec("optimizer.step", (), step.dtype.name), step))
+            found.append(Stored(VariableSpec("optimizer.step", (), step.dtype.name, Kind.SLOT), step))
     return found
 
 
