@@ -26,10 +26,6 @@ def values_of(seed: int, shape: tuple[int, ...] = (64, 32)) -> dict[str, NumpyAr
     return {path: rng.normal(size=shape).astype(np.float32) for path in ("d1.kernel", "d2.kernel")}
 
 
-def nothing(path: str) -> None:
-    """What a test does before a variable is written, if it does nothing."""
-
-
 def writers(
     directory: str | os.PathLike[str],
     step: int,
@@ -65,19 +61,23 @@ def writers(
             index = (slice(number * rows, (number + 1) * rows), *rest)
             yield ToWrite(variable, [index], lambda v=variable, i=index: read(number, v.path, i))
 
-    return [
-        StepWriter(
-            storage_of(directory) if number else first,
-            folder,
-            Manifest(step, {"id": token}, None, {}, (), variables, {}),
-            list(todo_of(number)),
-            total_bytes=total_bytes,
-            number=number,
-            count=count,
-            patience_seconds=patience_seconds,
-        )
-        for number in range(count)
-    ]
+    try:
+        return [
+            StepWriter(
+                storage_of(directory) if number else first,
+                folder,
+                Manifest(step, {"id": token}, None, {}, (), variables, {}),
+                list(todo_of(number)),
+                total_bytes=total_bytes,
+                number=number,
+                count=count,
+                patience_seconds=patience_seconds,
+            )
+            for number in range(count)
+        ]
+    except BaseException:
+        first.abandon(step, token)
+        raise
 
 
 def save(directory: str | os.PathLike[str], step: int, values: Values) -> None:

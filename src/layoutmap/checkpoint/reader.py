@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -80,6 +80,11 @@ class Step:
         return self.manifest.step
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """All steps that are there now, in rising order."""
+        return tuple(self._storage.steps())
+
+    @property
     def metadata(self) -> Any:
         """What the user has saved along."""
         return decode(self.manifest.metadata)
@@ -111,18 +116,24 @@ class Step:
             CheckpointError: There is one.
         """
         for file in self.manifest.files:
-            self._check_file(file)
+            if (size := self._storage.size(self._folder, file.name)) != file.num_bytes:
+                raise self._other_size(file, size)
 
-    def _check_file(self, file: DataFile) -> None:
-        size = self._storage.size(self._folder, file.name)
-        if size != file.num_bytes:
-            raise CheckpointError(
-                f"{self.where}/{file.name}: "
-                + ("the file is missing" if size is None else "the file has another size than was written"),
-                facts={"bytes": size, "written": file.num_bytes},
-                why="the manifest says what was written",
-                fix="restore it from a copy, or load another step",
+    def _other_size(self, file: DataFile, size: int | None) -> CheckpointError:
+        facts: dict[str, object] = {"bytes": size, "written": file.num_bytes}
+        if size is None:
+            number = self.manifest.files.index(file)
+            inside = (
+                p for p, chunks in self.manifest.chunks.items() if any(c.file == number for c in chunks)
             )
+            facts = {"variables": listed(list(inside))}
+        return CheckpointError(
+            f"{self.where}/{file.name}: "
+            + ("the file is missing" if size is None else "the file has another size than was written"),
+            facts=facts,
+            why="the manifest says what was written",
+            fix="restore it from a copy, or load another step",
+        )
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
         """Return the values of a variable at an index (`None`: all).
@@ -158,28 +169,39 @@ class Step:
         return variable, full_index(variable.shape) if index is None else with_ends(index, variable.shape)
 
     def problems(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
-        """Read all, and yield what is not as it was written; of each variable the first such chunk.
+        """Read all, and yield each file and each chunk that is not as it was written.
 
         Args:
             progress: Called with the path of each variable when it has been read.
         """
-        for file in self.manifest.files:
-            try:
-                self._check_file(file)
-            except CheckpointError as error:
-                yield error
+        missing: set[int] = set()
+        for number, file in enumerate(self.manifest.files):
+            size = self._storage.size(self._folder, file.name)
+            if size != file.num_bytes:
+                yield self._other_size(file, size)
+            if size is None:
+                missing.add(number)
                 continue
-            header = np.empty(file.header_bytes, np.uint8)
+            header = np.zeros(file.header_bytes, np.uint8)
             self._storage.read_into(self._folder, file.name, 0, header.data)
             if checksum_of(header.data) != file.header:
                 yield _damaged(f"{self.where}/{file.name}", "its header", 0, file.header_bytes)
         for path in self.variables:
             try:
                 self.check(path)
-            except CheckpointError as error:
-                yield error
+            except CheckpointError:
+                yield from self._damaged_chunks(path, missing)
             if progress is not None:
                 progress(path)
+
+    def _damaged_chunks(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
+        """Each of a variable for itself, but those of files that are missing."""
+        for chunk in self.manifest.chunks[path]:
+            if chunk.file not in missing:
+                try:
+                    self.check(path, chunk.index)
+                except CheckpointError as error:
+                    yield error
 
     def __getitem__(self, path: str) -> SavedVariable:
         """Return a variable.
@@ -281,7 +303,7 @@ def _runs(found: list[_Found], most_bytes: int) -> Iterator[list[_Found]]:
 def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:
     return CheckpointError(
         f"{what}: its values are not those that were saved",
-        facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or None},
+        facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or ""},
         why="the file ends before them"
         if missing
         else "their checksum is another one: the file was damaged or changed",

@@ -73,8 +73,10 @@ class StepWriter:
         number: The number of this process.
         count: How many processes there are.
         states: States of this process alone, encoded.
-        patience_seconds: How long to wait for a process that gives no sign of life.
+        patience_seconds: How long to wait for a process that gives no sign of life; `None`: `PATIENCE_SECONDS`.
     """
+
+    _is_over = True  # until all of it is here
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class StepWriter:
         number: int = 0,
         count: int = 1,
         states: Mapping[str, Any] | None = None,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float | None = None,
     ):
         self.where = f"{storage.where}/{storage.folder(manifest.step)}"
         self._storage = storage
@@ -99,11 +101,13 @@ class StepWriter:
         self._number = number
         self._count = count
         self._states = states or {}
-        self._patience_seconds = patience_seconds * (2 if number else 1)  # the first knows who is missing
+        patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+        self._patience_seconds = patience * (2 if number else 1)  # the first knows who is missing
         self._watched: Collection[int] = (0,) if number else range(1, count)
         self._silent: Collection[int] = ()
         self._failed: tuple[int, str] | None = None
         self._has_promised = False
+        self._is_over = False
 
     @property
     def is_first(self) -> bool:
@@ -157,13 +161,22 @@ class StepWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
         if error is None:
+            self._is_over = True
             return
         try:
             if not self.is_alone:
                 self._say_failed(error)
         finally:
-            if self.is_first:
-                self._storage.abandon(self._manifest.step, self._token)
+            self._abandon()
+
+    def __del__(self) -> None:
+        if not self._is_over:  # it was interrupted outside of its `with` block
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self.is_first:
+            self._storage.abandon(self._manifest.step, self._token)
+        self._is_over = True
 
     # -- what processes tell one another
 

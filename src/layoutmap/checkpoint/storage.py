@@ -123,7 +123,7 @@ class LocalStorage:
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
         self.where = str(self._root)
-        self._locks: dict[str, int | None] = {}
+        self._locks: dict[str, _Lock] = {}
 
     def steps(self) -> list[int]:
         """Return the steps that are there, in rising order."""
@@ -146,16 +146,15 @@ class LocalStorage:
         name = _unfinished(step, token)
         try:
             self._make_root()
-            root = _lock(self._root)  # so that no save takes the folder of another, new one for a leftover
-            try:
-                self._remove_leftovers()
-                (self._root / name).mkdir()
-                self._locks[name] = _lock(self._root / name)
-            finally:
-                _unlock(root)
-        except OSError as error:
-            raise _failed(self.where, "no checkpoint can be written there", error) from error
-        return name
+            self._remove_leftovers()
+            while not self._is_made(name):
+                pass
+            return name
+        except BaseException as error:
+            self.abandon(step, token)
+            if isinstance(error, OSError):
+                raise _failed(self.where, "no checkpoint can be written there", error) from error
+            raise
 
     def commit(self, step: int, token: str) -> None:
         """Rename the folder, once all in it is on the disk."""
@@ -169,13 +168,13 @@ class LocalStorage:
                 raise there_already(self.where, step) from error
             raise _failed(self.where, f"step {step} cannot be completed", error) from error
         finally:
-            _unlock(self._locks.pop(name, None))
+            self._locks.pop(name, None)
 
     def abandon(self, step: int, token: str) -> None:
         """Delete what was written, as far as that is possible."""
         name = _unfinished(step, token)
         _remove(self._root / name)
-        _unlock(self._locks.pop(name, None))
+        self._locks.pop(name, None)
 
     def delete(self, step: int) -> None:
         """Hide the step, then delete it."""
@@ -245,42 +244,57 @@ class LocalStorage:
         for path in new:
             _sync_folder(path.parent)
 
+    def _is_made(self, name: str) -> bool:
+        """Make and lock a folder; `False`: another save took it for a leftover before it was locked."""
+        path = self._root / name
+        path.mkdir(exist_ok=True)
+        try:
+            self._locks[name] = lock = _Lock(path)
+            return lock.is_of(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_LOCKS:  # then no save deletes what others have left
+                return True
+            raise
+
     def _remove_leftovers(self) -> None:
         """Delete the folders of saves whose process has ended: nobody holds their locks."""
         for name in os.listdir(self._root):
             if _UNFINISHED.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    lock = _lock(self._root / name, wait=False)
-                    try:
-                        _remove(self._root / name)
-                    finally:
-                        _unlock(lock)
+                    lock = _Lock(self._root / name, wait=False)
+                    _remove(self._root / name)
+                    del lock
 
 
 def _unfinished(step: int, token: str) -> str:
     return f".step-{step}.{token}"
 
 
-def _lock(path: Path, *, wait: bool = True) -> int | None:
-    """Lock a folder until it is unlocked or the process ends; `None`: the file system has no locks.
+class _Lock:
+    """A folder that is locked until this is garbage, or the process ends.
+
+    Args:
+        path: The folder.
+        wait: Whether to wait for who has locked it.
 
     Raises:
-        OSError: Somebody else has locked it, and this is not to wait; or no lock is known, and nobody can say.
+        OSError: Somebody else has locked it, or the file system has no locks.
     """
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BaseException as error:
-        os.close(folder)
-        if wait and isinstance(error, OSError) and error.errno in _NO_LOCKS:
-            return None
-        raise
-    return folder
 
+    _file = -1
 
-def _unlock(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
+    def __init__(self, path: Path, *, wait: bool = True):
+        self._file = os.open(path, os.O_RDONLY)
+        fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+    def is_of(self, path: Path) -> bool:
+        return os.path.samestat(os.fstat(self._file), os.stat(path))
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
 
 
 def _remove(path: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter
 from layoutmap.adapters.protocol import Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import Step
-from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.renamed import Renamed
+from layoutmap.checkpoint.renaming import Names, read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
@@ -31,23 +35,29 @@ def load(
     *,
     layout_map: RuleSet | None = None,
     step: int | None = None,
+    names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     optimizer: Any = None,
     data: Any = None,
     missing: Missing = "error",
     extra: Extra = "error",
     cast: bool = False,
     progress: bool | None = None,
+    inputs: Any = None,
     **options: Any,
 ) -> Any:
-    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on.
+    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on, or from files of others.
 
     Args:
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
             straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: what it
             needs is read and checked once, and then read into it, so that a damaged file changes nothing.
-        directory: What it was saved to.
+        directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
+            Face has it, `*.weights.h5`, a directory of orbax or of `torch.distributed.checkpoint`. These have no
+            checksums: a changed value in them cannot be seen.
         layout_map: The rules, for a function. They need not be those of the model that was saved.
         step: The step; `None`: the last one.
+        names: What the model's variables are called there, where they have other names or axes: a table of the library,
+            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names.
         optimizer: See `save`. What it returns then is a pair.
         data: An iterator over the data, which goes on where it was: anything with `load_state_dict()` or `set_state()`.
         missing: What happens with weights of the model that are not in the checkpoint: `"error"`, or `"keep"`: they
@@ -56,7 +66,9 @@ def load(
             Slots of an optimizer are never needed.
         cast: Whether values of another element type are converted to that of the model.
         progress: See `save`.
-        **options: For a function: what `build` takes beside, as in `batch_dim="batch"`.
+        inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
+            at its first call: see `build`.
+        **options: With `layout_map`: what `build` takes beside, as in `batch_dim="batch"`.
 
     Returns:
         The model; with `optimizer` the model and the optimizer. Both are the objects that were passed, unless these
@@ -77,15 +89,21 @@ def load(
         >>> lm.load(make_model, directory, layout_map=layout_map).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
-    source = Step(storage_of(directory), step)
-    source.check_files()
-    values = Values(source, missing=missing, extra=extra, cast=cast)
+    source = open_source(directory, step)
+    if isinstance(source, Step):
+        source.check_files()
+    table = None if names is None else read_names(names)
+    values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     if layout_map is not None:
-        found = build(model, layout_map, values=values, progress=progress, **options)
+        found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
+        adapter = adapter_of_model(found)
     else:
         found = _existing(model)
-    adapter = adapter_of_model(found)
+        adapter = adapter_of_model(found)
+        if inputs is not None or any(v.kind is Kind.SLOT for v in source.variables.values()):
+            adapter.complete(found, (inputs,))
     loaded = _put(adapter, found, optimizer, values, progress)
+    values.close()
     if settings := source.states.get("settings"):
         adapter.restore_settings(*loaded, settings)
     if data is not None:
@@ -98,6 +116,7 @@ class Values:
 
     Args:
         source: What they are read from.
+        names: What the variables are called in it; `None`: what they are called in the model.
         missing: See `load`.
         extra: See `load`.
         cast: See `load`.
@@ -107,17 +126,27 @@ class Values:
     """
 
     def __init__(
-        self, source: Source, *, missing: Missing = "error", extra: Extra = "error", cast: bool = False
+        self,
+        source: Source,
+        *,
+        names: Names | None = None,
+        missing: Missing = "error",
+        extra: Extra = "error",
+        cast: bool = False,
     ):
-        self.source = source
+        self._renamed = None if names is None else Renamed(source, names)
+        self.source = source if self._renamed is None else self._renamed
         self._missing = missing
         self._extra = extra
         self._cast = cast
         self.taken: set[str] = set()
+        self._closed = False
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
     def find(self, variable: VariableSpec) -> SavedVariable | None:
         """Return what the checkpoint has for a variable, under any of its paths; `None`: nothing."""
+        if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
+            self._renamed.fit((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
             if path in self.source.variables:
                 return self.source.variables[path]
@@ -165,16 +194,31 @@ class Values:
 
     def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return what reads the shards of a variable; `None` if the checkpoint does not have it."""
-        saved = self.find(variable)
-        if saved is None:
+        saved = None if self._closed else self.find(variable)
+        if (
+            saved is None or saved.shape != variable.shape
+        ):  # of another shape: one that is read before all are known
             return None
         self.taken.add(variable.path)
         dtype = numpy_dtype(variable.dtype, variable.path)
 
         def read(index: Index) -> NumpyArray:
-            return self.source.read(saved.path, index).astype(dtype, copy=False)
+            found = self.source.read(saved.path, index)
+            values = found.astype(dtype, copy=False)
+            if variable.kind is Kind.RNG and not np.array_equal(values, found):
+                raise CheckpointError(
+                    f"{variable.path}: a random state does not fit",
+                    facts={"saved": f"{found.tolist()}, {saved.dtype}", "element type here": variable.dtype},
+                    why="libraries hold random states as integers of different types, and this one has no such number",
+                    fix="load it where it was saved, or seed the generator with a number below 2**31",
+                )
+            return values
 
         return read
+
+    def close(self) -> None:
+        """Have no more values: what a model makes later begins as it does by itself."""
+        self._closed = True
 
     def _difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
         if saved.shape != variable.shape:
@@ -198,7 +242,9 @@ def _put(
     engine = get_engine(adapter.engine_name)
     stored = adapter.stored(model, optimizer)
     values.check([each.variable for each in stored])
-    rest = [each for each in stored if each.variable.path not in values.taken and values.find(each.variable)]
+    # Initializers, in their turn, may have drawn from a generator whose state had been read.
+    done = values.taken - {each.variable.path for each in stored if each.variable.kind is Kind.RNG}
+    rest = [each for each in stored if each.variable.path not in done and values.find(each.variable)]
     for each in rest:
         _check_values(engine, each, values)
     layouts = {each.variable.path: engine.layout_of(each.array) for each in rest}
@@ -221,6 +267,10 @@ def _check_values(engine: Engine, stored: Stored, values: Values) -> None:
     saved = values.find(stored.variable)
     assert saved is not None
     layout = engine.layout_of(stored.array)
+    read = values.reader(stored.variable)
+    if stored.variable.kind is Kind.RNG and read is not None:
+        read(full_index(saved.shape))
+        return
     if layout is None:
         values.source.check(saved.path)
         return
@@ -236,7 +286,7 @@ def _existing(model: Any) -> Any:
     return model
 
 
-def _restore_data(data: Any, source: Step) -> None:
+def _restore_data(data: Any, source: Source) -> None:
     states = source.states.get("processes", [])
     state = states[0]["data"] if len(states) == 1 else None
     for name in ("load_state_dict", "set_state"):
