@@ -152,7 +152,10 @@ class StepWriter:
         part = dataclasses.replace(part, states=self._states)
         if self.is_first:
             found = {0: part, **self._other_parts()}
-            manifest = _joined(self._manifest, [found[number] for number in range(self._count)])
+            within = self._folder.removeprefix(f"{self._storage.folder(self._manifest.step)}/")
+            within = "" if within == self._folder else f"{within}/"  # of a storage that cannot rename
+            parts = [found[number] for number in range(self._count)]
+            manifest = _joined(self._manifest, parts, within)
             self._put(NAME, manifest_to_bytes(manifest))
             self._storage.commit(manifest.step, self._token)
         else:
@@ -324,13 +327,13 @@ def _copied(each: ToWrite, memory: Memory) -> ToWrite:
     return dataclasses.replace(each, shards=lambda: iter(shards))
 
 
-def _joined(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
+def _joined(manifest: Manifest, parts: Sequence[Part], within: str) -> Manifest:
     files: list[DataFile] = []
     chunks: dict[str, list[Chunk]] = {each.path: [] for each in manifest.variables}
     for part in parts:
         for path, found in part.chunks.items():
             chunks[path] += (dataclasses.replace(chunk, file=chunk.file + len(files)) for chunk in found)
-        files += part.files
+        files += (dataclasses.replace(file, name=within + file.name) for file in part.files)
     states = dict(manifest.states)
     if any(part.states for part in parts):
         states["processes"] = [part.states for part in parts]

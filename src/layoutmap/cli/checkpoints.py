@@ -10,10 +10,10 @@ from typing import Any
 
 from layoutmap.checkpoint.export import MOST_BYTES, export_source
 from layoutmap.checkpoint.relayout import write_relayout
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renamed import under_their_names
 from layoutmap.checkpoint.renaming import read_names, shipped_names
 from layoutmap.checkpoint.specs import variable_specs
-from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.cli.output import PROBLEMS, WELL, check_targets, say, write_all
 from layoutmap.cli.plans import rules_of_file
 from layoutmap.cli.sizes import size_in_bytes
@@ -137,7 +137,7 @@ def _verify(options: Any) -> int:
                 fix=f"leave out --all or {option}",
             )
     files = check_targets({"--html": options.html})
-    there = LocalStorage(options.directory).steps()
+    there = storage_of(options.directory).steps()
     wanted = (
         there
         if options.all and there
@@ -178,7 +178,7 @@ def _relayout(options: Any) -> int:
     layouts = {path: a.layout for path, a in plan.items()}
     with Progress(_specs(plan), verb="written") as shown:
         folder = write_relayout(
-            source.source, LocalStorage(options.new), layouts, plan.mesh, plan.fingerprint, shown
+            source.source, storage_of(options.new), layouts, plan.mesh, plan.fingerprint, shown
         )
     say(f"{folder}: {plan!r}", sys.stdout)
     return WELL

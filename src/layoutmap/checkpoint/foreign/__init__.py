@@ -12,6 +12,7 @@ from pathlib import Path
 from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import Source
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, listed
@@ -27,8 +28,9 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     """Open a checkpoint of this library, or one that others have written.
 
     Args:
-        path: A directory that was saved to, the folder of one of its steps, a file `*.safetensors` or its index, a
-            folder with such files, a file `*.weights.h5`, or a directory of orbax or of `torch.distributed.checkpoint`.
+        path: A directory that was saved to, which may be the URL of an object store; the folder of one of its steps, a
+            file `*.safetensors` or its index, a folder with such files, a file `*.weights.h5`, or a directory of orbax
+            or of `torch.distributed.checkpoint`.
         step: The step, where there are several; `None`: the last one.
 
     Returns:
@@ -37,6 +39,9 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it is of a kind that is not read, such as a pickle.
     """
+    storage = storage_of(path)
+    if not isinstance(storage, LocalStorage):
+        return Step(storage, step)
     where = Path(path)
     name = where.name
     if where.is_dir():
@@ -63,7 +68,7 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
             why=f"what is read is {_KNOWN}",
             fix="convert it to safetensors with the library that wrote it",
         )
-    return Step(LocalStorage(path), step)
+    return Step(storage, step)
 
 
 def _of_folder(folder: Path, step: int | None) -> Source | None:
