@@ -9,9 +9,11 @@ the same order. A save is timed until its files and folders are on the disk: `fs
 whatever the library did. What is loaded was written just before, so it is read from the page cache: what is timed is
 the library, not the disk. Before a timed run each way saves and loads a small checkpoint.
 
-"dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "peak" is how far the memory of the process (of
-torch: of all 8) rose above what it was before the load, in a fresh process, over the bytes of the shards. 1.00 is the
-least where arrays are made; torch loads into a model that exists, whose own memory is not counted.
+"processor s" is the time of all processors, which says more than the seconds where others use the machine, too. "x" is
+how many times as fast. "dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "peak" is how far the
+memory of the process (of torch: of all 8) rose above what it was before the load, in a fresh process, over the bytes of
+the shards. 1.00 is the least where arrays are made; torch loads into a model that exists, whose own memory is not
+counted.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Times = tuple[float, float]
 NUM_ARRAYS, WIDTH, NUM_PROCESSES = 16, 4096, 8
 BOTH = ("x", "y")
 SAVED = (("x", "y"), (BOTH, None), (None, BOTH), ("y", "x"))  # on x=2, y=4
@@ -227,7 +230,7 @@ def serve(library: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         way, num_bytes, folder = asked.get("way"), asked["bytes"], asked.get("folder")
-        start, found = time.perf_counter(), {}
+        start, processor, found = time.perf_counter(), time.process_time(), {}
         if asked["do"] == "make":
             model = side.make(num_bytes)
         elif asked["do"] == "save":
@@ -241,11 +244,13 @@ def serve(library: str) -> None:
             if library == "torch":
                 side.torch.distributed.barrier()
             Path("/proc/self/clear_refs").write_text("5")
-            before, start = memory("VmRSS"), time.perf_counter()
+            before, start, processor = memory("VmRSS"), time.perf_counter(), time.process_time()
             loaded = side.load(way, num_bytes, folder, existing)
             found["peak"] = memory("VmHWM") - before
             found["own"] = num_bytes // NUM_PROCESSES if library == "torch" else num_bytes
         found["seconds"] = time.perf_counter() - start
+        found["processor"] = time.process_time() - processor
+        found["processor"] = time.process_time() - processor
         if asked.get("check"):
             found["checksum"] = side.checksum(loaded if asked["do"] == "load" else model)
         loaded = existing = None
@@ -278,7 +283,7 @@ class Server:
             raise SystemExit(f"{self.library}: a process died; see {LOG}")
         return (
             answers[0]
-            | {k: sum(a[k] for a in answers) for k in ("peak", "own") if k in answers[0]}
+            | {k: sum(a[k] for a in answers) for k in ("peak", "own", "processor") if k in answers[0]}
             | {"seconds": max(each["seconds"] for each in answers)}
         )
 
@@ -290,18 +295,19 @@ class Server:
             each.wait()
 
 
-def dd(source: str, folder: str) -> float:
-    """Seconds to write a file."""
+def dd(source: str, folder: str) -> Times:
+    """What it takes to write a file."""
     os.makedirs(folder)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), os.times()
     command = ["dd", f"if={source}", f"of={folder}/file", "bs=16M", "conv=fsync", "status=none"]
     subprocess.run(command, check=True)
-    fsync_tree(folder)
-    return time.perf_counter() - start
+    after = os.times()
+    processor = sum(after[2:4]) - sum(before[2:4])
+    return time.perf_counter() - start, processor
 
 
-def measure_saves(servers: dict[str, Server], args: Any, root: str, total: int) -> dict[str, list[float]]:
-    """Seconds of each way to save, one for each round."""
+def measure_saves(servers: dict[str, Server], args: Any, root: str, total: int) -> dict[str, list[Times]]:
+    """What each way to save takes, one for each round."""
     shm = tempfile.mkdtemp(dir="/dev/shm")
     try:
         with open(f"{shm}/source", "wb") as file:
@@ -312,25 +318,30 @@ def measure_saves(servers: dict[str, Server], args: Any, root: str, total: int) 
         shutil.rmtree(shm)
 
 
-def one_save(way: str, servers: dict[str, Server], source: str, root: str, total: int) -> float:
-    """Seconds of one save."""
+def one_save(way: str, servers: dict[str, Server], source: str, root: str, total: int) -> Times:
+    """What one save takes."""
     folder = tempfile.mktemp(dir=root)
     os.sync()
     if way == "dd":
-        seconds = dd(source, folder)
+        seconds, processor = dd(source, folder)
     else:
         library, name = way.split(" ", 1)
-        seconds = servers[library].ask(do="save", way=name, bytes=total, folder=folder)["seconds"]
-        start = time.perf_counter()
-        fsync_tree(folder)
-        seconds += time.perf_counter() - start
+        seconds, processor = times(servers[library].ask(do="save", way=name, bytes=total, folder=folder))
+    start = time.perf_counter()
+    fsync_tree(folder)
+    seconds += time.perf_counter() - start
     shutil.rmtree(folder)
-    return seconds
+    return seconds, processor
 
 
-def rounds(ways: tuple[str, ...], args: Any, run: Callable[[str], float]) -> dict[str, list[float]]:
+def times(found: dict[str, Any]) -> Times:
+    """The seconds that went by, and those of all processors."""
+    return found["seconds"], found["processor"]
+
+
+def rounds(ways: tuple[str, ...], args: Any, run: Callable[[str], Times]) -> dict[str, list[Times]]:
     """What each way takes in each round."""
-    found: dict[str, list[float]] = {way: [] for way in ways if selected(way, args)}
+    found: dict[str, list[Times]] = {way: [] for way in ways if selected(way, args)}
     for number in range(args.rounds):
         for way in found:
             print(f"\r\x1b[Kround {number + 1}/{args.rounds} {way}", end="", file=sys.stderr)
@@ -344,20 +355,22 @@ def selected(way: str, args: Any) -> bool:
     return way == "dd" or way.split()[0] in args.library
 
 
-def show(title: str, found: dict[str, list[float]], total: int, base: tuple[str, ...], extra: Any) -> None:
+def show(title: str, found: dict[str, list[Times]], total: int, base: tuple[str, ...], extra: Any) -> None:
     """Print medians, and ratios of speed beside others."""
     print(f"\n{title}")
-    medians = {way: statistics.median(runs) for way, runs in found.items()}
+    walls = {way: [wall for wall, _ in runs] for way, runs in found.items()}
+    medians = {way: statistics.median(runs) for way, runs in walls.items()}
     base = tuple(each for each in base if each in medians)
     print(
-        f"{'way':<18} {'seconds':>8} {'least':>6} {'most':>6} {'GB/s':>6} "
+        f"{'way':<18} {'seconds':>8} {'least':>6} {'most':>6} {'GB/s':>6} {'processor s':>12}"
         + " ".join(f"{'x ' + b:>17}" for b in base)
     )
     for way, runs in found.items():
         ratios = " ".join(f"{medians[b] / medians[way]:>17.2f}" for b in base)
+        processor = statistics.median(each for _, each in runs)
         print(
-            f"{way:<18} {medians[way]:>8.2f} {min(runs):>6.2f} {max(runs):>6.2f} "
-            f"{total / medians[way] / 1e9:>6.2f} {ratios} {extra.get(way, '')}"
+            f"{way:<18} {medians[way]:>8.2f} {min(walls[way]):>6.2f} {max(walls[way]):>6.2f} "
+            f"{total / medians[way] / 1e9:>6.2f} {processor:>12.2f}{ratios} {extra.get(way, '')}"
         )
 
 
@@ -433,7 +446,7 @@ def run(args: Any, root: str, total: int, small: int) -> None:
         for way in LOADS:
             if selected(way, args):
                 load(servers[way.split()[0]], way, size=small)
-        found = rounds(LOADS, args, lambda way: load(servers[way.split()[0]], way)["seconds"])
+        found = rounds(LOADS, args, lambda way: times(load(servers[way.split()[0]], way)))
         show(
             "load on another mesh, from the page cache",
             found,

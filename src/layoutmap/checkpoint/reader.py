@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import itemsize
 
 _KEPT = 2  # chunks of which only a part was wanted; the next block often wants the rest
-_THREADS = 4
+_THREADS = min(16, 2 * (os.cpu_count() or 1))
 _ALIGNMENT = 64  # bytes: JAX and TensorFlow copy arrays that begin elsewhere
 
 _Take = Callable[[Chunk, Index, NumpyArray], int]

@@ -22,6 +22,7 @@ from layoutmap.checkpoint.storage import Storage
 from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, full_index, within
 from layoutmap.core.errors import CheckpointError
 
+_BUFFER_BYTES = 1 << 20  # of neighbouring chunks that are written at once, where they are smaller than that
 Shards = Iterator[tuple[Index, NumpyArray]]
 
 
@@ -32,7 +33,7 @@ class ToWrite:
     Args:
         variable: The variable.
         indices: Where the shards are in it.
-        shards: Returns the shards of this process, these among them, each once.
+        shards: Returns the shards of this process, these among them, each once; they may be in the memory of an array.
     """
 
     variable: SavedVariable
@@ -74,7 +75,10 @@ def write_part(
     planned = {each.variable.path: list(_planned(each, total_bytes)) for each in todo}
     header, starts = _header(todo, planned)
     found: dict[str, list[Chunk]] = {}
-    place = len(header)
+    place, filled = len(header), 0
+    buffer = np.empty(
+        _BUFFER_BYTES, np.uint8
+    )  # one for all chunks: fresh memory costs more than to copy into it
     with storage.create(folder, name) as sink:
         sink.write(header)
         for each in todo:
@@ -84,13 +88,21 @@ def write_part(
                 for chunk in planned[path][len(chunks) :]:
                     if not _inside(chunk, index):
                         break
-                    data = np.ascontiguousarray(values[within(chunk, index)]).reshape(-1).view(np.uint8)
-                    sink.write(data.data)
+                    part = values[within(chunk, index)]
+                    if filled + part.nbytes > buffer.size:
+                        sink.write(buffer[:filled].data)
+                        filled = 0
+                        if part.nbytes > buffer.size:
+                            buffer = np.empty(part.nbytes, np.uint8)
+                    data = buffer[filled : filled + part.nbytes]
+                    data.view(part.dtype).reshape(part.shape)[...] = part
                     chunks.append(Chunk(0, place, chunk, checksum_of(data.data)))
-                    place += data.size
+                    filled += part.nbytes
+                    place += part.nbytes
             assert len(chunks) == len(planned[path])
             if progress is not None:
                 progress(path)
+        sink.write(buffer[:filled].data)
     assert place == len(header) + starts
     return Part([DataFile(name, place, len(header), checksum_of(header))], found)
 

@@ -118,7 +118,7 @@ def _slots(model: Any, optimizer: Any, state: Any) -> list[tuple[VariableSpec, A
 def _placed(leaf: Any, weights: Any, spec: VariableSpec) -> Any:
     """A leaf; of one without values, one in the layout of its weight, if it has its shape."""
     weight = weights.get(spec.parent) if spec.parent is not None and _has_no_value(leaf) else None
-    if weight is None or weight.shape != leaf.shape:
+    if not isinstance(weight, jax.Array) or weight.shape != leaf.shape:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=weight.sharding)
 

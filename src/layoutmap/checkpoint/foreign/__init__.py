@@ -31,8 +31,9 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     """Open a checkpoint of this library, or one that others have written.
 
     Args:
-        path: A directory that was saved to, the folder of one of its steps, a file `*.safetensors` or its index, a
-            folder with such files, a file `*.weights.h5`, or a directory of orbax or of `torch.distributed.checkpoint`.
+        path: A directory that was saved to, which may be the URL of an object store; the folder of one of its steps, a
+            file `*.safetensors` or its index, a folder with such files, a file `*.weights.h5`, or a directory of orbax
+            or of `torch.distributed.checkpoint`.
         step: The step, where there are several; `None`: the last one.
 
     Returns:

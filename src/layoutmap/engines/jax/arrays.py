@@ -77,10 +77,11 @@ def from_blocks(
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
-def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
+def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
     """The shards that this process holds, each index once, with both ends; of random keys, their data.
 
-    A pytree may have arrays of numpy too.
+    On CPU devices they are in the array's own memory, which never changes: JAX donates no memory that numpy shares. A
+    pytree may have arrays of numpy too.
     """
     if isinstance(array, (np.ndarray, np.generic)):
         yield full_index(array.shape), np.asarray(array)

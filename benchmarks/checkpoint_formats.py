@@ -1,0 +1,203 @@
+"""Which format a checkpoint should have: flat safetensors files and a manifest, or zarr3 through tensorstore.
+
+    python benchmarks/checkpoint_formats.py                1 GiB, 5 rounds: some minutes
+
+16 random float32 arrays, saved as the 8 shards of a 2x4 mesh have them, and read as those of a 4x2 mesh. Every round
+tries each way once, in the same order. A write is timed until all files and folders are on the disk. A read is from the
+page cache: what is timed is the library. "flipped bit" is what becomes of one flipped bit in the middle of the largest
+file. zarr3 has a chunk for each shard that is saved, or, with "sharded", files of a shard with inner chunks of the size
+that this library's have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoint_speed import fsync_tree
+
+NUM_ARRAYS, WIDTH = 16, 4096
+CRC = [{"name": "bytes"}, {"name": "crc32c"}]
+PLAIN = [{"name": "bytes"}]
+Arrays = dict[str, np.ndarray]
+
+
+def shards(shape: tuple[int, ...], rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """The indices of the shards of a matrix."""
+    height, width = shape[0] // rows, shape[1] // columns
+    for i in range(rows):
+        for j in range(columns):
+            yield slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
+
+
+def write_safetensors(folder: str, arrays: Arrays) -> None:
+    """As this library does, without a model."""
+    from layoutmap.checkpoint.manifest import Manifest
+    from layoutmap.checkpoint.source import SavedVariable
+    from layoutmap.checkpoint.step_writer import StepWriter, begin_step
+    from layoutmap.checkpoint.storage import LocalStorage, new_token
+    from layoutmap.checkpoint.writer import ToWrite
+
+    token, total = new_token(), sum(each.nbytes for each in arrays.values())
+    storage = LocalStorage(folder)
+    variables = [SavedVariable(name, each.shape, each.dtype.name) for name, each in arrays.items()]
+    todo: list[ToWrite] = []
+    for each in variables:
+        parts = [(index, arrays[each.path][index]) for index in shards(each.shape, 2, 4)]
+        todo.append(ToWrite(each, [index for index, _ in parts], lambda parts=parts: iter(parts)))
+    manifest = Manifest(0, {"id": token}, None, {}, (), variables, {})
+    with StepWriter(
+        storage, begin_step(storage, 0, token, total), manifest, todo, total_bytes=total
+    ) as writer:
+        writer.write()
+
+
+def read_safetensors(folder: str, shape: tuple[int, int]) -> Arrays:
+    """As this library does, without a model."""
+    from layoutmap.checkpoint.reader import Step
+    from layoutmap.checkpoint.storage import LocalStorage
+
+    step = Step(LocalStorage(folder))
+    return {
+        f"{name}{i}": step.read(name, ix)
+        for name in step.variables
+        for i, ix in enumerate(shards(shape, 4, 2))
+    }
+
+
+def zarr(codecs: list[Any], inner: bool) -> tuple[Callable[..., None], Callable[..., Arrays]]:
+    """Ways to write and read with tensorstore."""
+
+    def spec(path: str, shape: tuple[int, int] | None) -> dict[str, Any]:
+        found: dict[str, Any] = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
+        if shape is not None:
+            part = [shape[0] // 2, shape[1] // 4]
+            used = codecs
+            if inner:
+                chunk = [part[0] // 8, part[1] // 8]
+                used = [
+                    {"name": "sharding_indexed", "configuration": {"chunk_shape": chunk, "codecs": codecs}}
+                ]
+            found["metadata"] = {
+                "shape": shape,
+                "data_type": "float32",
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": part}},
+                "codecs": used,
+            }
+        return found
+
+    def write(folder: str, arrays: Arrays) -> None:
+        import tensorstore as ts
+
+        opened = {n: ts.open(spec(f"{folder}/{n}", a.shape), create=True) for n, a in arrays.items()}
+        waiting = [
+            opened[name].result()[index].write(array[index], can_reference_source_data_indefinitely=True)
+            for name, array in arrays.items()
+            for index in shards(array.shape, 2, 4)
+        ]
+        for each in waiting:
+            each.result()
+
+    def read(folder: str, shape: tuple[int, int]) -> Arrays:
+        import tensorstore as ts
+
+        opened = {n: ts.open(spec(f"{folder}/{n}", None), open=True) for n in os.listdir(folder)}
+        waiting = {
+            f"{n}{i}": o.result()[ix].read()
+            for n, o in opened.items()
+            for i, ix in enumerate(shards(shape, 4, 2))
+        }
+        return {name: each.result() for name, each in waiting.items()}
+
+    return write, read
+
+
+WAYS: dict[str, tuple[Callable[..., None], Callable[..., Arrays]]] = {
+    "safetensors, xxh3": (write_safetensors, read_safetensors),
+    "zarr3": zarr(PLAIN, False),
+    "zarr3, crc32c": zarr(CRC, False),
+    "zarr3 sharded": zarr(PLAIN, True),
+    "zarr3 sharded, crc32c": zarr(CRC, True),
+}
+
+
+def flipped(way: str, folder: str, shape: tuple[int, int], expected: Arrays) -> str:
+    """What becomes of one flipped bit."""
+    largest = max((p for p in Path(folder).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    with open(largest, "r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    try:
+        found = WAYS[way][1](folder, shape)
+    except Exception as error:
+        return f"found: {type(error).__name__}"
+    same = all(found[name].tobytes() == each.tobytes() for name, each in expected.items())
+    return "no difference" if same else "SILENT"
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory")
+    args = parser.parse_args()
+    shape = (max(64, (args.mib << 20) // NUM_ARRAYS // 4 // WIDTH // 64 * 64), WIDTH)
+    random = np.random.default_rng(0)
+    arrays = {f"w{i:02d}": random.random(shape, np.float32) for i in range(NUM_ARRAYS)}
+    expected = {f"{n}{i}": a[ix] for n, a in arrays.items() for i, ix in enumerate(shards(shape, 4, 2))}
+    writes: dict[str, list[float]] = {way: [] for way in WAYS}
+    reads: dict[str, list[float]] = {way: [] for way in WAYS}
+    bits: dict[str, str] = {}
+    root = tempfile.mkdtemp(dir=args.directory)
+    try:
+        for number in range(args.rounds):
+            for way, (write, read) in WAYS.items():
+                print(f"\r\x1b[Kround {number + 1}/{args.rounds} {way}", end="", file=sys.stderr)
+                folder = f"{root}/{number} {way}"
+                os.makedirs(folder)
+                os.sync()
+                start = time.perf_counter()
+                write(folder, arrays)
+                fsync_tree(folder)
+                writes[way].append(time.perf_counter() - start)
+                start = time.perf_counter()
+                found = read(folder, shape)
+                reads[way].append(time.perf_counter() - start)
+                assert all(np.array_equal(found[name], each) for name, each in expected.items())
+                del found
+                if way not in bits:
+                    bits[way] = flipped(way, folder, shape, expected)
+                shutil.rmtree(folder)
+    finally:
+        shutil.rmtree(root)
+    print("\r\x1b[K", end="", file=sys.stderr)
+    total = sum(each.nbytes for each in arrays.values())
+    print(f"{total >> 20} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, medians")
+    print(
+        f"{'format':<22} {'write s':>8} {'GB/s':>6} {'ratio':>6} {'read s':>8} {'GB/s':>6} {'ratio':>6}  flipped bit"
+    )
+    first = next(iter(WAYS))
+    for way in WAYS:
+        write, read = statistics.median(writes[way]), statistics.median(reads[way])
+        print(
+            f"{way:<22} {write:>8.2f} {total / write / 1e9:>6.2f} {statistics.median(writes[first]) / write:>6.2f} "
+            f"{read:>8.2f} {total / read / 1e9:>6.2f} {statistics.median(reads[first]) / read:>6.2f}  {bits[way]}"
+        )
+
+
+if __name__ == "__main__":
+    main()
