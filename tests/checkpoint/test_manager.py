@@ -173,7 +173,7 @@ def test_steps_are_saved_when_due_and_the_rest_are_deleted(tmp_path: Path) -> No
     assert ([2, 4, 6, 8, 10], False, True) == (due, again, last)
     assert [6, 10, 11] == manager.steps
     assert 6 == float(loaded["w"][0, 0])
-    assert {"loss": 1.0} == lm.describe(tmp_path, step=6).metrics
+    assert {"loss": 1.0} == Step(LocalStorage(tmp_path), 6).metrics
     assert f"<CheckpointManager of {tmp_path}: steps [6, 10, 11]>" == repr(manager)
 
 

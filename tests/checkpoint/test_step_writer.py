@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoint.saves import is_good, names_in, save, values_of, writers
 
+from layoutmap.checkpoint import step_writer
 from layoutmap.checkpoint.step_writer import StepWriter
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
@@ -79,3 +80,24 @@ def test_one_that_is_dead_is_not_waited_for(tmp_path: Path, dead: int) -> None:
     assert all(text for text in said)
     assert [3] == LocalStorage(tmp_path).steps()
     assert is_good(tmp_path, 3, values_of(0))
+
+
+def test_copies_stay_as_they_were_and_use_memory_again(tmp_path: Path) -> None:
+    """What was copied is written as it was then; the next is in that memory; what is read-only is not copied."""
+    values, memory = values_of(0), step_writer.Memory()
+    values["d2.kernel"].flags.writeable = False
+    places: list[set[int]] = []
+    for step in (1, 2):
+        (writer,) = writers(tmp_path, step, values)
+        with writer:
+            writer.copy(memory)
+            values["d1.kernel"] += 1
+            writer.write()
+        places.append({array.ctypes.data for array in memory.values()})
+
+    assert {"d1.kernel"} == {path for path, _ in memory}
+    assert places[0] == places[1]
+    assert is_good(tmp_path, 1, values_of(0))
+    assert is_good(
+        tmp_path, 2, {"d1.kernel": values_of(0)["d1.kernel"] + 1, "d2.kernel": values["d2.kernel"]}
+    )

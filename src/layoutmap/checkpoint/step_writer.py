@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from layoutmap.checkpoint.manifest import (
     NAME,
     Chunk,
@@ -28,7 +30,7 @@ from layoutmap.checkpoint.manifest import (
 )
 from layoutmap.checkpoint.storage import Storage
 from layoutmap.checkpoint.writer import ToWrite, data_name, write_part
-from layoutmap.core.blocks import ends_of
+from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of
 from layoutmap.core.errors import CheckpointError, listed
 
 PATIENCE_SECONDS = 600.0
@@ -36,6 +38,10 @@ PATIENCE_SECONDS = 600.0
 _GRACE_SECONDS = 10.0  # how long the first waits, when a save fails, for the others to read why
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25  # between two looks at what others have written
 _HEAD_BYTES = 1024  # of a manifest: its id is in them
+
+
+Memory = dict[tuple[str, Ends], NumpyArray]
+"""An array for each shard, by its variable and where it is in it."""
 
 
 def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str:
@@ -119,9 +125,13 @@ class StepWriter:
         """Whether there is no other process."""
         return self._count == 1
 
-    def copy(self) -> None:
-        """Keep the values as they are now: the model may change before they are written."""
-        self._todo = [_copied(each) for each in self._todo]
+    def copy(self, memory: Memory) -> None:
+        """Keep the values as they are now: the model may change before they are written.
+
+        Args:
+            memory: What the copies are in; that of the save before is used again, since new memory is slow to write to.
+        """
+        self._todo = [_copied(each, memory) for each in self._todo]
 
     def write(self, progress: Callable[[str], object] | None = None) -> None:
         """Write this process's part, and return when the step is there.
@@ -155,6 +165,7 @@ class StepWriter:
             self._wait_until(self._is_committed, lambda: [0])
 
     def __enter__(self) -> Self:
+        self._is_over = False
         return self
 
     def __exit__(
@@ -299,10 +310,20 @@ def _failed_name(number: int) -> str:
     return f"failed-{number:05d}.json"
 
 
-def _copied(each: ToWrite) -> ToWrite:
-    """The same shards in memory that does not change: `to_shards` returns copies, or views of what is immutable."""
+def _copied(each: ToWrite, memory: Memory) -> ToWrite:
+    """The same shards in memory that does not change; what is read-only does not, see `Engine.to_shards`."""
     wanted = {ends_of(index) for index in each.indices}
-    shards = [(index, values) for index, values in each.shards() if ends_of(index) in wanted]
+    shards: list[tuple[Index, NumpyArray]] = []
+    for index, values in each.shards():
+        if ends_of(index) in wanted:
+            if values.flags.writeable:
+                key = each.variable.path, ends_of(index)
+                copy = memory.get(key)
+                if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
+                    copy = memory[key] = np.empty_like(values)
+                np.copyto(copy, values)
+                values = copy
+            shards.append((index, values))
     return dataclasses.replace(each, shards=lambda: iter(shards))
 
 

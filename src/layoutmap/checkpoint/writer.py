@@ -33,7 +33,7 @@ class ToWrite:
     Args:
         variable: The variable.
         indices: Where the shards are in it.
-        shards: Returns the shards of this process, these among them, each once.
+        shards: Returns the shards of this process, these among them, each once; they may be in the memory of an array.
     """
 
     variable: SavedVariable

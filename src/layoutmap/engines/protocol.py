@@ -125,8 +125,14 @@ class Engine(Protocol):
         """
         ...
 
-    def to_shards(self, array: Array) -> Iterator[tuple[Index, NumpyArray]]:
-        """Yield the shards that this process holds, each index once."""
+    def to_shards(self, array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+        """Yield the shards that this process holds, each index once.
+
+        Args:
+            array: The array.
+            copy: Whether the values stay as they are when the array changes. If not, they may be in its own memory:
+                then those that change with it are writeable, and those that never change are read-only.
+        """
         ...
 
     def relayout(self, array: Array, layout: Layout) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.retention import Retention, check_metrics
-from layoutmap.checkpoint.step_writer import StepWriter
+from layoutmap.checkpoint.step_writer import Memory, StepWriter
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning
 from layoutmap.scope.loading import load
 from layoutmap.scope.saving import begin_save, check_step, group_of
@@ -26,9 +26,10 @@ from layoutmap.scope.saving import begin_save, check_step, group_of
 class CheckpointManager:
     """Saves the steps of a run when they are due, beside the training, and deletes those that are no longer needed.
 
-    `save` returns once the values are copied; they are written on a thread. At most one save is in flight: a second
-    one waits for the first. If one fails, the next call raises what it raised. A program that ends waits for its last
-    save. With several processes all make the same calls, and decide as the first does.
+    `save` returns once the values are copied; they are written on a thread. Arrays of JAX on CPU devices need no copy;
+    the memory of other copies, as large as the shards of this process, is kept for the next save. At most one save is
+    in flight: a second one waits for the first. If one fails, the next call raises what it raised. A program that ends
+    waits for its last save. With several processes all make the same calls, and decide as the first does.
 
     Args:
         directory: Where the steps of this run are kept, and of no other. All in it count, whoever saved them.
@@ -75,6 +76,7 @@ class CheckpointManager:
         self._storage = storage_of(directory)
         self._waits = wait
         self._flight: _Flight | None = None
+        self._memory: Memory = {}
         self._failures: list[BaseException] = []  # of saves, that no call has raised yet
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._seen: int | None = None
@@ -139,11 +141,11 @@ class CheckpointManager:
         )
         self._metrics[number] = found
         with writer:
-            if not self._waits:
-                writer.copy()
+            if self._waits:
+                self._write(writer, number)
+            else:
+                writer.copy(self._memory)
                 self._flight = _Flight(lambda: self._write(writer, number), writer.is_alone, self._failures)
-        if self._waits:
-            self._write(writer, number)
         self._last, self._saved_at = number, time.monotonic()
         self._damaged.discard(number)
         return True
@@ -197,8 +199,11 @@ class CheckpointManager:
             raise self._failures.pop()
 
     def close(self) -> None:
-        """Do what `wait` does; a `with` block does it in its end."""
-        self.wait()
+        """Do what `wait` does, and free the memory of copies; a `with` block does it in its end."""
+        try:
+            self.wait()
+        finally:
+            self._memory.clear()
 
     def __enter__(self) -> Self:
         return self

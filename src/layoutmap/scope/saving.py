@@ -317,7 +317,7 @@ def _saved(variable: VariableSpec, layout: Layout | None) -> SavedVariable:
 
 
 def _shards_of(engine: Engine, array: Any) -> Any:
-    return lambda: iter(engine.to_shards(array))
+    return lambda: iter(engine.to_shards(array, copy=False))
 
 
 def _table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], mesh: Mesh) -> PlanTable:

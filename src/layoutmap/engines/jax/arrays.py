@@ -77,8 +77,11 @@ def from_blocks(
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
-def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once, with both ends; of random keys, their data."""
+def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards that this process holds, each index once, with both ends; of random keys, their data.
+
+    On CPU devices they are in the array's own memory, which never changes: JAX donates no memory that numpy shares.
+    """
     seen: set[Ends] = set()
     data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
     for shard in data.addressable_shards:

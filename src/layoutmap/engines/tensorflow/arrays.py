@@ -122,8 +122,8 @@ def _with_values(array: Any) -> Any:
     return tensor
 
 
-def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once, with both ends."""
+def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards that this process holds, each index once, with both ends; always copies."""
     tensor = _with_values(array)
     layout = layout_of(tensor)
     shape = tuple(tensor.shape)

@@ -181,10 +181,20 @@ def _joined(
     return mark(made, layout)
 
 
-def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once; copies."""
+def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards that this process holds, each index once; see `Engine.to_shards`."""
     for index, piece in _pieces(array):
-        yield index, to_numpy(piece)
+        yield index, to_numpy(piece) if copy else _shared(piece)
+
+
+def _shared(tensor: torch.Tensor) -> NumpyArray:
+    """The values of a plain tensor in its own memory; a copy where numpy cannot reach that, which is read-only."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        dtype = to_numpy(tensor.new_empty(0)).dtype
+        return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
+    values = to_numpy(tensor)
+    values.flags.writeable = False
+    return values
 
 
 def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:

@@ -124,7 +124,7 @@ class ShardLaws(EngineCases):
 
         assignment = assignment_of(shape, dtype, layout)
         array = self.engine.from_shards(assignment, read, copy=data.draw(st.booleans()))
-        shards = self.gathered(self.engine.to_shards(array))
+        shards = self.gathered(self.engine.to_shards(array, copy=data.draw(st.booleans())))
 
         assert layout == self.engine.layout_of(array)
         assert_same_bits(values, assemble(shards, shape, values.dtype))
