@@ -7,7 +7,7 @@ PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
 PROTO := layoutmap/core/proto/layout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format proto check-proto works bench clean
+.PHONY: help setup demo test test-all check format proto check-proto works pictures dist docs docs-serve bench clean
 
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -41,14 +41,26 @@ check-proto: $(VENV)/.proto ## Fail if layout_pb2.py is not what `make proto` ma
 	&& diff -u $(PROTO)_pb2.py "$$made"/$(PROTO)_pb2.py && diff -u $(PROTO)_pb2.pyi "$$made"/$(PROTO)_pb2.pyi \
 	&& echo "layout_pb2.py is what make proto makes"
 
-works: $(VENV)/.all ## Write README's table of what works, from the results of the contract tests
+works: $(VENV)/.all ## Write the tables of what works, from the results of the contract tests
 	$(BIN)/python tools/works.py
+
+pictures: $(VENV)/.all ## Make the README's picture anew, from a real plan, in Debian's chromium
+	$(BIN)/python tools/pictures.py
+
+dist: $(VENV)/.all ## Build the wheel and the source distribution into dist/, and check their metadata
+	rm -rf dist && $(BIN)/python -m build --quiet && $(BIN)/twine check --strict dist/*
+
+docs: $(VENV)/.all ## Build the documentation as a site into site/; a warning or a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: $(VENV)/.all ## Show the site on this machine, made anew at each change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 bench: $(VENV)/.all ## Run the benchmarks, side by side with what they are compared with
 	@for file in $(filter-out %models.py %torch_processes.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
 
 clean: ## Remove what was installed and made
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip older than 25.1 knows no --group.
@@ -64,7 +76,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.all: pyproject.toml | $(BIN)/python
-	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group dev
+	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group docs --group dev
 	$(PIP) --no-deps --group tf-keras --group keras-hub --group jax-models
 	@touch $(VENV)/.demo $@
 

@@ -238,7 +238,9 @@ def main(arguments: list[str]) -> int:
     failed = total["failed"] + len(broken)
     codes = {worker.pytest.returncode for worker in queue.ended}
     well = not failed and codes <= {0, NOTHING_RAN} and total["passed"] > 0
-    if well and everything and not asked and not for_pytest:  # README's table must say what came of it
+    if (
+        well and everything and not asked and not for_pytest
+    ):  # the tables of what works must say what came of it
         files = sorted(RESULTS.glob("*.xml"))
         well = not subprocess.run([sys.executable, ROOT / "tools" / "works.py", "--check", *files]).returncode
     print(f"wall time: {time.monotonic() - started:.0f} s")

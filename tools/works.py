@@ -1,9 +1,10 @@
-"""Write README's table of what works, from the results of the contract tests.
+"""Write the tables of what works, in docs/what-works.md and in the README, from the results of the contract tests.
 
-    python tools/works.py                    run the contracts and write the table
-    python tools/works.py --check FILE ...   fail if the table is not what these JUnit files say
+    python tools/works.py                    run the contracts and write the tables
+    python tools/works.py --check FILE ...   fail if the tables are not what these JUnit files say
 
-The rows are the laws of `AdapterContract` and `ScopeContract`, the columns the classes in the tests that inherit them.
+The README has a line for each model library: `yes` where all laws of a group hold. In the long table the rows are the
+laws of `AdapterContract` and `ScopeContract`, the columns the classes in the tests that inherit them.
 A cell says `yes` if the law passed there, and the reason in words if it was skipped. What Keras does in depth has a
 table of its own, of tests that run on each backend; it says `no` where a test shows that something is refused. `make
 test-all` checks the tables against its own results.
@@ -23,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+SUMMARY, PAGE = ROOT / "README.md", ROOT / "docs" / "what-works.md"
 START, END = "<!-- works: made by tools/works.py -->", "<!-- /works -->"
 
 ALL_ADAPTERS, WITH_SCOPES = (
@@ -40,6 +41,19 @@ ADAPTERS = {
     "TestPytrees": "pytrees of JAX",
 }
 WITHOUT_SCOPES = ("TestNnx", "TestPytrees")
+# What the README says of a library -> the laws that show it.
+GROUPS = {
+    "plan first": (
+        "test_the_plan_is_what_is_done",
+        "test_a_plan_makes_no_array",
+        "test_a_plan_changes_no_number",
+    ),
+    "build": ("test_each_variable_lies_in_the_layout_of_its_rule", "test_paths_are_stable"),
+    "same first values": ("test_values_do_not_depend_on_the_mesh",),
+    "lay out what exists": ("test_an_existing_model_is_laid_out", "test_what_is_written_is_read"),
+    "train like one device": ("test_it_trains_like_one_device",),
+    "`with scope()`": ("test_nothing_stays_hooked", "test_the_inner_of_two_scopes_counts"),
+}
 ENGINES = {"TestJaxEngine": "JAX", "TestTensorFlowEngine": "TensorFlow", "TestTorchEngine": "PyTorch"}
 LIMITS = "tests/adapters/test_keras_unsupported_tensorflow.py"
 FILES = {
@@ -258,6 +272,20 @@ def table(outcomes: dict[tuple[str, str], str]) -> str:
     return "\n".join(rows)
 
 
+def summary(outcomes: dict[tuple[str, str], str]) -> str:
+    """One line for each library: which groups of laws hold."""
+    rows = [_row("models", GROUPS), _row("---", ["---"] * len(GROUPS))]
+    of_scopes = {law for law, _ in laws(WITH_SCOPES)}
+    for test, library in ADAPTERS.items():
+        cells: list[str] = []
+        for group in GROUPS.values():
+            without = test in WITHOUT_SCOPES and of_scopes.issuperset(group)
+            said = ["no" if without else outcomes.get((test, law), "not run") for law in group]
+            cells.append(next((each for each in said if each != "yes"), "yes"))
+        rows.append(_row(library, cells))
+    return "\n".join(rows)
+
+
 def _shown(
     outcomes: dict[tuple[str, str], str], tests: str | tuple[str, ...] | dict[str, str], process: str
 ) -> str:
@@ -304,13 +332,20 @@ def main() -> int:
     outcomes: dict[tuple[str, str], str] = {}
     for results in args.check or ():
         read(results, outcomes)
-    new = f"{START}\n\n{table(outcomes if args.check else run())}\n\n{END}"
-    text = README.read_text(encoding="utf-8")
-    written = re.sub(f"{re.escape(START)}.*{re.escape(END)}", lambda _: new, text, flags=re.DOTALL)
-    if args.check and written != text:
-        print("README's table of what works is not what the tests say; fix: make works", file=sys.stderr)
-        return 1
-    README.write_text(written, encoding="utf-8")
+    found = outcomes if args.check else run()
+    for page, made in ((SUMMARY, summary(found)), (PAGE, table(found))):
+        text = page.read_text(encoding="utf-8")
+        new = f"{START}\n\n{made}\n\n{END}"
+        written = re.sub(
+            f"{re.escape(START)}.*{re.escape(END)}", lambda _, new=new: new, text, flags=re.DOTALL
+        )
+        if args.check and written != text:
+            print(
+                f"{page.relative_to(ROOT)}: its table is not what the tests say; fix: make works",
+                file=sys.stderr,
+            )
+            return 1
+        page.write_text(written, encoding="utf-8")
     return 0
 
 

@@ -29,9 +29,10 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
-    from layoutmap.scope.describing import describe
+    from layoutmap.scope.describing import Checkpoint, describe
     from layoutmap.scope.exporting import export
     from layoutmap.scope.loading import load
+    from layoutmap.scope.manager import CheckpointManager
     from layoutmap.scope.parity import ParityReport, check_parity
     from layoutmap.scope.saving import save
 
@@ -43,7 +44,9 @@ __all__ = [
     "UNSHARDED",
     "DVariable",
     "Activations",
+    "Checkpoint",
     "CheckpointError",
+    "CheckpointManager",
     "EngineError",
     "Layout",
     "LayoutError",
@@ -80,7 +83,9 @@ __all__ = [
 ]
 
 _LATE = {
+    "CheckpointManager": "layoutmap.scope.manager",
     "DVariable": "layoutmap.engines.tensorflow.variable",
+    "Checkpoint": "layoutmap.scope.describing",
     "ParityReport": "layoutmap.scope.parity",
     "check_parity": "layoutmap.scope.parity",
     "describe": "layoutmap.scope.describing",

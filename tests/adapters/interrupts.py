@@ -18,16 +18,27 @@ class Interrupter:
     Args:
         files: The ends of the files' names.
         reading: The names of functions in them that change nothing, and run many lines.
+        interrupt: What happens before that line; `None`: KeyboardInterrupt.
+
+    Attributes:
+        lines: How many lines the last function ran.
     """
 
-    def __init__(self, files: Iterable[str], reading: Iterable[str] = ()):
+    def __init__(
+        self,
+        files: Iterable[str],
+        reading: Iterable[str] = (),
+        interrupt: Callable[[], object] | None = None,
+    ):
         self._files = tuple(files)
         self._reading = frozenset(reading)
+        self._interrupt = interrupt or _raise
         self._left = 0
+        self.lines = 0
 
     def interrupted(self, function: Callable[[], Any], at: int) -> bool:
         """Whether a function was interrupted before the line of this number; else it has fewer lines."""
-        self._left = at
+        self._left, self.lines = at, 0
         before = sys.gettrace()
         sys.settrace(self._call)
         try:
@@ -46,13 +57,18 @@ class Interrupter:
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         if event == "line" and not self._is_lock(frame):
             self._left -= 1
+            self.lines += 1
             if not self._left:
-                raise KeyboardInterrupt
+                self._interrupt()
         return self._line
 
     def _is_lock(self, frame: Any) -> bool:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         return "with" in line and "lock:" in line
+
+
+def _raise() -> None:
+    raise KeyboardInterrupt
 
 
 def run_alone(file: str, step: int) -> None:

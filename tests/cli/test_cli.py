@@ -237,7 +237,8 @@ down.kernel  shape  (16, 8) -> (32, 8)
 
 HELP = {
     ("--help",): """\
-usage: layoutmap [-h] plan | explain | lint | diff | devices | presets | schema | completion ...
+usage: layoutmap [-h] [--version]
+                 plan | explain | lint | diff | devices | presets | schema | completion ...
 
 See where every weight of a model is placed, before a byte is allocated.
 
@@ -258,6 +259,7 @@ positional arguments:
 
 options:
   -h, --help            show this help message and exit
+  --version             print the version and exit
 """,
     ("devices", "--help"): """\
 usage: layoutmap devices [-h] [--engine {jax,tensorflow,torch}]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
-
-import frameworks
 import pytest
 
 import layoutmap as lm
@@ -118,16 +113,3 @@ def test_a_model_whose_library_is_missing_says_what_to_install():
     """Here no library is installed that could make one."""
     with pytest.raises(LayoutMapError, match="pip install keras-hub"):
         zoo.model("llama3_8b").make()
-
-
-def test_a_wheel_has_the_files(tmp_path):
-    """Each file that stands beside the source is installed with it."""
-    build = "from hatchling.build import build_wheel; import sys; print(build_wheel(sys.argv[1]))"
-    subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=frameworks.ROOT, check=True, capture_output=True
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    files = {p.relative_to(frameworks.ROOT / "src").as_posix() for p in frameworks.PACKAGE.rglob("*.yaml")}
-
-    assert len(presets.names()) + 1 == len(files)
-    assert files <= set(zipfile.ZipFile(wheel).namelist())

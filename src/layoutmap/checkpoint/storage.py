@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Generator
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +17,10 @@ from typing import Protocol, Self
 
 from layoutmap.core.errors import CheckpointError
 
-_STEP = re.compile(r"step-(\d+)")
-_UNFINISHED = re.compile(r"\.step-\d+\.[0-9a-f]{16}")
+MOST_STEP = 10**18 - 1
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_UNFINISHED = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what file systems without locks say
 
 
 class Sink(Protocol):
@@ -39,6 +42,9 @@ class Storage(Protocol):
 
     where: str
     """The folder, as messages name it."""
+
+    read_bytes: int
+    """How much is best read at once."""
 
     def steps(self) -> list[int]:
         """Return the steps that are there, in rising order."""
@@ -76,6 +82,10 @@ class Storage(Protocol):
         """Begin a new file."""
         ...
 
+    def remove(self, folder: str, name: str) -> None:
+        """Delete a file, as far as that is possible."""
+        ...
+
     def size(self, folder: str, name: str) -> int | None:
         """Return the size of a file in bytes; `None`: there is none."""
         ...
@@ -94,13 +104,26 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
+def step_of(name: str) -> int | None:
+    """The step whose folder has a name; `None`: it is no step's.
+
+    Example:
+        >>> step_of("step-1000"), step_of("step-07")
+        (1000, None)
+    """
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
 class LocalStorage:
     """Steps as folders of a folder: `step-1000`. One that is being written is hidden: `.step-1000.<token>`."""
+
+    read_bytes = 1 << 20  # which the caches of a processor hold until it is copied to its place
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
         self.where = str(self._root)
-        self._locks: dict[str, int] = {}
+        self._locks: dict[str, _Lock] = {}
 
     def steps(self) -> list[int]:
         """Return the steps that are there, in rising order."""
@@ -110,7 +133,7 @@ class LocalStorage:
             return []
         except OSError as error:
             raise _failed(self.where, "it cannot be listed", error) from error
-        return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+        return sorted(number for name in names if (number := step_of(name)) is not None)
 
     def folder(self, step: int) -> str:
         """Return the name of a step's folder."""
@@ -118,61 +141,70 @@ class LocalStorage:
 
     def begin(self, step: int, token: str) -> str:
         """Make the folder in which a step is written, and lock it for as long as this process lives."""
-        if (self._root / self.folder(step)).exists():
-            raise _there_already(self.where, step)
-        name = self.unfinished(step, token)
+        if os.path.lexists(self._root / self.folder(step)):
+            raise there_already(self.where, step)
+        name = _unfinished(step, token)
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             self._remove_leftovers()
-            (self._root / name).mkdir()
-            self._locks[name] = os.open(self._root / name, os.O_RDONLY)
-            fcntl.flock(self._locks[name], fcntl.LOCK_EX)
-        except OSError as error:
-            raise _failed(self.where, "no checkpoint can be written there", error) from error
-        return name
-
-    def unfinished(self, step: int, token: str) -> str:
-        """Return the name of the folder in which a step is written."""
-        return f".step-{step}.{token}"
+            while not self._is_made(name):
+                pass
+            return name
+        except BaseException as error:
+            self.abandon(step, token)
+            if isinstance(error, OSError):
+                raise _failed(self.where, "no checkpoint can be written there", error) from error
+            raise
 
     def commit(self, step: int, token: str) -> None:
         """Rename the folder, once all in it is on the disk."""
-        name = self.unfinished(step, token)
+        name = _unfinished(step, token)
         try:
             _sync_folder(self._root / name)
             os.rename(self._root / name, self._root / self.folder(step))
             _sync_folder(self._root)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise _there_already(self.where, step) from error
+                raise there_already(self.where, step) from error
             raise _failed(self.where, f"step {step} cannot be completed", error) from error
         finally:
-            self._unlock(name)
+            self._locks.pop(name, None)
 
     def abandon(self, step: int, token: str) -> None:
         """Delete what was written, as far as that is possible."""
-        name = self.unfinished(step, token)
-        shutil.rmtree(self._root / name, ignore_errors=True)
-        self._unlock(name)
+        name = _unfinished(step, token)
+        _remove(self._root / name)
+        self._locks.pop(name, None)
 
     def delete(self, step: int) -> None:
         """Hide the step, then delete it."""
-        hidden = self._root / self.unfinished(step, new_token())
+        hidden = self._root / _unfinished(step, new_token())
         try:
             os.rename(self._root / self.folder(step), hidden)
             _sync_folder(self._root)
         except OSError as error:
             raise _failed(self.where, f"step {step} cannot be deleted", error) from error
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove(hidden)
 
     def create(self, folder: str, name: str) -> Sink:
         """Begin a new file."""
         return _LocalSink(self._root / folder / name)
 
+    def remove(self, folder: str, name: str) -> None:
+        """Delete a file, as far as that is possible."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._root / folder / name)
+
     def size(self, folder: str, name: str) -> int | None:
         """Return the size of a regular file in bytes; `None`: there is none."""
         path = self._root / folder / name
-        return path.stat().st_size if path.is_file() else None
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise _failed(str(path), "the file cannot be read", error) from error
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
         """Read bytes of a file from one on; returns how many there were."""
@@ -206,22 +238,71 @@ class LocalStorage:
         finally:
             os.close(file)
 
+    def _make_root(self) -> None:
+        new = [path for path in (self._root, *self._root.parents) if not path.exists()]
+        self._root.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            _sync_folder(path.parent)
+
+    def _is_made(self, name: str) -> bool:
+        """Make and lock a folder; `False`: another save took it for a leftover before it was locked."""
+        path = self._root / name
+        path.mkdir(exist_ok=True)
+        try:
+            self._locks[name] = lock = _Lock(path)
+            return lock.is_of(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_LOCKS:  # then no save deletes what others have left
+                return True
+            raise
+
     def _remove_leftovers(self) -> None:
         """Delete the folders of saves whose process has ended: nobody holds their locks."""
         for name in os.listdir(self._root):
-            if not _UNFINISHED.fullmatch(name) or name in self._locks:
-                continue
-            with contextlib.suppress(OSError):
-                lock = os.open(self._root / name, os.O_RDONLY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(self._root / name, ignore_errors=True)
-                finally:
-                    os.close(lock)
+            if _UNFINISHED.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    lock = _Lock(self._root / name, wait=False)
+                    _remove(self._root / name)
+                    del lock
 
-    def _unlock(self, name: str) -> None:
-        if (lock := self._locks.pop(name, None)) is not None:
-            os.close(lock)
+
+def _unfinished(step: int, token: str) -> str:
+    return f".step-{step}.{token}"
+
+
+class _Lock:
+    """A folder that is locked until this is garbage, or the process ends.
+
+    Args:
+        path: The folder.
+        wait: Whether to wait for who has locked it.
+
+    Raises:
+        OSError: Somebody else has locked it, or the file system has no locks.
+    """
+
+    _file = -1
+
+    def __init__(self, path: Path, *, wait: bool = True):
+        self._file = os.open(path, os.O_RDONLY)
+        fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+    def is_of(self, path: Path) -> bool:
+        return os.path.samestat(os.fstat(self._file), os.stat(path))
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or a link to one, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink():
+            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 class _LocalSink:
@@ -266,7 +347,8 @@ def _sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def _there_already(where: str, step: int) -> CheckpointError:
+def there_already(where: str, step: int) -> CheckpointError:
+    """The error for a step that is there when it is to be saved."""
     return CheckpointError(
         f"{where}: step {step} is there already",
         why="a step that was saved is never written over",
@@ -282,6 +364,8 @@ def _failed(where: str, what: str, error: OSError) -> CheckpointError:
         errno.EROFS: "name a directory that can be written",
         errno.ENOENT: "restore it from a copy, or load another step",
         errno.ENOTDIR: "name a directory; there is a file of that name",
+        errno.EEXIST: "name a directory; there is something else of that name",
+        errno.EFBIG: "raise the limit of the size of files (ulimit -f), or save elsewhere",
     }
     return CheckpointError(
         f"{where}: {what}",

@@ -70,7 +70,7 @@ def write_part(
     Raises:
         CheckpointError: It cannot be written.
     """
-    name = f"data-{number:05d}.safetensors"
+    name = data_name(number)
     planned = {each.variable.path: list(_planned(each, total_bytes)) for each in todo}
     header, starts = _header(todo, planned)
     found: dict[str, list[Chunk]] = {}
@@ -95,6 +95,11 @@ def write_part(
     return Part([DataFile(name, place, len(header), checksum_of(header))], found)
 
 
+def data_name(number: int) -> str:
+    """The name of the file that a process writes."""
+    return f"data-{number:05d}.safetensors"
+
+
 def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:
     """What the header of a file calls a chunk.
 
@@ -108,11 +113,11 @@ def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:
 
 
 def _planned(each: ToWrite, total_bytes: int) -> Iterator[Index]:
-    itemsize = numpy_dtype(each.variable.dtype, each.variable.path).itemsize
+    variable = each.variable
+    itemsize = numpy_dtype(variable.dtype, variable.path).itemsize
+    most = chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
     for index in each.indices:
-        shape = block_shape(index)
-        most = chunk_bytes(math.prod(shape) * itemsize, total_bytes)
-        yield from chunks_of(index, chunk_shape(shape, itemsize, most))
+        yield from chunks_of(index, chunk_shape(block_shape(index), itemsize, most, variable.shape))
 
 
 def _header(todo: Sequence[ToWrite], planned: Mapping[str, Sequence[Index]]) -> tuple[bytes, int]:

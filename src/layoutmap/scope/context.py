@@ -156,11 +156,12 @@ class Scope:
                 (assignments[key].variable.path, make() if make else "") for key, make in recipes.items()
             ]
             check_recipes(recipes_by_path, self.gather)
-        with Progress(assignments, enabled=self._progress) as progress:
+        variables = {key: assignment.variable for key, assignment in assignments.items()}
+        with Progress(variables, enabled=self._progress) as progress:
             made: dict[str, Any] = {}
             for key, read in readers.items():
                 if read is not None:
-                    made[key] = self.engine.from_shards(assignments[key], read)
+                    made[key] = self.engine.from_shards(assignments[key], read, copy=False)
                     progress(key)
             return made | self.engine.create(computed, initializers, progress=progress)
 

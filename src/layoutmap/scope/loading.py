@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter
 from layoutmap.adapters.protocol import Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
@@ -40,6 +42,7 @@ def load(
     extra: Extra = "error",
     cast: bool = False,
     progress: bool | None = None,
+    inputs: Any = None,
     **options: Any,
 ) -> Any:
     """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on, or from files of others.
@@ -63,7 +66,9 @@ def load(
             Slots of an optimizer are never needed.
         cast: Whether values of another element type are converted to that of the model.
         progress: See `save`.
-        **options: For a function: what `build` takes beside, as in `batch_dim="batch"`.
+        inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
+            at its first call: see `build`.
+        **options: With `layout_map`: what `build` takes beside, as in `batch_dim="batch"`.
 
     Returns:
         The model; with `optimizer` the model and the optimizer. Both are the objects that were passed, unless these
@@ -90,11 +95,15 @@ def load(
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     if layout_map is not None:
-        found = build(model, layout_map, values=values, progress=progress, **options)
+        found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
+        adapter = adapter_of_model(found)
     else:
         found = _existing(model)
-    adapter = adapter_of_model(found)
+        adapter = adapter_of_model(found)
+        if inputs is not None or any(v.kind is Kind.SLOT for v in source.variables.values()):
+            adapter.complete(found, (inputs,))
     loaded = _put(adapter, found, optimizer, values, progress)
+    values.close()
     if settings := source.states.get("settings"):
         adapter.restore_settings(*loaded, settings)
     if data is not None:
@@ -131,6 +140,7 @@ class Values:
         self._extra = extra
         self._cast = cast
         self.taken: set[str] = set()
+        self._closed = False
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
     def find(self, variable: VariableSpec) -> SavedVariable | None:
@@ -186,16 +196,31 @@ class Values:
 
     def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return what reads the shards of a variable; `None` if the checkpoint does not have it."""
-        saved = self.find(variable)
-        if saved is None:
+        saved = None if self._closed else self.find(variable)
+        if (
+            saved is None or saved.shape != variable.shape
+        ):  # of another shape: one that is read before all are known
             return None
         self.taken.add(variable.path)
         dtype = numpy_dtype(variable.dtype, variable.path)
 
         def read(index: Index) -> NumpyArray:
-            return self.source.read(saved.path, index).astype(dtype, copy=False)
+            found = self.source.read(saved.path, index)
+            values = found.astype(dtype, copy=False)
+            if variable.kind is Kind.RNG and not np.array_equal(values, found):
+                raise CheckpointError(
+                    f"{variable.path}: a random state does not fit",
+                    facts={"saved": f"{found.tolist()}, {saved.dtype}", "element type here": variable.dtype},
+                    why="libraries hold random states as integers of different types, and this one has no such number",
+                    fix="load it where it was saved, or seed the generator with a number below 2**31",
+                )
+            return values
 
         return read
+
+    def close(self) -> None:
+        """Have no more values: what a model makes later begins as it does by itself."""
+        self._closed = True
 
     def _difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
         if saved.shape != variable.shape:
@@ -219,7 +244,9 @@ def _put(
     engine = get_engine(adapter.engine_name)
     stored = adapter.stored(model, optimizer)
     values.check([each.variable for each in stored])
-    rest = [each for each in stored if each.variable.path not in values.taken and values.find(each.variable)]
+    # Initializers, in their turn, may have drawn from a generator whose state had been read.
+    done = values.taken - {each.variable.path for each in stored if each.variable.kind is Kind.RNG}
+    rest = [each for each in stored if each.variable.path not in done and values.find(each.variable)]
     for each in rest:
         _check_values(engine, each, values)
     layouts = {each.variable.path: engine.layout_of(each.array) for each in rest}
@@ -232,7 +259,7 @@ def _put(
             if layout is None:
                 yield path, read(full_index(each.variable.shape))
             else:
-                yield path, engine.from_shards(Assignment(each.variable, layout), read)
+                yield path, engine.from_shards(Assignment(each.variable, layout), read, copy=False)
 
     return adapter.restored(model, optimizer, arrays())
 
@@ -242,6 +269,10 @@ def _check_values(engine: Engine, stored: Stored, values: Values) -> None:
     saved = values.find(stored.variable)
     assert saved is not None
     layout = engine.layout_of(stored.array)
+    read = values.reader(stored.variable)
+    if stored.variable.kind is Kind.RNG and read is not None:
+        read(full_index(saved.shape))
+        return
     if layout is None:
         values.source.check(saved.path)
         return

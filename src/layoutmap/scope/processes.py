@@ -19,7 +19,7 @@ import numpy as np
 
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import PlanError, ScopeError
+from layoutmap.core.errors import CheckpointError, PlanError, ScopeError
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
@@ -134,6 +134,22 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
         why="it was made in each process for itself, and the shards of one variable would be of different values",
         fix="give all processes the same seed before it is made, or load the same file in all of them",
     )
+
+
+def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
+    """Raise a `CheckpointError` if the processes save different things.
+
+    Args:
+        named_texts: What decides what is saved and where: its name, or a variable's path, and a text, in order.
+        gather: Gathers from all processes.
+    """
+    if (found := _first_difference(named_texts, gather)) is not None:
+        raise CheckpointError(
+            f"{found[0]}: the processes save different things",
+            facts=_of_processes(found[1]),
+            why="each process writes its part of one step, and all parts must be of the same",
+            fix="pass the same directory, step, metadata, model and optimizer in all processes",
+        )
 
 
 def _check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: str, **parts: str) -> None:

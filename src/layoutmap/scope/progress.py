@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from layoutmap.core.escaping import escaped
-from layoutmap.core.variables import Assignment
+from layoutmap.core.variables import VariableSpec
 
 _PATIENCE_SECONDS = 2.0
 _BETWEEN_SECONDS = 0.1
@@ -19,13 +19,13 @@ class Progress:
     """Shows how many variables are done, and which share of the bytes; clears its line in the end.
 
     Args:
-        assignments: The variables, by key.
+        variables: The variables, by key.
         enabled: Whether to show it; `None`: on a terminal, if the work takes more than two seconds.
         verb: What is done with them, as in `"saved"`; empty: they are materialized, which needs no word.
     """
 
-    def __init__(self, assignments: Mapping[str, Assignment], *, enabled: bool | None = None, verb: str = ""):
-        self._variables = {key: assignment.variable for key, assignment in assignments.items()}
+    def __init__(self, variables: Mapping[str, VariableSpec], *, enabled: bool | None = None, verb: str = ""):
+        self._variables = variables
         self._total_bytes = sum(variable.global_bytes for variable in self._variables.values()) or 1
         self._made = self._made_bytes = 0
         self._enabled = sys.stderr.isatty() if enabled is None else enabled

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from layoutmap.adapters import adapter_of_model
 from layoutmap.adapters.protocol import Stored
-from layoutmap.checkpoint.manifest import (
-    NAME,
-    Chunk,
-    DataFile,
-    Manifest,
-    Part,
-    manifest_to_bytes,
-    part_from_bytes,
-    part_to_bytes,
-)
+from layoutmap.checkpoint.manifest import Manifest
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import encode
-from layoutmap.checkpoint.storage import LocalStorage, Storage, new_token
-from layoutmap.checkpoint.writer import ToWrite, bytes_to_write, write_part
+from layoutmap.checkpoint.step_writer import StepWriter, begin_step
+from layoutmap.checkpoint.storage import MOST_STEP, new_token
+from layoutmap.checkpoint.writer import ToWrite
 from layoutmap.core.arguments import as_int, kind_of
 from layoutmap.core.blocks import Ends, Index, ends_of, full_index
 from layoutmap.core.errors import CheckpointError
@@ -33,11 +27,10 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, get_engine
 from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
-from layoutmap.scope.processes import check_values, gather_texts
+from layoutmap.scope.processes import check_saves, check_values, gather_texts
 from layoutmap.scope.progress import Progress
 
-_PATIENCE_SECONDS = 600.0
-_POLL_SECONDS = 0.02
+T = TypeVar("T")
 
 
 def save(
@@ -57,7 +50,8 @@ def save(
 
     Args:
         model: The model, of any library, in layouts or plain.
-        directory: Where checkpoints of this model are kept. The step is its folder `step-<number>`.
+        directory: Where checkpoints of this model are kept: a folder, or a URL that fsspec knows, as in
+            `"s3://bucket/run"`. The step is its folder `step-<number>`.
         step: The number of the step, 0 or more. A step that is there is not written over.
         optimizer: The model's optimizer, where the model does not have it: of torch, a state of optax, an
             `nnx.Optimizer`. That of a compiled Keras model is saved with it.
@@ -81,39 +75,107 @@ def save(
         >>> lm.describe(directory)["d1.kernel"].shape
         (8, 16)
     """
-    number = _checked_step(step)
+    writer, variables = begin_save(model, directory, step, optimizer, data, metadata)
+    with writer, Progress(variables, enabled=progress, verb="saved") as shown:
+        writer.write(shown)
+    return writer.where
+
+
+def begin_save(
+    model: Any,
+    directory: str | os.PathLike[str],
+    step: int,
+    optimizer: Any = None,
+    data: Any = None,
+    metadata: Any = None,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    after: Callable[[], object] = lambda: None,
+    replace_damaged: bool = False,
+) -> tuple[StepWriter, dict[str, VariableSpec]]:
+    """Agree with the other processes on a step, and make the folder in which it is written.
+
+    All that processes must do together is done when this returns; `StepWriter.write` may run on a thread.
+
+    Args:
+        model: See `save`.
+        directory: See `save`.
+        step: See `save`.
+        optimizer: See `save`.
+        data: See `save`.
+        metadata: See `save`.
+        metrics: Numbers by which steps are compared; those of the first process are kept.
+        after: What must have ended; if it raises in one process, all raise.
+        replace_damaged: Whether a step of this number is there, and not as it was saved: it is deleted first.
+
+    Returns:
+        What writes the step, and the variables that this process writes.
+
+    Raises:
+        CheckpointError: The step is there already, something cannot be saved, there is no room, or the processes
+            differ; in all of them.
+    """
     adapter = adapter_of_model(model)
     engine = get_engine(adapter.engine_name)
     kept = list(adapter.stored(model, optimizer))
-    states = {"settings": encode(adapter.settings(model, optimizer), "settings")}
-    own_states = {} if data is None else {"data": encode(state_of(data), "data")}
     layouts = {each.variable.path: engine.layout_of(each.array) for each in kept}
     mesh = _one_mesh(layouts)
     group = Group(engine, mesh)
-    token = group.first(new_token())
+    storage = storage_of(directory)
+    variables = [_saved(each.variable, layouts[each.variable.path]) for each in kept]
+    total_bytes = sum(each.variable.global_bytes for each in kept)
+
+    def prepare() -> tuple[Manifest, dict[str, Any]]:
+        after()
+        facts: dict[str, Any] = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "writer": _writer(),
+            "library": adapter.name,
+            "engine": engine.name,
+            "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
+            "plan": None if mesh is None else fingerprint(_table(kept, layouts, mesh)),
+        }
+        if metrics is not None:
+            facts["metrics"] = encode(metrics, "metrics")
+        states = {"settings": encode(adapter.settings(model, optimizer), "settings")}
+        own = {} if data is None else {"data": encode(state_of(data), "data")}
+        number = check_step(step)
+        return Manifest(number, facts, encode(metadata, "metadata"), states, (), variables, {}), own
+
+    manifest, own_states = group.all(prepare)
     if group.several:
+        saved = {"directory": storage.where, "step": str(manifest.step)}
+        saved["metadata"] = json.dumps(manifest.metadata)
+        saved |= {each.path: f"{each.shape} {each.dtype} {each.layout}" for each in variables}
+        check_saves(saved.items(), group.gather)
         plain = [each for each in kept if layouts[each.variable.path] is None]
         check_values(((each.variable.path, _checksum(engine, each.array)) for each in plain), group.gather)
-    variables = [_saved(each.variable, layouts[each.variable.path]) for each in kept]
-    facts = {
-        "id": token,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "writer": _writer(),
-        "library": adapter.name,
-        "engine": engine.name,
-        "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
-        "plan": None if mesh is None else fingerprint(_table(kept, layouts, mesh)),
-    }
-    manifest = Manifest(number, facts, encode(metadata, "metadata"), states, (), variables, {})
-    todo = group.shares(kept, layouts, variables)
-    total_bytes = sum(each.variable.global_bytes for each in kept)
-    specs = {each.variable.path: Assignment(each.variable, _any_layout(each.variable)) for each in kept}
-    storage = LocalStorage(directory)
-    with Progress(
-        {each.variable.path: specs[each.variable.path] for each in todo}, enabled=progress, verb="saved"
-    ) as shown:
-        _write(storage, manifest, group, todo, own_states, total_bytes, shown)
-    return f"{storage.where}/{storage.folder(number)}"
+    own_token = new_token()
+
+    def begin() -> list[str]:
+        if replace_damaged and manifest.step in storage.steps():
+            storage.delete(manifest.step)
+        return [own_token, begin_step(storage, manifest.step, own_token, total_bytes)]
+
+    try:
+        token, folder = group.first(begin)
+        todo = group.shares(kept, layouts, variables)
+        manifest = replace(manifest, facts={"id": token, **manifest.facts})
+        writer = StepWriter(
+            storage,
+            folder,
+            manifest,
+            todo,
+            total_bytes=total_bytes,
+            number=group.number,
+            count=group.count,
+            states=own_states,
+        )
+        written = {each.variable.path for each in todo}
+        return writer, {v.path: v for each in kept if (v := each.variable).path in written}
+    except BaseException:
+        storage.abandon(manifest.step, own_token)
+        raise
 
 
 class Group:
@@ -151,9 +213,37 @@ class Group:
         assert self._mesh is not None
         return self._engine.all_gather(values, self._mesh)
 
-    def first(self, text: str) -> str:
-        """The text of the first process; they must all ask."""
-        return gather_texts(text, self.gather)[0] if self.several else text
+    def all(self, function: Callable[[], T]) -> T:
+        """What a function returns; where it raises in one process, all raise. They must all ask.
+
+        Raises:
+            CheckpointError: It raised in another process.
+        """
+        if not self.several:
+            return function()
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+        texts = gather_texts("" if error is None else str(error) or repr(error), self.gather)
+        if error is not None:
+            raise error
+        for number, text in enumerate(texts):
+            if text:
+                raise CheckpointError(
+                    f"process {number} cannot save",
+                    facts={f"process {number}": text},
+                    why="a step is there only if every process has written its part; nothing has been written",
+                    fix=f"fix what process {number} says, and save again",
+                )
+        return result
+
+    def first(self, function: Callable[[], list[str]]) -> list[str]:
+        """The texts that a function returns in the first process; raises in all if it does there. They must all ask."""
+        texts = self.all(lambda: function() if self.number == 0 else [])
+        return json.loads(gather_texts(json.dumps(texts), self.gather)[0]) if self.several else texts
 
     def shares(
         self,
@@ -194,6 +284,15 @@ class Group:
             yield holders, index, size
 
 
+def group_of(model: Any) -> Group:
+    """The processes that a model is on."""
+    adapter = adapter_of_model(model)
+    engine = get_engine(adapter.engine_name)
+    return Group(
+        engine, _one_mesh({e.variable.path: engine.layout_of(e.array) for e in adapter.stored(model)})
+    )
+
+
 def state_of(data: Any) -> Any:
     """The state of an iterator over data.
 
@@ -208,83 +307,6 @@ def state_of(data: Any) -> Any:
         why="an iterator is asked for it by state_dict() or get_state()",
         fix="pass one that has them, or leave data out and save what you need as metadata",
     )
-
-
-def _write(
-    storage: Storage,
-    manifest: Manifest,
-    group: Group,
-    todo: Sequence[ToWrite],
-    states: Mapping[str, Any],
-    total_bytes: int,
-    progress: Any,
-) -> None:
-    """Write this process's part; the first process then joins all parts, and the others wait for it."""
-    step, token = manifest.step, manifest.facts["id"]
-    folder = f".step-{step}.{token}"
-    if group.number == 0:
-        storage.begin(step, token)
-    if group.several:
-        group.first("")  # the folder is there now
-    try:
-        _check_space(storage, bytes_to_write(todo))
-        part = write_part(storage, folder, group.number, todo, total_bytes, progress)
-        part = Part(part.files, part.chunks, states)
-        parts = [part]
-        if group.several:
-            with storage.create(folder, f"part-{group.number:05d}.json") as sink:
-                sink.write(part_to_bytes(part))
-            group.first("")
-            if group.number == 0:
-                parts = [_read_part(storage, folder, number) for number in range(group.count)]
-        if group.number == 0:
-            with storage.create(folder, NAME) as sink:
-                sink.write(manifest_to_bytes(_joined(manifest, parts)))
-            storage.commit(step, token)
-        if group.several:
-            group.first("")
-    except BaseException:
-        if group.number == 0:
-            storage.abandon(step, token)
-        raise
-
-
-def _read_part(storage: Storage, folder: str, number: int) -> Part:
-    name = f"part-{number:05d}.json"
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (size := storage.size(folder, name)) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    data = bytearray(size or 0)
-    storage.read_into(folder, name, 0, memoryview(data))
-    return part_from_bytes(bytes(data))
-
-
-def _joined(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
-    files: list[DataFile] = []
-    chunks: dict[str, list[Chunk]] = {each.path: [] for each in manifest.variables}
-    for part in parts:
-        for path, found in part.chunks.items():
-            chunks[path] += (
-                Chunk(chunk.file + len(files), chunk.start, chunk.index, chunk.checksum) for chunk in found
-            )
-        files += part.files
-    states = dict(manifest.states)
-    if any(part.states for part in parts):
-        states["processes"] = [part.states for part in parts]
-    return Manifest(
-        manifest.step, manifest.facts, manifest.metadata, states, files, manifest.variables, chunks
-    )
-
-
-def _check_space(storage: Storage, needed: int) -> None:
-    free = storage.free_bytes()
-    if free is not None and free < needed:
-        raise CheckpointError(
-            f"{storage.where}: there is no room for this step",
-            facts={"needed": f"{needed:,} bytes", "free": f"{free:,} bytes"},
-            why="the file system has less space left than the shards of this process need",
-            fix="free some space, or save elsewhere; the steps that are there are as they were",
-        )
 
 
 def _saved(variable: VariableSpec, layout: Layout | None) -> SavedVariable:
@@ -303,10 +325,6 @@ def _table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], mesh: M
     return PlanTable(mesh, tuple(Assignment(v, layout) for v, layout in found if layout is not None))
 
 
-def _any_layout(variable: VariableSpec) -> Layout:
-    return Layout.replicated(Mesh(None, "x=1"), len(variable.shape))
-
-
 def _one_mesh(layouts: Mapping[str, Layout | None]) -> Mesh | None:
     meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
     if len(meshes) > 1:
@@ -320,12 +338,17 @@ def _one_mesh(layouts: Mapping[str, Layout | None]) -> Mesh | None:
     return next(iter(meshes), None)
 
 
-def _checked_step(step: Any) -> int:
+def check_step(step: Any) -> int:
+    """The number of a step.
+
+    Raises:
+        CheckpointError: It is none.
+    """
     number = as_int(step)
-    if number is None or number < 0:
+    if number is None or not 0 <= number <= MOST_STEP:
         raise CheckpointError(
             f"step={step!r}: this is no step",
-            why="a step is a whole number, 0 or more",
+            why="a step is a whole number, 0 or more, of at most 18 digits",
             fix="pass the number of the training step, as in step=1000",
         )
     return number

@@ -18,6 +18,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -203,6 +204,25 @@ class AdapterContract:
 
         assert report.agrees
         assert 0.0 == report.worst("weights")
+
+    def test_a_checkpoint_is_loaded_on_any_mesh(self, tmp_path: Path):
+        """What is saved on one mesh is loaded on another, and into a plain model, bit for bit; it is laid out anew."""
+        name, make_model = next(iter(self.models().items()))
+        model = self.built(name)
+        self.adapter.complete(model, self.batch(name))
+        self.adapter.train_step(model, self.batch(name))
+        lm.save(model, tmp_path)
+        expected = self.values(model)
+        other = self.layout_map(name, "batch=4,model=2")
+        loaded = lm.load(make_model, tmp_path, layout_map=other, library=self.library)
+
+        for path, variable in self.adapter.variables(loaded).items():
+            assert np.array_equal(expected[path], self.adapter.read(variable)), path
+            if other[path] is not None:
+                assert other[path] == variable.layout
+        plain = self.values(lm.load(self.made(name), tmp_path))
+        assert list(self.values(loaded)) == list(plain)
+        assert all(np.array_equal(expected[path], value) for path, value in plain.items())
 
     def test_all_problems_are_told_and_nothing_is_made(self, name: str):
         """A rule that does not fit raises once with every variable concerned, before any value is made."""

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.checkpoints import restored, stored
+from layoutmap.adapters.keras import checkpoints
+from layoutmap.adapters.keras.callback import CheckpointCallback as CheckpointCallback
 from layoutmap.adapters.keras.derived import reduced_slots
 from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.paths import find_variables, slot_path
@@ -127,20 +128,20 @@ class KerasAdapter:
 
     def stored(self, model: Any, optimizer: Any = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
-        return stored(self.variables(model), model)
+        return checkpoints.stored(model)
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
         """Give variables other values."""
-        restored(self.variables(model), arrays)
+        checkpoints.restored(model, arrays)
         return model, optimizer
 
     def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
-        """Return the random states of Python and numpy."""
-        return {"random": random_states.states()}
+        """Return the random states."""
+        return checkpoints.settings(backend_of(backend_name()))
 
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
         """Put back what `settings` returned."""
-        random_states.restore(settings["random"])
+        checkpoints.restore_settings(backend_of(backend_name()), settings)
 
 
 def _tensors(batch: Any) -> Any:

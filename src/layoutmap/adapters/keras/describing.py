@@ -32,7 +32,8 @@ class Entry:
 
 def describe(registry: Registry) -> list[Entry]:
     """All variables of a scope: those of its models first, in the order of the models, then the rest."""
-    layers, optimizers, known = registry.layers(), registry.optimizers(), registry.variables()
+    layers, optimizers = registry.layers(), _outermost(registry.optimizers())
+    known = _in_order(registry, layers, optimizers)
     entries = list(_of_layers(layers))
     slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
     entries += _held(layers, known, {id(entry.variable) for entry in entries} | slots, registry.kind_of)
@@ -40,7 +41,8 @@ def describe(registry: Registry) -> list[Entry]:
     reduced = {id(each.slot): each for optimizer in optimizers for each in reduced_slots(optimizer)}
     # A variable that was made from an array, and is nowhere yet, hands no tag on to its slots.
     unknown = [v for v in known if id(v) in slots and id(v) not in reduced and registry.parent_of(v) is None]
-    trained = [entry.variable for entry in entries if entry.spec.is_trained]
+    trained = _with_slots(optimizers) + [entry.variable for entry in entries if entry.spec.is_trained]
+    trained = list({id(variable): variable for variable in trained}.values())
     by_name = dict(zip(map(id, unknown), parents_by_name(unknown, trained), strict=True))
     taken: dict[str, set[str]] = {}  # the slots' paths in each model
     for variable in known:
@@ -60,6 +62,37 @@ def describe(registry: Registry) -> list[Entry]:
     for entry, path in zip(alone, distinct([entry.spec.path for entry in alone]), strict=True):
         entry.spec = replace(entry.spec, path=path)
     return entries
+
+
+def _outermost(optimizers: Sequence[Any]) -> list[Any]:
+    """Those that are not inside of others, which have their variables, too."""
+    inner = {
+        id(each)
+        for optimizer in optimizers
+        for each in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ()))
+    }
+    return [optimizer for optimizer in optimizers if id(optimizer) not in inner]
+
+
+def _in_order(registry: Registry, layers: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
+    """The variables of a scope, those of optimizers and metrics last, each in the order of its owner.
+
+    Some of them are numbered: the number is the same whatever was made first.
+    """
+    owners = [*optimizers, *(layer for layer in layers if isinstance(layer, keras.Model))]
+    owned = [
+        v
+        for owner in owners
+        for v in (owner.metrics_variables if isinstance(owner, keras.Model) else owner.variables)
+    ]
+    place = {id(variable): number for number, variable in reversed(list(enumerate(owned)))}
+    return sorted(registry.variables(), key=lambda variable: place.get(id(variable), -1))
+
+
+def _with_slots(optimizers: Sequence[Any]) -> list[Any]:
+    """What optimizers have slots for, in the order of the slots: some of it may be frozen by now."""
+    every = [(each, getattr(each, "inner_optimizer", None)) for each in optimizers]
+    return [v for pair in every for o in pair for v in getattr(o, "_trainable_variables", ())]
 
 
 def describe_alone(variable: Any, kind: Kind) -> Entry:

@@ -47,18 +47,18 @@ def loose(registry: Registry) -> set[int]:
     return found | ({id(top) for top in tops} if len(tops) > 1 else set())
 
 
-def find_held(root: Any, wanted: Collection[int]) -> list[Found]:
+def find_held(root: Any, wanted: Collection[int] | None = None) -> list[Found]:
     """Find variables in objects that are no layers, below a layer or model.
 
     Args:
         root: The layer or model; the paths start at it.
-        wanted: The ids of the variables.
+        wanted: The ids of the variables; `None`: all that there are.
     """
     found: dict[int, Found] = {}
     seen: set[int] = set()
     for path, layer in [("", root), *find_layers(root)]:
         for below, variable, is_seed in _held_by(layer, seen, _DEPTH):
-            if id(variable) in wanted:
+            if wanted is None or id(variable) in wanted:
                 name = f"{path}.{below}" if path else below
                 found.setdefault(id(variable), Found(variable, name, is_seed=is_seed))
     return with_distinct_paths(found.values())

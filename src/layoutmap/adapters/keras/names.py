@@ -24,6 +24,11 @@ def note_given(layer: Any, texts: Iterable[str]) -> None:
     layer.__dict__[_GIVEN] = frozenset(texts)
 
 
+def unnote(layer: Any) -> None:
+    """Forget what `note_given` noted."""
+    layer.__dict__.pop(_GIVEN, None)
+
+
 def is_noted(layer: Any) -> bool:
     """Whether the texts that a layer is constructed with are noted."""
     return _GIVEN in layer.__dict__

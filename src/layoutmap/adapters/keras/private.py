@@ -11,12 +11,13 @@ are read and set by the other modules of this folder, and nowhere else. Those of
                                                     "current_call_ctx" and its entry_layer
     keras.src.backend.common                        stateless_scope.in_stateless_scope, .get_stateless_scope,
                                                     symbolic_scope.in_symbolic_scope
-    keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, draw_seed, the name of states
+    keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, global_seed_generator, draw_seed,
+                                                    the name of states
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables, _tracker
     keras.src.models                                functional.Functional, Sequential._functional, cloning
     keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
-    keras.src.optimizers                            BaseOptimizer.__init__; Adafactor._r, _c, _trainable_variables
+    keras.src.optimizers                            BaseOptimizer.__init__, _trainable_variables; Adafactor._r, _c
     keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
                                                     safe_get_h5_dataset, safe_get_h5_group
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case, and what its
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.patches import Closing
@@ -91,7 +93,7 @@ NAMES: Names = (
     (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
     (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference", "load_own_variables")),
     (global_state, ("get_global_attribute", "set_global_attribute")),
-    (seed_generator, ("GLOBAL_SEED_GENERATOR",)),
+    (seed_generator, ("GLOBAL_SEED_GENERATOR", "global_seed_generator")),
     (H5IOStore, ("__getitem__", "keys")),
 )
 """What is probed: classes and modules, and names of theirs."""
@@ -103,6 +105,7 @@ ATTRIBUTES: Names = (
     *((kind, ("_kernel",)) for kind in (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D)),
     (keras.layers.Embedding, ("_embeddings",)),
     (keras.optimizers.Adafactor, ("_r", "_c", "_trainable_variables")),
+    (BaseOptimizer, ("_trainable_variables",)),
     (H5IOStore, ("_h5_entry_group", "_h5_entry_path")),
 )
 """Classes, and names that only their objects have, or subclasses: the code of the class has them."""
@@ -264,6 +267,15 @@ def global_seed_state() -> Any:
     """The state of Keras's global seed generator, a variable; `None` while there is none."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state
+
+
+def set_global_seed(state: Sequence[int] | None) -> None:
+    """Give Keras's global seed generator a state; `None`: there is none, and the next draw makes one."""
+    if state is None:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    else:
+        variable = seed_generator.global_seed_generator().state
+        variable.assign(np.asarray(state, keras.backend.standardize_dtype(variable.dtype)))
 
 
 def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> Any:

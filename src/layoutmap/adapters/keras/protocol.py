@@ -195,6 +195,14 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    def random_states(self) -> dict[str, Any]:
+        """Return the states of generators of the process from which layers draw, by name: numbers and arrays."""
+        return {}
+
+    def restore_random_states(self, found: Mapping[str, Any]) -> None:
+        """Put back what `random_states` returned, where it is in here."""
+        return
+
 
 _BACKENDS = {
     "jax": "layoutmap.adapters.keras.backends.jax:JaxBackend",

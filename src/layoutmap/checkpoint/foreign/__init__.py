@@ -15,6 +15,7 @@ from layoutmap.checkpoint.foreign.orbax import Orbax, is_orbax
 from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import Source
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, listed
@@ -40,6 +41,9 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it is of a kind that is not read, such as a pickle.
     """
+    storage = storage_of(path)
+    if not isinstance(storage, LocalStorage):
+        return Step(storage, step)
     where = Path(path)
     name = where.name
     if where.is_dir():
@@ -69,7 +73,7 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
             why=f"what is read is {_KNOWN}",
             fix="convert it to safetensors with the library that wrote it",
         )
-    return Step(LocalStorage(path), step)
+    return Step(storage, step)
 
 
 def _of_folder(folder: Path, step: int | None) -> Source | None:

@@ -51,16 +51,28 @@ def canonical(values: NumpyArray) -> NumpyArray:
 
 
 def from_blocks(
-    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding, read: Callable[[Index], NumpyArray]
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: NamedSharding,
+    read: Callable[[Index], NumpyArray],
+    *,
+    copy: bool = True,
 ) -> jax.Array:
-    """An array made from blocks, each read once."""
+    """An array made from blocks, each read once.
+
+    Args:
+        shape: The shape of the array.
+        dtype: Its element type.
+        sharding: Its sharding.
+        read: Gives the values at an index.
+        copy: Whether what is read may change later: on CPU devices JAX may share the memory of a numpy array.
+    """
     holders: dict[Ends, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         holders.setdefault(ends_of(with_ends(index or (), shape)), []).append(device)
     pieces: list[jax.Array] = []
     for ends, devices in holders.items():
-        # A copy: on CPU devices JAX would share the memory of a numpy array, and a later change of it would show.
-        block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=True)
+        block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=copy or None)
         pieces.extend(jax.device_put([block] * len(devices), devices))
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -126,6 +126,18 @@ class TorchBackend(Backend):
         with torch.random.fork_rng():
             torch.manual_seed(number)
             yield
+
+    def random_states(self) -> dict[str, Any]:
+        """Return the state of torch's own generator, from which a dropout without a seed draws."""
+        found = {"torch": torch.get_rng_state().numpy()}
+        return found | ({"cuda": torch.cuda.get_rng_state().numpy()} if torch.cuda.is_initialized() else {})
+
+    def restore_random_states(self, found: Mapping[str, Any]) -> None:
+        """Put back what `random_states` returned."""
+        if "torch" in found:
+            torch.set_rng_state(torch.from_numpy(found["torch"]))
+        if "cuda" in found and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(torch.from_numpy(found["cuda"]))
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
         """The losses in training, and their gradients."""

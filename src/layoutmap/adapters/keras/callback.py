@@ -1,0 +1,124 @@
+"""A callback for `fit` that saves steps of a run, and knows where to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import keras
+
+
+class Manager(Protocol):
+    """What the callback asks of a `layoutmap.CheckpointManager`."""
+
+    def save(
+        self,
+        model: Any,
+        step: int,
+        *,
+        data: Any = None,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Save a step if it is due."""
+        ...
+
+    def wait(self) -> None:
+        """Return when no save is in flight."""
+        ...
+
+
+class CheckpointCallback(keras.callbacks.Callback):
+    """Saves the steps of `fit` through a `layoutmap.CheckpointManager`.
+
+    A step is a batch that was trained on; they are counted from the beginning of the run, over all epochs. What is
+    saved after the last batch of an epoch has the logs of that epoch as metrics, `val_loss` and the like; a step inside
+    of an epoch has none.
+
+    Where a run stood is saved as the state of its data, of which the callback is a part: pass it as `data` to `load`.
+
+    Args:
+        manager: The manager, which knows the directory, when steps are due and which are kept.
+        every_epochs: Save at the end of each epoch whose number is a multiple of it, and at no other time; `None`:
+            save when the manager says that a step is due, inside of epochs, too.
+        data: An iterator over the data, whose state is saved and restored along: see `layoutmap.save`.
+
+    Attributes:
+        epoch: The epoch in which `fit` is to go on: its `initial_epoch`.
+        batch: How many batches of that epoch have been trained on: the data is to begin with the one after them.
+        step: How many steps there were.
+
+    Example:
+        >>> import keras, layoutmap as lm, numpy as np, tempfile
+        >>> from layoutmap.adapters.keras import CheckpointCallback
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="d1")])
+        >>> model.compile("adam", "mse")
+        >>> manager = lm.CheckpointManager(tempfile.mkdtemp(), best="loss")
+        >>> callback = CheckpointCallback(manager, every_epochs=1)
+        >>> if manager.steps:  # a run that was interrupted goes on
+        ...     model = manager.load(model, data=callback)
+        >>> history = model.fit(
+        ...     np.ones((32, 8)), np.ones((32, 4)), batch_size=8, epochs=2,
+        ...     initial_epoch=callback.epoch, callbacks=[callback], verbose=0,
+        ... )
+        >>> manager.steps, callback.epoch
+        ([4, 8], 2)
+    """
+
+    def __init__(self, manager: Manager, *, every_epochs: int | None = None, data: Any = None):
+        super().__init__()
+        self.epoch, self.batch, self.step = 0, 0, 0
+        self._manager = manager
+        self._every_epochs = every_epochs
+        self._data = data
+        self._num_before = 0  # batches of the present epoch that were trained on before it was resumed
+        self._is_new = False  # whether there is a step that was not offered to the manager
+
+    def set_model(self, model: Any) -> None:
+        """Take the model of `fit`."""
+        super().set_model(model)
+        # Keras on JAX copies all values into the model where a callback asks for it: only a save needs that.
+        self._unsynced = model
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count the batches of an epoch."""
+        self._num_before = self.batch = self.batch if epoch == self.epoch else 0
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Save the step before this batch: only now it is known that its epoch has not ended with it."""
+        if self._is_new and self._every_epochs is None:
+            self._save()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the batches that were trained on: several, where one execution has several steps."""
+        now = self._num_before + batch + 1
+        self.step += now - self.batch
+        self.batch, self._is_new = now, True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Save the last step of an epoch, with its metrics."""
+        self.epoch, self.batch, self._num_before = epoch + 1, 0, 0
+        if self._every_epochs is None:
+            self._save(metrics=logs)
+        elif self.epoch % self._every_epochs == 0:
+            self._save(metrics=logs, force=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Wait for the last save."""
+        self._manager.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run stands, and the state of its data."""
+        found = {"epoch": self.epoch, "batch": self.batch, "step": self.step}
+        return found if self._data is None else found | {"data": self._data.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run stood."""
+        self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
+        if self._data is not None:
+            self._data.load_state_dict(state["data"])
+
+    def _save(self, *, metrics: Mapping[str, float] | None = None, force: bool = False) -> None:
+        self._is_new = False
+        self._manager.save(self._unsynced, self.step, data=self, metrics=metrics, force=force)

@@ -1,0 +1,138 @@
+"""When a step is due, and which steps are kept: decided from numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from layoutmap.core.arguments import as_int
+from layoutmap.core.errors import CheckpointError, listed
+
+Metrics = Mapping[int, Mapping[str, float]]
+"""What is known of each step, by its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """When to save, and which steps to keep.
+
+    Args:
+        keep_last: How many of the last steps are kept, 1 or more; `None`: all.
+        best: The metric by which steps are compared; `None`: none is.
+        best_mode: Whether the best is the smallest or the largest.
+        keep_best: How many of the best are kept beside the last.
+        every_steps: A step is due when a multiple of it is reached; `None`: that does not decide.
+        every_minutes: A step is due so long after the last save; `None`: that does not decide.
+
+    Raises:
+        CheckpointError: One of these is no such number or name.
+    """
+
+    keep_last: int | None = 3
+    best: str | None = None
+    best_mode: Literal["min", "max"] = "min"
+    keep_best: int = 1
+    every_steps: int | None = None
+    every_minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("keep_last", self.keep_last, "keep_last=None keeps all steps")
+        _check_count("keep_best", self.keep_best, "best=None keeps none of the best")
+        _check_count("every_steps", self.every_steps, "every_steps=None saves whenever save is called")
+        minutes = self.every_minutes
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise _wrong("every_minutes", minutes, "it is a time in minutes", "every_minutes=10")
+        if self.best_mode not in ("min", "max"):
+            raise _wrong(
+                "best_mode", self.best_mode, "the best is the smallest or the largest", 'best_mode="max"'
+            )
+
+    def is_due(self, step: int, seen: int | None, seconds: float) -> bool:
+        """Whether a step is to be saved.
+
+        Args:
+            step: The step.
+            seen: The step that was asked about before this one; `None`: none was.
+            seconds: How long ago the last save was, or the beginning.
+
+        Example:
+            >>> Retention(every_steps=100).is_due(200, 199, 0), Retention(every_steps=100).is_due(205, 198, 0)
+            (True, True)
+            >>> Retention(every_steps=100, every_minutes=10).is_due(150, 149, 601)
+            True
+        """
+        if self.every_steps is None and self.every_minutes is None:
+            return True
+        if self.every_minutes is not None and seconds >= 60 * self.every_minutes:
+            return True
+        if self.every_steps is None:
+            return False
+        if seen is None:
+            return step > 0 and step % self.every_steps == 0
+        return step // self.every_steps > seen // self.every_steps
+
+    def ranking(self, metrics: Metrics) -> list[int]:
+        """The steps from the best on; those without the metric, and those where it is no number, are not among them.
+
+        Example:
+            >>> Retention(best="loss").ranking({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": float("nan")}})
+            [2, 1]
+        """
+        name = self.best or ""
+        known = {step: found[name] for step, found in metrics.items() if name in found}
+        sign = 1 if self.best_mode == "min" else -1
+        steps = [step for step, value in known.items() if not math.isnan(value)]
+        return sorted(steps, key=lambda step: (sign * known[step], -step))
+
+    def kept(self, metrics: Metrics, saved: int) -> set[int]:
+        """The steps that are kept.
+
+        Args:
+            metrics: All steps that are there.
+            saved: The one that was saved last, which is always kept.
+
+        Example:
+            >>> sorted(Retention(2, best="loss").kept({1: {"loss": 0.1}, 2: {"loss": 0.3}, 3: {}, 4: {}}, 4))
+            [1, 3, 4]
+        """
+        steps = sorted(metrics)
+        last = steps if self.keep_last is None else steps[-self.keep_last :]
+        return {saved, *last, *self.ranking(metrics)[: self.keep_best]}
+
+
+def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[str, float]:
+    """Metrics as numbers.
+
+    Raises:
+        CheckpointError: One is no number, or the one by which steps are compared is not among them.
+    """
+    found: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"metrics[{name!r}]: this is no number",
+                facts={"it says": str(error)},
+                why="steps are compared by their metrics",
+                fix="pass one number for each metric, as in metrics={'loss': 0.25}",
+            ) from error
+    if metrics is not None and best is not None and best not in found:
+        raise CheckpointError(
+            f"metrics: there is no {best!r} among them",
+            facts={"metrics": listed(list(found)) or "none"},
+            why=f"best={best!r} is the metric by which this manager compares steps",
+            fix="pass it, or name one of these as best",
+        )
+    return found
+
+
+def _check_count(name: str, value: Any, instead: str) -> None:
+    if value is not None and (as_int(value) or 0) < 1:
+        raise _wrong(name, value, "it is a whole number, 1 or more", f"{name}=3; {instead}")
+
+
+def _wrong(name: str, value: object, why: str, example: str) -> CheckpointError:
+    return CheckpointError(f"{name}={value!r} cannot be used", why=why, fix=f"pass one, as in {example}")

@@ -1,0 +1,320 @@
+"""A step, written by one process or by several: all of it, or none.
+
+Each process writes its data file. Each but the first then says what is in it, in `part-<number>.json`; the first reads
+these, writes the manifest and commits. A process that fails says so in `failed-<number>.json`: the first sees it and
+fails too, and the others look at the first. All of it goes by files in the folder of the step, so that a thread can do
+it, on which no collective may run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from layoutmap.checkpoint.manifest import (
+    NAME,
+    Chunk,
+    DataFile,
+    Manifest,
+    Part,
+    manifest_to_bytes,
+    part_from_bytes,
+    part_to_bytes,
+)
+from layoutmap.checkpoint.storage import Storage
+from layoutmap.checkpoint.writer import ToWrite, data_name, write_part
+from layoutmap.core.blocks import ends_of
+from layoutmap.core.errors import CheckpointError, listed
+
+PATIENCE_SECONDS = 600.0
+"""How long processes wait for one that gives no sign of life: its data file does not grow."""
+_GRACE_SECONDS = 10.0  # how long the first waits, when a save fails, for the others to read why
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25  # between two looks at what others have written
+_HEAD_BYTES = 1024  # of a manifest: its id is in them
+
+
+def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str:
+    """Make the folder in which a step is written, and return its name; one process does it.
+
+    Args:
+        storage: Where to.
+        step: The step.
+        token: A name that no other save has.
+        total_bytes: How much all processes will write.
+
+    Raises:
+        CheckpointError: The step is there already, there is no room for it, or nothing can be written.
+    """
+    free = storage.free_bytes()
+    if free is not None and free < total_bytes:
+        raise CheckpointError(
+            f"{storage.where}: there is no room for step {step}",
+            facts={"needed": f"{total_bytes:,} bytes", "free": f"{free:,} bytes"},
+            why="the file system has less space left than the model needs",
+            fix="free some space, or save elsewhere; the steps that are there are as they were",
+        )
+    return storage.begin(step, token)
+
+
+class StepWriter:
+    """What one process does for a step. As a context manager it gives up if what is inside raises.
+
+    Args:
+        storage: Where to.
+        folder: The folder that `begin_step` returned.
+        manifest: The manifest, without files and chunks; the same in all processes.
+        todo: The shards that this process writes.
+        total_bytes: Size of all variables, of all processes.
+        number: The number of this process.
+        count: How many processes there are.
+        states: States of this process alone, encoded.
+        patience_seconds: How long to wait for a process that gives no sign of life; `None`: `PATIENCE_SECONDS`.
+    """
+
+    _is_over = True  # until all of it is here
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        manifest: Manifest,
+        todo: Sequence[ToWrite],
+        *,
+        total_bytes: int,
+        number: int = 0,
+        count: int = 1,
+        states: Mapping[str, Any] | None = None,
+        patience_seconds: float | None = None,
+    ):
+        self.where = f"{storage.where}/{storage.folder(manifest.step)}"
+        self._storage = storage
+        self._folder = folder
+        self._manifest = manifest
+        self._token: str = manifest.facts["id"]
+        self._todo = todo
+        self._total_bytes = total_bytes
+        self._number = number
+        self._count = count
+        self._states = states or {}
+        patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+        self._patience_seconds = patience * (2 if number else 1)  # the first knows who is missing
+        self._watched: Collection[int] = (0,) if number else range(1, count)
+        self._silent: Collection[int] = ()
+        self._failed: tuple[int, str] | None = None
+        self._has_promised = False
+        self._is_over = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process commits the step."""
+        return self._number == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return self._count == 1
+
+    def copy(self) -> None:
+        """Keep the values as they are now: the model may change before they are written."""
+        self._todo = [_copied(each) for each in self._todo]
+
+    def write(self, progress: Callable[[str], object] | None = None) -> None:
+        """Write this process's part, and return when the step is there.
+
+        Args:
+            progress: Called with the path of each variable when it is written.
+
+        Raises:
+            CheckpointError: It cannot be written, or another process has failed or gives no sign of life.
+        """
+
+        def written(path: str) -> None:
+            self._check_watched()
+            if progress is not None:
+                progress(path)
+
+        part = write_part(self._storage, self._folder, self._number, self._todo, self._total_bytes, written)
+        part = dataclasses.replace(part, states=self._states)
+        if self.is_first:
+            found = {0: part, **self._other_parts()}
+            within = self._folder.removeprefix(f"{self._storage.folder(self._manifest.step)}/")
+            within = "" if within == self._folder else f"{within}/"  # of a storage that cannot rename
+            parts = [found[number] for number in range(self._count)]
+            manifest = _joined(self._manifest, parts, within)
+            self._put(NAME, manifest_to_bytes(manifest))
+            self._storage.commit(manifest.step, self._token)
+        else:
+            self._is_committed()  # raises if the first has given up meanwhile
+            self._has_promised = True
+            self._put(_part_name(self._number), part_to_bytes(part))
+            self._wait_until(self._is_committed, lambda: [0])
+
+    def __enter__(self) -> Self:
+        self._is_over = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        if error is None:
+            self._is_over = True
+            return
+        try:
+            if not self.is_alone:
+                self._say_failed(error)
+        finally:
+            self._abandon()
+
+    def __del__(self) -> None:
+        if not self._is_over:  # it was interrupted outside of its `with` block
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self.is_first:
+            self._storage.abandon(self._manifest.step, self._token)
+        self._is_over = True
+
+    # -- what processes tell one another
+
+    def _other_parts(self) -> dict[int, Part]:
+        found: dict[int, Part] = {}
+        missing = list(range(1, self._count))
+
+        def all_found() -> bool:
+            for number in tuple(missing):
+                data = self._text(self._folder, _part_name(number))
+                if data is not None:
+                    found[number] = part_from_bytes(data)
+                    missing.remove(number)
+            return not missing
+
+        self._wait_until(all_found, lambda: missing)
+        for number in found:
+            self._storage.remove(self._folder, _part_name(number))
+        return found
+
+    def _is_committed(self) -> bool:
+        is_gone = self._storage.size(self._folder, data_name(self._number)) is None
+        step = self._storage.folder(self._manifest.step)
+        if self._token.encode() in (self._head(step, NAME, _HEAD_BYTES) or b""):
+            return True
+        if is_gone:
+            raise self._lost(0, "its own error says why")
+        return False
+
+    def _wait_until(self, reached: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        pause, signs = _SHORTEST_SECONDS, list[int | None]()
+        look = last = time.monotonic()
+        while not reached():
+            self._check_watched()
+            if (now := time.monotonic()) >= look:
+                look = now + self._patience_seconds / 20
+                seen = [self._storage.size(self._folder, data_name(n)) for n in range(self._count)]
+                if seen != signs:
+                    signs, last = seen, now
+                elif now - last > self._patience_seconds:
+                    self._silent = tuple(missing())
+                    raise CheckpointError(
+                        f"{self.where}: other processes give no sign of life",
+                        facts={
+                            "processes": listed(list(map(str, self._silent))),
+                            "waited": f"{self._patience_seconds:g} seconds",
+                        },
+                        why="they have ended, or hang; a step is there only if every process writes its part",
+                        fix="read what they printed last, and start all processes again; the steps that are there "
+                        "are as they were",
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_SECONDS)
+
+    def _check_watched(self) -> None:
+        for number in self._watched:
+            if self._storage.size(self._folder, _failed_name(number)) is not None:
+                data, until = None, time.monotonic() + 1
+                while data is None and time.monotonic() < until:  # it may be written just now
+                    data = self._text(self._folder, _failed_name(number))
+                    time.sleep(_SHORTEST_SECONDS)
+                found: tuple[int, str] = (
+                    tuple(json.loads(data)) if data else (number, "its own error says why")
+                )
+                raise self._lost(*found)
+
+    def _lost(self, number: int, text: str) -> CheckpointError:
+        self._failed = number, text
+        return CheckpointError(
+            f"{self.where}: process {number} could not write its part",
+            facts={f"process {number}": text},
+            why="a step is there only if every process has written its part; nothing of this one is kept",
+            fix=f"fix what process {number} says, and save again",
+        )
+
+    def _say_failed(self, error: BaseException) -> None:
+        if not self._has_promised:  # else the first may be about to commit it
+            self._storage.remove(
+                self._folder, data_name(self._number)
+            )  # a full disk has room then for what follows
+        text = str(error) if isinstance(error, CheckpointError) else repr(error)
+        try:
+            self._put(_failed_name(self._number), json.dumps(self._failed or (self._number, text)).encode())
+        except CheckpointError:
+            return  # the folder is gone, or nothing can be written: the others find that out
+        until = time.monotonic() + _GRACE_SECONDS
+        waiting = [n for n in self._watched if self.is_first and n not in self._silent]
+        while waiting and time.monotonic() < until:
+            waiting = [n for n in waiting if self._storage.size(self._folder, _failed_name(n)) is None]
+            time.sleep(_SHORTEST_SECONDS)
+
+    def _put(self, name: str, data: bytes) -> None:
+        with self._storage.create(self._folder, name) as sink:
+            sink.write(data)
+
+    def _head(self, folder: str, name: str, most_bytes: int | None = None) -> bytes | None:
+        size = self._storage.size(folder, name)
+        if size is None:
+            return None
+        data = bytearray(size if most_bytes is None else min(size, most_bytes))
+        with contextlib.suppress(CheckpointError):  # it is gone meanwhile
+            return bytes(data[: self._storage.read_into(folder, name, 0, memoryview(data))])
+        return None
+
+    def _text(self, folder: str, name: str) -> bytes | None:
+        """JSON that another process writes, once all of it is there: the beginning of an object or a list is none."""
+        data = self._head(folder, name)
+        try:
+            json.loads(data or b"")
+        except ValueError:
+            return None
+        return data
+
+
+def _part_name(number: int) -> str:
+    return f"part-{number:05d}.json"
+
+
+def _failed_name(number: int) -> str:
+    return f"failed-{number:05d}.json"
+
+
+def _copied(each: ToWrite) -> ToWrite:
+    """The same shards in memory that does not change: `to_shards` returns copies, or views of what is immutable."""
+    wanted = {ends_of(index) for index in each.indices}
+    shards = [(index, values) for index, values in each.shards() if ends_of(index) in wanted]
+    return dataclasses.replace(each, shards=lambda: iter(shards))
+
+
+def _joined(manifest: Manifest, parts: Sequence[Part], within: str) -> Manifest:
+    files: list[DataFile] = []
+    chunks: dict[str, list[Chunk]] = {each.path: [] for each in manifest.variables}
+    for part in parts:
+        for path, found in part.chunks.items():
+            chunks[path] += (dataclasses.replace(chunk, file=chunk.file + len(files)) for chunk in found)
+        files += (dataclasses.replace(file, name=within + file.name) for file in part.files)
+    states = dict(manifest.states)
+    if any(part.states for part in parts):
+        states["processes"] = [part.states for part in parts]
+    return dataclasses.replace(manifest, states=states, files=files, chunks=chunks)

@@ -1,0 +1,96 @@
+"""`fit` with a callback that saves: when it does, and that a run goes on where it stood."""
+
+import keras
+import numpy as np
+import pytest
+
+import layoutmap as lm
+from layoutmap.adapters.keras import CheckpointCallback
+
+L = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+ROWS, BATCH, EPOCHS = 48, 8, 3
+BATCHES = ROWS // BATCH
+
+
+def make_model(steps_per_execution=1):
+    model = keras.Sequential([keras.Input((8,)), L.Dense(8), L.Dropout(0.5, seed=3), L.Dense(4)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=steps_per_execution)
+    return model
+
+
+def layout_map(dims):
+    return lm.LayoutMap(lm.create_mesh(dims), {r".*kernel": (None, "model")})
+
+
+def fitted(model, *callbacks, epoch=0, batch=0, epochs=EPOCHS):
+    """The loss of each epoch of `fit`, which begins at a batch of an epoch."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(ROWS, 8)).astype("float32"), random.normal(size=(ROWS, 4)).astype("float32")
+    numbers = [n for e in range(epoch, epochs) for n in range(batch if e == epoch else 0, BATCHES)]
+
+    def batches():
+        for n in numbers:
+            rows = slice(n * BATCH, n * BATCH + BATCH)
+            yield x[rows], y[rows]
+
+    data, losses = batches(), []
+    for e in range(epoch, epochs):  # one by one, as the first may have fewer batches
+        steps = BATCHES - batch if e == epoch else BATCHES
+        options = {"initial_epoch": e, "epochs": e + 1, "steps_per_epoch": steps, "shuffle": False}
+        losses += model.fit(data, callbacks=callbacks, verbose=0, **options).history["loss"]
+    return losses
+
+
+@pytest.mark.parametrize("every_steps", [None, 4])
+def test_a_run_goes_on_where_it_stood(every_steps, tmp_path):
+    """Stopped at the end of an epoch or inside of one, and resumed on another mesh, a run has the losses it had had."""
+    keras.utils.set_random_seed(1)
+    model = layout_map("batch=2,model=4").build(make_model, batch_dim="batch")
+    manager = lm.CheckpointManager(tmp_path, every_steps=every_steps)
+    every_epochs = 1 if every_steps is None else None
+    fitted(model, CheckpointCallback(manager, every_epochs=every_epochs), epochs=2)
+    expected = fitted(model, epoch=2)
+
+    callback = CheckpointCallback(manager, every_epochs=every_epochs)
+    other = {"layout_map": layout_map("batch=4,model=2"), "batch_dim": "batch"}
+    model = manager.load(make_model, step=8 if every_steps else None, data=callback, **other)
+    stood = callback.epoch, callback.batch, callback.step
+    losses = fitted(model, epoch=callback.epoch, batch=callback.batch)
+
+    assert ((1, 2, 8) if every_steps else (2, 0, 12)) == stood
+    assert ([4, 8, 12] if every_steps else [6, 12]) == manager.steps
+    np.testing.assert_allclose(losses[-1:], expected, rtol=1e-6)
+
+
+def test_several_steps_of_one_execution_are_counted(tmp_path):
+    """With three steps in each execution, a step is saved after the execution in which it is due."""
+    manager = lm.CheckpointManager(tmp_path, every_steps=4, keep_last=None, best="loss")
+    callback = CheckpointCallback(manager)
+    fitted(make_model(steps_per_execution=3), callback, epochs=2)
+    metrics = {step: sorted(lm.describe(tmp_path, step=step).metrics) for step in manager.steps}
+
+    assert {6: ["loss"], 9: [], 12: ["loss"]} == metrics
+    assert (2, 0, 12) == (callback.epoch, callback.batch, callback.step)
+
+
+def test_the_state_of_the_data_is_kept(tmp_path):
+    """An iterator that was passed to the callback goes on with the run."""
+
+    class Data:
+        count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    data, other = Data(), Data()
+    data.count = 7
+    manager = lm.CheckpointManager(tmp_path)
+    model = make_model()
+    fitted(model, CheckpointCallback(manager, every_epochs=1, data=data), epochs=1)
+    manager.load(model, data=CheckpointCallback(manager, data=other))
+
+    assert 7 == other.count

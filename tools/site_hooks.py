@@ -1,0 +1,39 @@
+"""What the site needs beyond mkdocs: files outside of docs/ that pages link to, and what GitHub forgives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+# A link to a file of the repository, as a page of any depth writes it.
+OUTSIDE = re.compile(
+    r"\]\(((?:\.\./)+)((?:examples|src|tests|tools|benchmarks)/[^)#]+|[A-Z]+\.md|pyproject\.toml)"
+)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files of the repository that pages link to."""
+    linked = {
+        match[2]
+        for page in (ROOT / "docs").rglob("*.md")
+        for match in OUTSIDE.finditer(page.read_text(encoding="utf-8"))
+        if (page.parent / match[1] / match[2]).resolve() == ROOT / match[2]
+    }
+    for name in sorted(linked):
+        if (ROOT / name).is_file():
+            files.append(File.generated(config, f"files/{name}.txt", abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links out of docs/ to the copies in the site."""
+    up = "../" * page.file.src_uri.count("/")
+
+    def inside(match: re.Match[str]) -> str:
+        return f"]({up}files/{match[2]}.txt" if (ROOT / match[2]).is_file() else match[0]
+
+    return OUTSIDE.sub(inside, markdown)
