@@ -10,7 +10,7 @@ from layoutmap.core.initializers import Initializer, Program
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.arrays import to_numpy
+from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.testing.engine_contract import EngineContract
 
 

@@ -7,7 +7,7 @@ import torch
 from engines import test_torch
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.arrays import to_numpy
+from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.engine import engine
 
 HAS_GPU = torch.cuda.is_available()

@@ -32,6 +32,19 @@ class Stored:
     array: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint has for an optimizer.
+
+    Args:
+        slots: Its slots.
+        settings: What `Adapter.settings` returned.
+    """
+
+    slots: Sequence[VariableSpec]
+    settings: Mapping[str, Any]
+
+
 class ScopeContext(Protocol):
     """What a scope offers to its adapter: the engine, a policy for layouts, and the checks that need the plan."""
 
@@ -226,15 +239,17 @@ class Adapter(Protocol):
         """One optimizer step of a compiled model on a batch; returns the numbers that it logs, the loss before it."""
         ...
 
-    def stored(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
+    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> Sequence[Stored]:
         """Return what a checkpoint keeps of a model: weights, states and random states, and slots of its optimizer.
 
         Args:
             model: The model.
             optimizer: Its optimizer, where the model does not have it.
+            saved: What is about to be restored: slots that the optimizer makes in its first step are among those
+                returned if they are in it, each with an array that has its layout and no values.
 
         Raises:
-            CheckpointError: The optimizer is none that the library knows, or not of this model.
+            CheckpointError: The optimizer is none that the library knows, not of this model, or another than was saved.
         """
         ...
 
@@ -250,9 +265,12 @@ class Adapter(Protocol):
         ...
 
     def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
-        """Return what else there is to keep, as numbers, texts, lists and mappings: learning rates, random states."""
+        """Return what else there is to keep, as numbers, texts, lists and mappings.
+
+        `"random"` has the random states of this process by name, `"optimizer"` what an optimizer has beside slots.
+        """
         ...
 
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
-        """Put back what `settings` returned."""
+        """Put back what `settings` returned, here or of another library; `"random"` has those of this process."""
         ...

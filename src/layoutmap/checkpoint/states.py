@@ -1,13 +1,15 @@
 """States beside the variables (of data iterators, random generators, schedules) as JSON: data, and never code.
 
 What is no JSON of its own is an object with one key that begins with `__`: bytes, arrays, tuples, numbers that are not
-finite, mappings with other keys than text.
+finite, mappings with other keys than text, counters.
 """
 
 from __future__ import annotations
 
 import base64
 import math
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -38,6 +40,8 @@ def encode(value: Any, where: str) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
+    if isinstance(value, Counter):
+        return {"__counter__": encode(dict(cast("Counter[Any]", value)), where)}
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         if all(isinstance(key, str) and not key.startswith("__") for key, _ in items):
@@ -50,7 +54,8 @@ def encode(value: Any, where: str) -> Any:
         array = np.asarray(value)
         if array.dtype.kind not in "OSUM" and array.nbytes <= _MOST_BYTES:
             data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-            return {"__array__": data, "dtype": array.dtype.name, "shape": list(array.shape)}
+            found: dict[str, Any] = {"__array__": data, "dtype": array.dtype.name, "shape": list(array.shape)}
+            return found | {"tensor": True} if type(value).__module__ == "torch" else found
     raise CheckpointError(
         f"{where}: it cannot be saved",
         facts={"it is": kind_of(value)},
@@ -60,7 +65,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return what `encode` was given; arrays are numpy's."""
+    """Return what `encode` was given; arrays are numpy's, but for tensors of torch in a program that has loaded it."""
     if isinstance(value, list):
         return [decode(each) for each in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -70,11 +75,17 @@ def decode(value: Any) -> Any:
         return base64.b64decode(found["__bytes__"])
     if "__float__" in found:
         return float(found["__float__"])
+    if "__counter__" in found:
+        return Counter(decode(found["__counter__"]))
     if "__tuple__" in found:
         return tuple(map(decode, found["__tuple__"]))
     if "__items__" in found:
         return {decode(key): decode(each) for key, each in found["__items__"]}
     if "__array__" in found:
         data = np.frombuffer(base64.b64decode(found["__array__"]), numpy_dtype(found["dtype"]))
-        return data.reshape(found["shape"]).copy()
+        array = data.reshape(found["shape"]).copy()
+        # Where torch is loaded: its generators and loaders take their states as tensors only.
+        return (
+            sys.modules["torch"].from_numpy(array) if "tensor" in found and "torch" in sys.modules else array
+        )
     return {key: decode(each) for key, each in found.items()}

@@ -315,6 +315,7 @@ def _joined(manifest: Manifest, parts: Sequence[Part], within: str) -> Manifest:
             chunks[path] += (dataclasses.replace(chunk, file=chunk.file + len(files)) for chunk in found)
         files += (dataclasses.replace(file, name=within + file.name) for file in part.files)
     states = dict(manifest.states)
-    if any(part.states for part in parts):
-        states["processes"] = [part.states for part in parts]
+    own = [part.states for part in parts]
+    if any(own):
+        states["processes"] = own[:1] if all(each == own[0] for each in own) else own
     return dataclasses.replace(manifest, states=states, files=files, chunks=chunks)

@@ -33,6 +33,8 @@ def states() -> dict[str, Any]:
 
 
 def restore(found: Mapping[str, Any]) -> None:
-    """Put back what `states` returned."""
-    random.setstate(found["python"])
-    np.random.set_state(found["numpy"])  # noqa: NPY002
+    """Put back what `states` returned, or that of it which is there."""
+    if "python" in found:
+        random.setstate(found["python"])
+    if "numpy" in found:
+        np.random.set_state(found["numpy"])  # noqa: NPY002

@@ -158,11 +158,21 @@ class Scope:
             check_recipes(recipes_by_path, self.gather)
         variables = {key: assignment.variable for key, assignment in assignments.items()}
         with Progress(variables, enabled=self._progress) as progress:
-            made: dict[str, Any] = {}
-            for key, read in readers.items():
-                if read is not None:
-                    made[key] = self.engine.from_shards(assignments[key], read, copy=False)
-                    progress(key)
+
+            def read_all() -> dict[str, Any]:
+                made: dict[str, Any] = {}
+                for key, read in readers.items():
+                    if read is not None:
+                        made[key] = self.engine.from_shards(assignments[key], read, copy=False)
+                        progress(key)
+                return made
+
+            if readers and self.across:
+                from layoutmap.scope.processes import agreed
+
+                made = agreed(read_all, self.gather)
+            else:
+                made = read_all()
             return made | self.engine.create(computed, initializers, progress=progress)
 
     def gather(self, values: Any) -> Any:

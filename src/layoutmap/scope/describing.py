@@ -70,6 +70,11 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return getattr(self.source, "metadata", None)
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers by which a manager compares steps; empty if there are none."""
+        return getattr(self.source, "metrics", {})
+
+    @property
     def has_checksums(self) -> bool:
         """Whether a changed value is found; the formats of others have no checksums of their values."""
         return isinstance(self.source, Step)

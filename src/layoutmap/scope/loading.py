@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from layoutmap.adapters import Adapter, adapter_of_model, find_adapter
-from layoutmap.adapters.protocol import Stored
+from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
+from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.renamed import Renamed
 from layoutmap.checkpoint.renaming import Names, read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.arguments import kind_of
 from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
 from layoutmap.core.errors import CheckpointError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import Engine, get_engine
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
+from layoutmap.scope.processes import Result, agreed, gather_texts
+from layoutmap.scope.progress import Progress
 from layoutmap.scope.scope import build
+from layoutmap.scope.states import check_data, random_states_of, restore_state
 
 Missing = Literal["error", "keep"]
 Extra = Literal["error", "ignore"]
@@ -45,7 +49,7 @@ def load(
     inputs: Any = None,
     **options: Any,
 ) -> Any:
-    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on, or from files of others.
+    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on.
 
     Args:
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
@@ -58,12 +62,15 @@ def load(
         step: The step; `None`: the last one.
         names: What the model's variables are called there, where they have other names or axes: a table of the library,
             such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names.
-        optimizer: See `save`. What it returns then is a pair.
-        data: An iterator over the data, which goes on where it was: anything with `load_state_dict()` or `set_state()`.
+        optimizer: See `save`; it may be new, without slots. Or a function that makes it, which is called with the
+            model: `lambda model: torch.optim.AdamW(model.parameters())`. What is returned then is a pair.
+        data: What else goes on where it was: anything with `load_state_dict()` or `set_state()`, or the mapping of
+            several that was saved. Each process gets the state that it saved. Where another number of processes loads,
+            all get the state that all had; if each had its own there is none for them, and an error says so.
         missing: What happens with weights of the model that are not in the checkpoint: `"error"`, or `"keep"`: they
             keep their values, or are initialized.
-        extra: What happens with weights in the checkpoint that the model does not have: `"error"`, or `"ignore"`.
-            Slots of an optimizer are never needed.
+        extra: What happens with variables in the checkpoint that the model does not have: `"error"`, or `"ignore"`.
+            Slots are left out where no optimizer is passed.
         cast: Whether values of another element type are converted to that of the model.
         progress: See `save`.
         inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
@@ -89,26 +96,79 @@ def load(
         >>> lm.load(make_model, directory, layout_map=layout_map).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
-    source = open_source(directory, step)
-    if isinstance(source, Step):
-        source.check_files()
+    if layout_map is not None:
+        library = options.get("library")
+        adapter = get_adapter(library) if library else imported_adapter()
+        found, mesh = None, layout_map.mesh
+    else:
+        found = _existing(model)
+        adapter = adapter_of_model(found)
+        if inputs is not None:
+            adapter.complete(found, (inputs,))
+        mesh = _mesh_of(adapter, found)
+    processes = _Processes(get_engine(adapter.engine_name), mesh)
+    source = _opened(directory, step, processes)
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
-        adapter = adapter_of_model(found)
-    else:
-        found = _existing(model)
-        adapter = adapter_of_model(found)
-        if inputs is not None or any(v.kind is Kind.SLOT for v in source.variables.values()):
-            adapter.complete(found, (inputs,))
-    loaded = _put(adapter, found, optimizer, values, progress)
+        found, _ = _Loading(adapter, values, processes, progress, is_new=True).put(found, None)
+    made = optimizer(found) if callable(optimizer) else optimizer
+    loaded = _Loading(adapter, values, processes, progress).put(found, made, data)
     values.close()
-    if settings := source.states.get("settings"):
-        adapter.restore_settings(*loaded, settings)
-    if data is not None:
-        _restore_data(data, source)
     return loaded if optimizer is not None else loaded[0]
+
+
+def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Processes) -> Source:
+    """The same step in all processes: the last one is that which is the last for the first process."""
+    source = processes.agreed(lambda: open_source(directory, step))
+    if not isinstance(source, Step):
+        return source
+    steps = processes.texts(str(source.step))
+    if len(set(steps)) > 1:
+        source = processes.agreed(lambda: open_source(directory, int(steps[0])))
+        assert isinstance(source, Step)
+    saves = processes.texts(str(source.manifest.facts.get("id")))
+    if len(set(saves)) > 1:
+        raise CheckpointError(
+            f"{source.where}: the processes load different checkpoints",
+            facts={f"process {number}": save for number, save in enumerate(saves)},
+            why="a save has an id, and these are of several",
+            fix="pass a directory that all processes share, or copies of one",
+        )
+    processes.agreed(source.check_files)
+    return source
+
+
+class _Processes:
+    """The processes that load together: those that have devices of the mesh.
+
+    Attributes:
+        number: The number of this process among them.
+        count: How many they are.
+    """
+
+    def __init__(self, engine: Engine, mesh: Mesh | None):
+        self._engine = engine
+        self._mesh = mesh
+        self.number, self.count = 0, 1
+        bound = None if mesh is None else engine.bind(mesh)
+        if bound is not None and 0 < len(bound.local_device_ids) < bound.size:
+            own = str(bound.local_device_ids)
+            texts = gather_texts(own, self._gather)
+            self.number, self.count = texts.index(own), len(texts)
+
+    def texts(self, text: str) -> list[str]:
+        """The text of each; they must all ask."""
+        return [text] if self.count == 1 else gather_texts(text, self._gather)
+
+    def agreed(self, function: Callable[[], Result]) -> Result:
+        """What a function returns that each calls by itself; where it raises in one it raises in all."""
+        return function() if self.count == 1 else agreed(function, self._gather)
+
+    def _gather(self, values: Any) -> Any:
+        assert self._mesh is not None
+        return self._engine.all_gather(values, self._mesh)
 
 
 class Values:
@@ -136,7 +196,7 @@ class Values:
     ):
         self._renamed = None if names is None else Renamed(source, names)
         self.source = source if self._renamed is None else self._renamed
-        self._missing = missing
+        self.missing = missing
         self._extra = extra
         self._cast = cast
         self.taken: set[str] = set()
@@ -154,8 +214,12 @@ class Values:
                 return self.source.variables[self._by_alias[path]]
         return None
 
-    def check(self, variables: Sequence[VariableSpec]) -> None:
+    def check(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
         """Compare all variables of a model with the checkpoint; raises once, with all differences.
+
+        Args:
+            variables: The variables.
+            kinds: Of which kinds none may be missing, and none too many.
 
         Raises:
             CheckpointError: They differ.
@@ -165,11 +229,9 @@ class Values:
             self._renamed.check_once(saved.path for _, saved in found if saved)
         wrong = [text for variable, saved in found if saved and (text := self._difference(variable, saved))]
         known = {saved.path for _, saved in found if saved}
-        unknown = [v for v, saved in found if saved is None and _needed(v, self.source)]
-        rest = [
-            path for path, v in self.source.variables.items() if path not in known and v.kind is Kind.WEIGHT
-        ]
-        missing = unknown if self._missing == "error" else []
+        unknown = [v for v, saved in found if saved is None and v.kind in kinds]
+        rest = [path for path, v in self.source.variables.items() if path not in known and v.kind in kinds]
+        missing = unknown if self.missing == "error" else []
         extra = rest if self._extra == "error" else []
         if not (wrong or missing or extra):
             return
@@ -196,10 +258,10 @@ class Values:
 
     def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return what reads the shards of a variable; `None` if the checkpoint does not have it."""
-        saved = None if self._closed else self.find(variable)
+        saved = None if self._closed or _is_key(variable) else self.find(variable)
         if (
             saved is None or saved.shape != variable.shape
-        ):  # of another shape: one that is read before all are known
+        ):  # one that is read before all are known may have another
             return None
         self.taken.add(variable.path)
         dtype = numpy_dtype(variable.dtype, variable.path)
@@ -223,6 +285,8 @@ class Values:
         self._closed = True
 
     def _difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
+        if _is_key(variable):
+            return None
         if saved.shape != variable.shape:
             return variable.path, f"shape {variable.shape}, in the checkpoint {saved.shape}"
         if saved.dtype != variable.dtype and not self._cast and variable.kind is not Kind.RNG:
@@ -230,73 +294,148 @@ class Values:
         return None
 
 
-def _needed(variable: VariableSpec, source: Source) -> bool:
-    """Whether a model cannot go on as it was without a variable."""
-    if variable.kind is Kind.SLOT:
-        return any(v.kind is Kind.SLOT for v in source.variables.values())
-    return variable.kind in (Kind.WEIGHT, Kind.STATE)
+def _is_key(variable: VariableSpec) -> bool:
+    """Whether it holds typed random keys of JAX; what is saved, and read into it afterwards, is their data."""
+    return variable.dtype.startswith("key<")
 
 
-def _put(
-    adapter: Adapter, model: Any, optimizer: Any, values: Values, progress: bool | None
-) -> tuple[Any, Any]:
-    """Read what has not been read yet into a model that exists."""
-    engine = get_engine(adapter.engine_name)
-    stored = adapter.stored(model, optimizer)
-    values.check([each.variable for each in stored])
-    # Initializers, in their turn, may have drawn from a generator whose state had been read.
-    done = values.taken - {each.variable.path for each in stored if each.variable.kind is Kind.RNG}
-    rest = [each for each in stored if each.variable.path not in done and values.find(each.variable)]
-    for each in rest:
-        _check_values(engine, each, values)
-    layouts = {each.variable.path: engine.layout_of(each.array) for each in rest}
+class _Loading:
+    """What is read into a model that exists.
 
-    def arrays() -> Iterator[tuple[str, Any]]:
+    Args:
+        adapter: Knows the model.
+        values: The values of the checkpoint.
+        processes: Those that load.
+        progress: See `load`.
+        is_new: Whether the model was made for it, so that it need not stay as it is if the checkpoint is damaged.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        values: Values,
+        processes: _Processes,
+        progress: bool | None,
+        *,
+        is_new: bool = False,
+    ):
+        self._adapter = adapter
+        self._engine = get_engine(adapter.engine_name)
+        self._values = values
+        self._processes = processes
+        self._progress = progress
+        self._is_new = is_new
+        self._states = values.source.states
+        settings: Mapping[str, Any] = self._states.get("settings", {})
+        self._settings = settings if settings.get("library") == adapter.name else {}
+
+    def put(self, model: Any, optimizer: Any, data: Any = None) -> tuple[Any, Any]:
+        """Read what has not been read yet: all is checked before anything is changed."""
+        stored, state = self._processes.agreed(lambda: self._checked(model, optimizer, data))
+        # Initializers, in their turn, may have drawn from a generator whose state had been read.
+        taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
+        rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
+        layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
+        variables = {each.variable.path: each.variable for each in rest}
+        if not self._is_new:
+            with Progress(variables, enabled=self._progress, verb="checked") as progress:
+                self._processes.agreed(lambda: self._check_values(rest, layouts, progress))
+        del stored
+        with Progress(variables, enabled=self._progress, verb="loaded") as progress:
+
+            def arrays() -> Iterator[tuple[str, Any]]:
+                for path, variable in variables.items():
+                    read, layout = self._values.reader(variable), layouts[path]
+                    assert read is not None
+                    if layout is None:
+                        yield path, read(full_index(variable.shape))
+                    else:
+                        yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
+                    progress(path)
+
+            loaded = self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
+        if not self._is_new:
+            own = self._states.get("processes", [])
+            place = self._processes.number, self._processes.count
+            random = random_states_of([each.get("random", {}) for each in own], *place)
+            self._adapter.restore_settings(*loaded, {**self._settings, "random": random})
+            if data is not None:
+                restore_state(data, state)
+        return loaded
+
+    def _checked(self, model: Any, optimizer: Any, data: Any) -> tuple[Sequence[Stored], Any]:
+        source = self._values.source
+        slots = [_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
+        if optimizer is not None:
+            self._check_optimizer(bool(slots))
+        saved = Saved(slots if self._settings else (), self._settings)
+        stored = self._adapter.stored(model, optimizer, saved)
+        if not self._settings:  # slots of another library
+            stored = [each for each in stored if not _is_slot(each)]
+        kinds = {Kind.WEIGHT, Kind.STATE}
+        if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
+            kinds.add(Kind.SLOT)
+        self._values.check([each.variable for each in stored], kinds)
+        if data is None:
+            return stored, None
+        states = [each["data"] for each in self._states.get("processes", []) if "data" in each]
+        return stored, check_data(data, states, self._processes.number, self._processes.count)
+
+    def _check_optimizer(self, has_slots: bool) -> None:
+        """Raise if an optimizer is to be loaded, and the checkpoint has none that the library knows."""
+        if (
+            self._values.missing == "keep"
+            or self._settings.get("optimizer")
+            or (has_slots and self._settings)
+        ):
+            return
+        library = self._states.get("settings", {}).get("library")
+        raise CheckpointError(
+            f"{self._values.source.where}: there is nothing in it for the optimizer",
+            facts={"saved by": library, "loading": self._adapter.name},
+            why="it was saved without optimizer="
+            if library == self._adapter.name
+            else "each library keeps the state of its optimizers in another form",
+            fix='leave optimizer out, or pass missing="keep" to begin with what the optimizer has',
+        )
+
+    def _check_values(
+        self, rest: Sequence[Stored], layouts: Mapping[str, Layout | None], progress: Progress
+    ) -> None:
+        """Raise if what this process needs is not as it was saved."""
         for each in rest:
-            path, layout = each.variable.path, layouts[each.variable.path]
-            read = values.reader(each.variable)
-            assert read is not None
-            if layout is None:
-                yield path, read(full_index(each.variable.shape))
+            saved = self._values.find(each.variable)
+            assert saved is not None
+            layout = layouts[each.variable.path]
+            read = self._values.reader(each.variable)
+            if each.variable.kind is Kind.RNG and read is not None:
+                read(full_index(saved.shape))
+            elif layout is None:
+                self._values.source.check(saved.path)
             else:
-                yield path, engine.from_shards(Assignment(each.variable, layout), read, copy=False)
+                ids = self._engine.bind(layout.mesh).local_device_ids
+                indices = [layout.shard_slices(saved.shape, i) for i in ids]
+                for index in {ends_of(index): index for index in indices}.values():
+                    self._values.source.check(saved.path, index)
+            progress(each.variable.path)
 
-    return adapter.restored(model, optimizer, arrays())
+
+def _spec(saved: SavedVariable) -> VariableSpec:
+    return VariableSpec(saved.path, saved.shape, saved.dtype, saved.kind, saved.aliases)
 
 
-def _check_values(engine: Engine, stored: Stored, values: Values) -> None:
-    """Raise if what a variable needs in this process is not as it was saved."""
-    saved = values.find(stored.variable)
-    assert saved is not None
-    layout = engine.layout_of(stored.array)
-    read = values.reader(stored.variable)
-    if stored.variable.kind is Kind.RNG and read is not None:
-        read(full_index(saved.shape))
-        return
-    if layout is None:
-        values.source.check(saved.path)
-        return
-    ids = engine.bind(layout.mesh).local_device_ids
-    indices = {ends_of(index): index for index in (layout.shard_slices(saved.shape, i) for i in ids)}
-    for index in indices.values():
-        values.source.check(saved.path, index)
+def _is_slot(stored: Stored) -> bool:
+    return stored.variable.kind is Kind.SLOT
+
+
+def _mesh_of(adapter: Adapter, model: Any) -> Mesh | None:
+    """The mesh of a model that exists; `None`: it is on none."""
+    engine = get_engine(adapter.engine_name)
+    layouts = (engine.layout_of(each.array) for each in adapter.stored(model))
+    return next((layout.mesh for layout in layouts if layout is not None), None)
 
 
 def _existing(model: Any) -> Any:
     if find_adapter(model) is None and callable(model):
         return model()
     return model
-
-
-def _restore_data(data: Any, source: Source) -> None:
-    states = source.states.get("processes", [])
-    state = states[0]["data"] if len(states) == 1 else None
-    for name in ("load_state_dict", "set_state"):
-        if callable(method := getattr(data, name, None)):
-            method(state)
-            return
-    raise CheckpointError(
-        f"data: {kind_of(data)}, it cannot take up a state",
-        why="an iterator is given it by load_state_dict() or set_state()",
-        fix="pass the one whose state was saved",
-    )

@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
 
 _MAX_SHOWN = 200  # characters of a process's text in a message
+
+Result = TypeVar("Result")
 
 Gather = Callable[[NumpyArray], NumpyArray]
 """Returns the values of each process, one row each; all must call it, with values of one shape."""
@@ -53,6 +56,35 @@ def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[
     """
     rows = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
     return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
+
+
+def agreed(function: Callable[[], Result], gather: Gather) -> Result:
+    """Return what a function returns that each process calls by itself; where it raises in one, raise in all.
+
+    Args:
+        function: Exchanges nothing with other processes.
+        gather: Gathers from all processes.
+
+    Raises:
+        CheckpointError: It raised in another process.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    texts = gather_texts("" if error is None else str(error) or type(error).__name__, gather)
+    if error is not None:
+        raise error
+    failed = {f"process {number}": text for number, text in enumerate(texts) if text}
+    if failed:
+        raise CheckpointError(
+            f"{', '.join(failed)}: the checkpoint cannot be loaded there, and so it is not in this process either",
+            facts=failed,
+            why="all processes of a mesh load the same step, or none does",
+            fix="see what is said of that process",
+        )
+    return cast("Result", result)
 
 
 def check_options(options: Mapping[str, object], gather: Gather) -> None:

@@ -18,7 +18,7 @@ from layoutmap.checkpoint.states import encode
 from layoutmap.checkpoint.step_writer import StepWriter, begin_step
 from layoutmap.checkpoint.storage import MOST_STEP, new_token
 from layoutmap.checkpoint.writer import ToWrite
-from layoutmap.core.arguments import as_int, kind_of
+from layoutmap.core.arguments import as_int
 from layoutmap.core.blocks import Ends, Index, ends_of, full_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import UNSHARDED, Layout
@@ -29,6 +29,7 @@ from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.processes import check_saves, check_values, gather_texts
 from layoutmap.scope.progress import Progress
+from layoutmap.scope.states import state_of
 
 T = TypeVar("T")
 
@@ -55,8 +56,9 @@ def save(
         step: The number of the step, 0 or more. A step that is there is not written over.
         optimizer: The model's optimizer, where the model does not have it: of torch, a state of optax, an
             `nnx.Optimizer`. That of a compiled Keras model is saved with it.
-        data: An iterator over the data, to go on where it is: anything with `state_dict()` or `get_state()`. With
-            several processes each saves its own.
+        data: What else goes on where it is: an iterator over the data, a schedule of learning rates, anything with
+            `state_dict()` or `get_state()`; or a mapping of several, as in `{"loader": loader, "schedule": schedule}`.
+            With several processes each saves its own.
         metadata: What else to keep: numbers, texts, lists and mappings of them.
         progress: Whether to show on stderr how far it is; `None`: if it takes long, on a terminal.
 
@@ -137,8 +139,10 @@ def begin_save(
         }
         if metrics is not None:
             facts["metrics"] = encode(metrics, "metrics")
-        states = {"settings": encode(adapter.settings(model, optimizer), "settings")}
-        own = {} if data is None else {"data": encode(state_of(data), "data")}
+        settings = dict(adapter.settings(model, optimizer))
+        own = {"random": encode(settings.pop("random"), "random")}
+        own |= {} if data is None else {"data": encode(state_of(data), "data")}
+        states = {"settings": encode({"library": adapter.name} | settings, "settings")}
         number = check_step(step)
         return Manifest(number, facts, encode(metadata, "metadata"), states, (), variables, {}), own
 
@@ -290,22 +294,6 @@ def group_of(model: Any) -> Group:
     engine = get_engine(adapter.engine_name)
     return Group(
         engine, _one_mesh({e.variable.path: engine.layout_of(e.array) for e in adapter.stored(model)})
-    )
-
-
-def state_of(data: Any) -> Any:
-    """The state of an iterator over data.
-
-    Raises:
-        CheckpointError: It has no way to ask for it.
-    """
-    for name in ("state_dict", "get_state"):
-        if callable(method := getattr(data, name, None)):
-            return method()
-    raise CheckpointError(
-        f"data: {kind_of(data)}, it has no state that can be saved",
-        why="an iterator is asked for it by state_dict() or get_state()",
-        fix="pass one that has them, or leave data out and save what you need as metadata",
     )
 
 

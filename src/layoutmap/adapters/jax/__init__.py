@@ -17,7 +17,7 @@ from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, train_with
 from layoutmap.adapters.jax.variables import Variable
-from layoutmap.adapters.protocol import ScopeContext, Stored
+from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
@@ -97,7 +97,7 @@ class JaxAdapter:
         """Take one step of the optimizer that `train_with` was called with; returns the loss before it."""
         return {"loss": float(_trained(model).steps.step(batch))}
 
-    def stored(self, model: Any, optimizer: Any = None) -> list[Stored]:
+    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
         return stored(model, optimizer)
 

@@ -18,7 +18,7 @@ from layoutmap.adapters.keras.private import check_keras, global_seed_state
 from layoutmap.adapters.keras.protocol import backend_name, backend_of
 from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
-from layoutmap.adapters.protocol import ScopeContext, Stored
+from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 
@@ -126,8 +126,10 @@ class KerasAdapter:
         with backend_of(backend_name()).drawing(model):
             return _numbers(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True))
 
-    def stored(self, model: Any, optimizer: Any = None) -> list[Stored]:
+    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
+        if saved is not None and saved.slots:
+            complete(model, None)
         return checkpoints.stored(model)
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:

@@ -33,8 +33,8 @@ from layoutmap.core.variables import Kind
 def stored(model: Any) -> list[Stored]:
     """Return the variables of a model with their values, those of its optimizer too.
 
-    What an optimizer has before it is built, its learning rate for one, is a state: a model that loads it needs no
-    slots.
+    What an optimizer has before it is built, its learning rate for one, is no slot yet: a model that loads it needs
+    none.
 
     Raises:
         CheckpointError: The model has no weights yet.
@@ -47,10 +47,10 @@ def stored(model: Any) -> list[Stored]:
     _check_built(model, entries)
     optimizer = getattr(model, "optimizer", None)
     early = () if optimizer is None or optimizer.built else map(id, optimizer.variables)
-    states = frozenset(early)
+    no_slots = frozenset(early)
     return [
         Stored(
-            replace(each.spec, kind=Kind.STATE) if id(each.variable) in states else each.spec,
+            replace(each.spec, kind=Kind.METRIC) if id(each.variable) in no_slots else each.spec,
             each.variable.value,
         )
         for each in entries

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.adapters.protocol import ScopeContext, Stored
+from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.checkpoints import restore_settings, restored, settings_of, stored
 from layoutmap.adapters.torch.forward import is_planned
@@ -137,9 +137,9 @@ class TorchAdapter:
         optimizer.step()
         return {"loss": loss.item()}
 
-    def stored(self, model: Any, optimizer: Any = None) -> list[Stored]:
+    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
-        return stored(model, optimizer or training_of(model).optimizer)
+        return stored(model, optimizer or training_of(model).optimizer, saved)
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
         """Give tensors other values."""
@@ -148,16 +148,22 @@ class TorchAdapter:
 
     def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
         """Return the settings of the optimizer, and the random states."""
-        return {
-            "optimizer": settings_of(optimizer or training_of(model).optimizer),
-            "random": random_states.states() | {"torch": torch.get_rng_state().numpy()},
-        }
+        random = random_states.states() | {"torch": torch.get_rng_state().numpy()}
+        if torch.cuda.is_initialized():
+            random["cuda"] = torch.cuda.get_rng_state().numpy()
+        return {"optimizer": settings_of(model, optimizer or training_of(model).optimizer), "random": random}
 
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
         """Put back what `settings` returned."""
-        restore_settings(optimizer or training_of(model).optimizer, settings["optimizer"])
-        random_states.restore(settings["random"])
-        torch.set_rng_state(torch.from_numpy(settings["random"]["torch"]))
+        optimizer = optimizer or training_of(model).optimizer
+        if optimizer is not None and settings.get("optimizer"):
+            restore_settings(model, optimizer, settings["optimizer"])
+        random = settings["random"]
+        random_states.restore(random)
+        if "torch" in random:
+            torch.set_rng_state(torch.from_numpy(random["torch"]))
+        if "cuda" in random and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(torch.from_numpy(random["cuda"]))
 
     @contextmanager
     def _drawing(self, model: Any) -> Generator[None]:

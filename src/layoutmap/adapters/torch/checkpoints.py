@@ -1,77 +1,240 @@
 """What a checkpoint keeps of a torch module and of its optimizer.
 
 The paths are those of `named_parameters` and `named_buffers`; a slot is `optimizer.<parameter>.<name>`. Buffers that
-torch keeps out of state dicts are kept out here.
+torch keeps out of state dicts are kept out here. What an optimizer has beside tensors of its parameters, in its groups
+and in its state, is among the settings, by the paths of parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.protocol import Stored
+from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.adapters.torch.paths import Found, find_tensors
+from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.torch.element_types import to_numpy, to_torch
+
+_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""What a group says of the tensors of this process and of how they are computed with: it is kept as it is."""
 
 
-def stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Stored]:
-    """Return the tensors of a model, and the slots that its optimizer has made."""
+def stored(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: Saved | None = None
+) -> list[Stored]:
+    """Return the tensors of a model, and the slots of its optimizer: those it has, and those that were saved."""
     found = list(_kept(model))
     tensors = [Stored(_spec(each), each.tensor) for each in found]
-    slots = [
-        Stored(VariableSpec(path, tuple(slot.shape), _dtype(slot), Kind.SLOT, parent=parent), slot)
-        for path, (parent, slot) in _slots(found, optimizer).items()
-    ]
-    return tensors + slots
+    if optimizer is None:
+        return tensors
+    parameters = _parameters(found, optimizer)
+    settings = None if saved is None else saved.settings.get("optimizer")
+    if settings:
+        _check_alike(optimizer, parameters, settings)
+    slots = {
+        f"optimizer.{path}.{name}": Stored(_slot_spec(path, name, slot.shape, _dtype(slot)), slot)
+        for path, parameter in parameters.items()
+        if not settings or path in settings["state"]  # of others the state is to be as before the first step
+        for name, slot in optimizer.state.get(parameter, {}).items()
+        if isinstance(slot, torch.Tensor)
+    }
+    for spec in () if saved is None else saved.slots:
+        place = _place(parameters, spec.path)
+        if spec.path not in slots and place is not None:
+            like = _like(parameters[place[0]], place[1], spec)
+            slots[spec.path] = Stored(_slot_spec(*place, spec.shape, spec.dtype), like)
+    return tensors + list(slots.values())
 
 
 def restored(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, arrays: Iterable[tuple[str, Any]]
 ) -> None:
-    """Give tensors other values."""
+    """Give tensors other values; slots that the optimizer does not have yet are made."""
     found = list(_kept(model))
     tensors = {each.path: each.tensor for each in found}
-    tensors |= {path: slot for path, (_, slot) in _slots(found, optimizer).items()}
+    parameters = {} if optimizer is None else _parameters(found, optimizer)
     with torch.no_grad():
         for path, array in arrays:
-            tensor = tensors[path]
-            if get_engine("torch").layout_of(tensor) is None:
-                array = torch.as_tensor(array)
-            tensor.copy_(array)
+            value = array if isinstance(array, torch.Tensor) else to_torch(array)
+            if path in tensors:
+                tensors[path].copy_(value)
+                continue
+            place = _place(parameters, path)
+            assert optimizer is not None
+            assert place is not None
+            parameter, name = parameters[place[0]], place[1]
+            if name in optimizer.state[parameter]:
+                optimizer.state[parameter][name].copy_(value)
+            else:  # the count of steps of some optimizers is on the CPU, whatever the device
+                here = name == "step" and not _on_device(optimizer, parameter)
+                keep = here or isinstance(value, DTensor)
+                optimizer.state[parameter][name] = value if keep else value.to(parameter.device)
 
 
-def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Return what an optimizer's groups say beside their parameters: learning rates and the like."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
+    """Return what an optimizer has beside tensors of its parameters: learning rates, counts, and the like."""
+    if optimizer is None:
+        return None
+    parameters = _parameters(list(_kept(model)), optimizer)
+    paths = {id(parameter): path for path, parameter in parameters.items()}
+    groups = [
+        {name: _packed(value) for name, value in group.items() if name not in _HOW}
+        | {"params": [paths[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state: dict[str, Any] = {}
+    other: dict[Any, Any] = {}
+    for key, values in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            other[key] = _packed(values)
+        else:
+            state[paths[id(key)]] = {
+                name: _packed(value) for name, value in values.items() if not isinstance(value, torch.Tensor)
+            }
+    return {"kind": type(optimizer).__name__, "groups": groups, "state": state, "other": other}
 
 
-def restore_settings(optimizer: torch.optim.Optimizer | None, settings: Iterable[Mapping[str, Any]]) -> None:
+def restore_settings(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
+) -> None:
     """Put back what `settings_of` returned."""
-    for group, found in zip([] if optimizer is None else optimizer.param_groups, settings, strict=False):
-        group.update(found)
+    parameters = _parameters(list(_kept(model)), optimizer)
+    for group, number in zip(optimizer.param_groups, _groups(optimizer, parameters, settings), strict=True):
+        for name, value in () if number is None else settings["groups"][number].items():
+            if name not in _HOW:
+                old = group.get(name)
+                if isinstance(old, torch.Tensor):  # a schedule or a compiled step may hold it
+                    old.copy_(torch.as_tensor(value))
+                else:
+                    group[name] = _unpacked(value)
+    for path, parameter in parameters.items():
+        if path in settings["state"]:
+            optimizer.state[parameter].update(_unpacked(settings["state"][path]))
+        else:
+            optimizer.state.pop(parameter, None)
+    optimizer.state.update(_unpacked(settings["other"]))
 
 
 def _kept(model: torch.nn.Module) -> Iterator[Found]:
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
     for each in find_tensors(model):
         if not all(place.name in place.module._non_persistent_buffers_set for place in each.places):
             yield each
 
 
-def _slots(
-    found: Iterable[Found], optimizer: torch.optim.Optimizer | None
-) -> dict[str, tuple[str, torch.Tensor]]:
-    """The slots of an optimizer by path, each with the path of its parameter."""
-    state: Mapping[Any, Mapping[str, Any]] = {} if optimizer is None else optimizer.state
-    return {
-        f"optimizer.{each.path}.{name}": (each.path, slot)
-        for each in found
-        for name, slot in state.get(each.tensor, {}).items()
-        if isinstance(slot, torch.Tensor)
-    }
+def _parameters(found: Iterable[Found], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer by path, in the order of the model.
+
+    Raises:
+        CheckpointError: It has others than the model.
+    """
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {each.path: each.tensor for each in found if id(each.tensor) in own}
+    if len(parameters) < len(own):
+        raise CheckpointError(
+            f"{type(optimizer).__name__}: it is not the optimizer of this model",
+            facts={"its parameters": len(own), "of these in the model": len(parameters)},
+            why="its state is kept by the paths of parameters, and these have none: it is another model's, or it was "
+            "made before the model was laid out",
+            fix="pass the one that was made with model.parameters() of this model, as it is now",
+        )
+    return parameters
+
+
+def _check_alike(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+) -> None:
+    kind = type(optimizer).__name__
+    if settings["kind"] != kind:
+        raise CheckpointError(
+            f"the checkpoint is not that of {kind}",
+            facts={"optimizer": kind, "saved": settings["kind"]},
+            why="each kind of optimizer keeps other slots",
+            fix=f"make the one that was saved: torch.optim.{settings['kind']}, or leave optimizer out",
+        )
+    _groups(optimizer, parameters, settings)
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+) -> list[int | None]:
+    """For each group of an optimizer the number of the saved one that its parameters were in; `None`: in none."""
+    saved = {path: number for number, group in enumerate(settings["groups"]) for path in group["params"]}
+    paths = {id(parameter): path for path, parameter in parameters.items()}
+    found: list[int | None] = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = [path for p in group["params"] if (path := paths[id(p)]) in saved]
+        numbers = {saved[name]: name for name in names}
+        if len(numbers) > 1:
+            raise CheckpointError(
+                f"group {number} of the optimizer has parameters of several groups that were saved",
+                facts={f"saved in group {of}": name for of, name in numbers.items()},
+                why="each group has a learning rate and other settings of its own",
+                fix="make the optimizer with the groups that it had, or leave optimizer out",
+            )
+        found.append(next(iter(numbers), None))
+    return found
+
+
+def _place(parameters: Mapping[str, torch.Tensor], path: str) -> tuple[str, str] | None:
+    """The path of the parameter that a slot is for, and what the optimizer calls the slot."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 1, -1):
+        if (parent := ".".join(parts[1:length])) in parameters:
+            return parent, ".".join(parts[length:])
+    return None
+
+
+def _like(parameter: torch.Tensor, name: str, slot: VariableSpec) -> torch.Tensor:
+    """A tensor without values in the layout that a slot is to have: its parameter's, or else replicated."""
+    engine = get_engine("torch")
+    layout = engine.layout_of(parameter)
+    if layout is not None and tuple(parameter.shape) == slot.shape and (slot.shape or name != "step"):
+        return parameter
+    return torch.empty(slot.shape, device="meta")
+
+
+def _on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether the count of a parameter's steps is on its device."""
+    groups = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    return any(group.get("capturable") or group.get("fused") for group in groups)
+
+
+def _packed(value: Any) -> Any:
+    """A setting with arrays of numpy in the place of tensors."""
+    if isinstance(value, DTensor):
+        raise CheckpointError(
+            "optimizer: a list of its state has a tensor in a layout",
+            facts={"shape": tuple(value.shape)},
+            why="slots in layouts are saved shard by shard, each under the name that the state of its parameter has",
+            fix="have the optimizer keep it as optimizer.state[parameter][name], as AdamW does",
+        )
+    if isinstance(value, torch.Tensor):
+        return to_numpy(value)
+    if isinstance(value, dict):
+        return {name: _packed(each) for name, each in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_packed, cast("list[Any]", value)))
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if hasattr(value, "__array__"):
+        return to_torch(value)
+    if isinstance(value, dict):
+        return {name: _unpacked(each) for name, each in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_unpacked, cast("list[Any]", value)))
+    return value
+
+
+def _slot_spec(parent: str, name: str, shape: Iterable[int], dtype: str) -> VariableSpec:
+    return VariableSpec(f"optimizer.{parent}.{name}", tuple(shape), dtype, Kind.SLOT, parent=parent)
 
 
 def _spec(found: Found) -> VariableSpec:

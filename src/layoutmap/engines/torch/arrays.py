@@ -6,12 +6,9 @@ and is silently wrong for some layouts of simulated ranks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, intersect, within
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
-from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.devices import (
     bound_mesh,
@@ -28,77 +24,10 @@ from layoutmap.engines.torch.devices import (
     layout_of_placements,
     placements_of,
 )
+from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.private import local_of
 
 _LAYOUT = "_layoutmap_layout"
-
-
-# -- element types
-
-
-def torch_dtype(name: str, path: str) -> torch.dtype:
-    """The element type of a name.
-
-    Raises:
-        EngineError: Torch has none of that name.
-    """
-    found = getattr(torch, name, None)
-    if isinstance(found, torch.dtype):
-        return found
-    raise no_element_type("torch", name, path)
-
-
-_NAMES_OF_ML_DTYPES = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
-_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16}
-
-
-@functools.cache
-def _numpy_has(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(0, dtype=dtype).numpy()
-    except TypeError:
-        return False
-    return True
-
-
-def to_numpy(tensor: torch.Tensor) -> NumpyArray:
-    """A copy of a plain tensor's values; bfloat16 and its like in the types of `ml_dtypes`."""
-    tensor = tensor.detach().cpu().contiguous()
-    if _numpy_has(tensor.dtype):
-        return tensor.numpy().copy()
-    name = str(tensor.dtype).removeprefix("torch.")
-    bits = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16).numpy().copy()
-    return bits.view(np.dtype(getattr(ml_dtypes, name)))
-
-
-def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
-    """A tensor of the element type that numpy values have.
-
-    Args:
-        values: The values.
-        copy: Whether they may change later; if not, the tensor may share their memory.
-
-    Raises:
-        EngineError: Torch holds no such elements.
-    """
-    values = np.array(values, copy=copy or not values.flags.writeable or None, order="C")
-    if values.dtype.name in _NAMES_OF_ML_DTYPES and hasattr(torch, values.dtype.name):
-        bits = torch.from_numpy(values.view(_BITS[values.itemsize]))
-        return bits.view(getattr(torch, values.dtype.name))
-    try:
-        return torch.from_numpy(values)
-    except TypeError:
-        raise no_numbers("torch", values.dtype) from None
-
-
-def canonical(values: NumpyArray) -> NumpyArray:
-    """Numpy values as torch holds them, which is as they are.
-
-    Raises:
-        EngineError: Torch holds no such elements.
-    """
-    to_torch(values[:0] if values.ndim else values)
-    return values
 
 
 # -- layouts

@@ -31,7 +31,6 @@ from layoutmap.core.variables import Assignment
 from layoutmap.engines.checks import check_initial_value, check_initializers, check_one_result, check_shard
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
-    canonical,
     check_placed,
     from_blocks,
     gather,
@@ -42,13 +41,11 @@ from layoutmap.engines.torch.arrays import (
     native_of,
     shard,
     shards_of,
-    to_numpy,
-    to_torch,
-    torch_dtype,
 )
 from layoutmap.engines.torch.deferred_init.tape import trace
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
 from layoutmap.engines.torch.dtensor_ops.mode import computing
+from layoutmap.engines.torch.element_types import canonical, to_numpy, to_torch, torch_dtype
 from layoutmap.engines.torch.malloc import give_back
 from layoutmap.engines.torch.private import is_view_of_another, plainly, tree_leaves, tree_map
 from layoutmap.engines.torch.processes import (

@@ -1,0 +1,130 @@
+"""States beside the variables that each process has for itself: of data iterators, schedules and random generators."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
+from layoutmap.core.users_line import level_of_user
+
+
+def state_of(data: Any) -> Any:
+    """The state of an iterator over data, of a schedule or the like; of a mapping of them, the states by name.
+
+    Raises:
+        CheckpointError: One has no way to ask for it.
+    """
+    if isinstance(data, Mapping):
+        return {name: state_of(each) for name, each in cast("Mapping[Any, Any]", data).items()}
+    for name in ("state_dict", "get_state"):
+        if callable(method := getattr(data, name, None)):
+            return method()
+    raise CheckpointError(
+        f"data: {kind_of(data)}, it has no state that can be saved",
+        why="what goes on where it was is asked for its state by state_dict() or get_state()",
+        fix="pass one that has them, or a mapping of several, or leave data out and save what you need as metadata",
+    )
+
+
+def restore_state(data: Any, state: Any) -> None:
+    """Give a state back to what `state_of` was given."""
+    if isinstance(data, Mapping):
+        for name, each in cast("Mapping[Any, Any]", data).items():
+            restore_state(each, state[name])
+    else:
+        _taker(data)(state)
+
+
+def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
+    """Return the state that this process gives back to `data`.
+
+    Args:
+        data: See `load`.
+        states: Those of all processes that saved.
+        number: The number of this process.
+        count: How many processes load.
+        name: What it is, for messages.
+
+    Raises:
+        CheckpointError: There is none, or there is another number of processes and each had a state of its own.
+    """
+    if not states:
+        raise CheckpointError(
+            f"{name}: the checkpoint has no state of it",
+            why="it was saved without data=",
+            fix="leave data out, and begin with the data where you want to",
+        )
+    if isinstance(data, Mapping):
+        several = cast("Mapping[str, Any]", data)
+        if any(not isinstance(state, dict) or state.keys() != several.keys() for state in states):
+            saved = states[0].keys() if isinstance(states[0], dict) else ()
+            raise CheckpointError(
+                f"{name}: it has other names than were saved",
+                facts={"names": listed(list(several)), "saved": listed(list(map(str, saved)))},
+                why="each of several is given its own state",
+                fix="pass the same names as to save",
+            )
+        return {
+            key: check_data(each, [state[key] for state in states], number, count, f"{name}[{key!r}]")
+            for key, each in several.items()
+        }
+    _taker(data)
+    found = own_of(states, number, count)
+    if found is None:
+        raise CheckpointError(
+            f"{name}: each of the processes that saved has a state of its own, and another number of them loads",
+            facts={"saved": f"{len(states)} processes", "loading": f"{count} processes"},
+            why="where each of these would go on does not follow from where those were",
+            fix=f"start {len(states)} processes; or leave data out, and begin anew with the data",
+        )
+    return found[0]
+
+
+def own_of(states: Sequence[Any], number: int, count: int) -> tuple[Any] | None:
+    """The state of this process: its own if as many saved, else that which all had; `None`: there is none."""
+    if len(states) == count:
+        return (states[number],)
+    return (states[0],) if all(_same(states[0], state) for state in states[1:]) else None
+
+
+def random_states_of(states: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
+    """The random states, by generator, that this process goes on with.
+
+    Where each process had another and there is now another number of them, none: then the generator is left as it is,
+    and a warning says so.
+    """
+    found: dict[str, Any] = {}
+    for name in states[0] if states else ():
+        own = own_of([state.get(name) for state in states], number, count)
+        if own is not None:
+            found[name] = own[0]
+        else:
+            warning = LayoutMapWarning(
+                f"the random state of {name} is not restored",
+                facts={"saved": f"{len(states)} processes", "loading": f"{count} processes"},
+                why="each process that saved had a state of its own, and another number of them loads",
+                fix="seed it in each process as at the beginning",
+            )
+            warnings.warn(warning, stacklevel=level_of_user())
+    return found
+
+
+def _taker(data: Any) -> Any:
+    for name in ("load_state_dict", "set_state"):
+        if callable(method := getattr(data, name, None)):
+            return method
+    raise CheckpointError(
+        f"data: {kind_of(data)}, it cannot take up a state",
+        why="what goes on where it was is given its state by load_state_dict() or set_state()",
+        fix="pass the one whose state was saved",
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are equal, with the arrays in them."""
+    from layoutmap.checkpoint.states import encode
+
+    return encode(one, "") == encode(other, "")

@@ -1,0 +1,366 @@
+"""A torch model, its optimizer and what else trains go on where they were saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import layoutmap as lm
+from layoutmap.core.errors import CheckpointError
+from layoutmap.engines import get_engine
+
+RULES = {
+    r"(up|down|again)\.weight": ("model", None),
+    r".*bias|norm\.(weight|running.*)|frozen|passing": ("model",),
+    r"scale|norm\.num_batches_tracked": (),
+    "empty": (None, None),
+}
+REPLICATED = {pattern: (None,) * len(specs) for pattern, specs in RULES.items()}
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "tensor lr": partial(torch.optim.AdamW, lr=torch.tensor(0.01)),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.01),
+    "lbfgs": partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
+}
+SCHEDULES = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2),
+    "multi step": lambda o: lr_scheduler.MultiStepLR(o, [1, 4], 0.5),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+}
+
+
+class Net(nn.Module):
+    """Tied weights, buffers that are and are not saved, a frozen weight, a scalar, an empty one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.up = nn.Linear(8, 16, dtype=dtype)
+        self.norm = nn.BatchNorm1d(16, dtype=dtype)
+        self.down = nn.Linear(16, 8, dtype=dtype)
+        self.again = nn.Linear(8, 16, dtype=dtype)
+        self.again.weight = self.up.weight
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.empty = nn.Parameter(torch.zeros((0, 4), dtype=dtype))
+        self.frozen = nn.Parameter(torch.randn(8, dtype=dtype), requires_grad=False)
+        self.register_buffer("passing", torch.randn(8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.tanh(self.up(x)))
+        return self.again(self.down(x) * self.scale + self.frozen)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad and p.numel()]
+
+
+def made(seed: int, name: str = "adamw", dtype: torch.dtype = torch.float32):
+    torch.manual_seed(seed)
+    model = Net(dtype)
+    return model, OPTIMIZERS[name](trained(model))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """The losses of some steps, each on a batch of its own."""
+
+    def loss(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        x = torch.randn((4, 8), generator=torch.Generator().manual_seed(step)).to(model.scale.dtype)
+        value = model(x).square().mean()
+        value.backward()
+        return value.detach()
+
+    return [float(optimizer.step(partial(loss, step))) for step in steps]
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return get_engine("torch").to_numpy(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def values(model: nn.Module) -> dict[str, bytes]:
+    return {name: plain(tensor).tobytes() for name, tensor in model.state_dict().items()}
+
+
+def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        f"{names[id(p)]}.{name}": plain(slot).tobytes() if isinstance(slot, torch.Tensor) else repr(slot)
+        for p, state in optimizer.state.items()
+        for name, slot in state.items()
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_bit_for_bit_with_a_new_model_and_optimizer(tmp_path: Path, name: str) -> None:
+    """With any optimizer, what is loaded into a new model and a new optimizer trains on as if never interrupted."""
+    model, optimizer = made(0, name)
+    train(model, optimizer, range(3))
+    lm.save(model, tmp_path, optimizer=optimizer)
+    after = {"weights": values(model), "slots": slots(model, optimizer)}
+    other, fresh = lm.load(made(1, name)[0], tmp_path, optimizer=lambda m: OPTIMIZERS[name](trained(m)))
+    assert after == {"weights": values(other), "slots": slots(other, fresh)}
+    assert train(model, optimizer, range(3, 6)) == train(other, fresh, range(3, 6))
+    assert values(model) == values(other)
+
+
+@pytest.fixture(scope="module")
+def trained_on_mesh(tmp_path_factory: pytest.TempPathFactory):
+    """A model in layouts after two steps of AdamW, and where it is saved."""
+    directory = tmp_path_factory.mktemp("saved")
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES)
+    torch.manual_seed(0)
+    model = layout_map.build(Net, batch_dim="batch")
+    optimizer = OPTIMIZERS["adamw"](trained(model))
+    train(model, optimizer, range(2))
+    optimizer.param_groups[0]["lr"] = 0.5
+    lm.save(model, directory, optimizer=optimizer)
+    return model, optimizer, directory
+
+
+@pytest.mark.parametrize("rules", [RULES, REPLICATED, None], ids=["sharded", "replicated", "plain"])
+def test_slots_that_do_not_exist_yet_are_made_in_the_layouts_of_their_parameters(
+    trained_on_mesh, rules
+) -> None:
+    """A new optimizer gets the slots that were saved, bit for bit, each in the layout of the parameter as it is now."""
+    model, optimizer, directory = trained_on_mesh
+    torch.manual_seed(7)
+    other = Net()
+    layout_map = rules and lm.LayoutMap(lm.create_mesh("model=8"), rules)
+    if layout_map:
+        layout_map.apply(other)
+    fresh = OPTIMIZERS["adamw"](trained(other))
+    loaded = lm.load(other, directory, optimizer=fresh)
+
+    assert (other, fresh) == loaded
+    assert slots(model, optimizer) == slots(other, fresh)
+    assert values(model) == values(other)
+    assert 0.5 == fresh.param_groups[0]["lr"]
+    layout_of = get_engine("torch").layout_of
+    for parameter, state in fresh.state.items():
+        assert layout_of(parameter) == layout_of(state["exp_avg"]) == layout_of(state["exp_avg_sq"])
+        assert layout_of(state["step"]) is None
+    assert all(loss > 0 for loss in train(other, fresh, range(2, 3)))
+
+
+def test_a_model_is_built_and_its_optimizer_made_in_one_call(trained_on_mesh) -> None:
+    """With functions for both, the model is read into its shards, no initializer runs, and the optimizer goes on."""
+    model, optimizer, directory = trained_on_mesh
+    state = torch.get_rng_state()
+    layout_map = lm.LayoutMap(lm.create_mesh("model=2,batch=4"), RULES)
+    other, fresh = lm.load(
+        Net,
+        directory,
+        layout_map=layout_map,
+        batch_dim="batch",
+        optimizer=lambda model: OPTIMIZERS["adamw"](trained(model)),
+    )
+    assert values(model) == values(other)
+    assert slots(model, optimizer) == slots(other, fresh)
+    assert ("model", "unsharded") == lm.dtensor.fetch_layout(other.up.weight).sharding_specs
+    assert other.again.weight is other.up.weight
+    torch.set_rng_state(state)
+
+
+def test_no_initializer_computes_what_is_loaded(trained_on_mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is built while it is loaded, only what is not in the checkpoint is initialized."""
+    *_, directory = trained_on_mesh
+    created: list[str] = []
+    engine = get_engine("torch")
+    create = type(engine).create
+
+    def noting(self, assignments, initializers, progress=None):
+        created.extend(assignment.variable.path for assignment in assignments.values())
+        return create(self, assignments, initializers, progress)
+
+    monkeypatch.setattr(type(engine), "create", noting)
+    lm.load(Net, directory, layout_map=lm.LayoutMap(lm.create_mesh("model=8"), RULES))
+    assert {"passing"} >= set(created)
+
+
+def test_an_optimizer_that_has_stepped_is_set_back_to_before_its_first_step(tmp_path: Path) -> None:
+    """What was saved before the first step has no slots, and the optimizer that it is loaded into then has none."""
+    model, optimizer = made(0)
+    lm.save(model, tmp_path, optimizer=optimizer)
+    train(model, optimizer, range(2))
+    assert {} != slots(model, optimizer)
+    lm.load(model, tmp_path, optimizer=optimizer)
+    assert {} == slots(model, optimizer)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_and_loaders_go_on(tmp_path: Path, name: str) -> None:
+    """Schedules of learning rates and whatever has a state go on where they were, with values of their own types."""
+    model, optimizer = made(0)
+    schedule, generator = SCHEDULES[name](optimizer), torch.Generator().manual_seed(3)
+    torch.rand(3, generator=generator)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    lm.save(model, tmp_path, optimizer=optimizer, data={"schedule": schedule, "draws": generator})
+    other, fresh = made(1)
+    again, draws = SCHEDULES[name](fresh), torch.Generator()
+    lm.load(other, tmp_path, optimizer=fresh, data={"schedule": again, "draws": draws})
+
+    assert schedule.state_dict() == again.state_dict()
+    assert generator.get_state().tolist() == draws.get_state().tolist()
+    if name == "multi step":
+        assert Counter({1: 1, 4: 1}) == again.milestones
+        assert [type(schedule.milestones)] == [type(again.milestones)]
+    for each, of in ((schedule, optimizer), (again, fresh)):
+        of.step()
+        each.step()
+    assert schedule.get_last_lr() == again.get_last_lr()
+
+
+def test_a_compiled_model_has_the_paths_of_the_plain_one(tmp_path: Path) -> None:
+    """What `torch.compile` returns, and a model after `compile()`, are saved and loaded as the model itself."""
+    model, optimizer = made(0)
+    lm.save(torch.compile(model, backend="eager"), tmp_path, optimizer=optimizer)
+    other, _ = made(1)
+    other.compile(backend="eager")
+    saved = lm.describe(tmp_path).variables.values()
+    assert {*model.state_dict()} == {path for each in saved for path in (each.path, *each.aliases)}
+    assert values(model) == values(lm.load(other, tmp_path))
+    assert values(model) == values(lm.load(torch.compile(made(1)[0], backend="eager"), tmp_path)._orig_mod)
+
+
+def test_dtensors_that_torch_made_are_saved_and_loaded(trained_on_mesh) -> None:
+    """A model that nobody has laid out by rules, whose parameters are DTensors, takes values in its own placements."""
+    from torch.distributed.tensor import DTensor
+
+    model, _, directory = trained_on_mesh
+    layout_map = lm.LayoutMap(lm.create_mesh("model=8"), REPLICATED)
+    other = layout_map.apply(Net())
+    for module in other.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            made_by_torch = DTensor.from_local(
+                parameter.to_local(), parameter.device_mesh, parameter.placements, run_check=False
+            )
+            assert not hasattr(made_by_torch, "_layoutmap_layout")
+            setattr(module, name, nn.Parameter(made_by_torch, requires_grad=parameter.requires_grad))
+    other.again.weight = other.up.weight
+    before = [p.placements for p in other.parameters()]
+    assert values(model) == values(lm.load(other, directory))
+    assert before == [p.placements for p in other.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_any_element_type_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A plain model of any type that is trained comes back bit for bit, with the slots of that type."""
+    model, optimizer = made(0, dtype=dtype)
+    train(model, optimizer, range(2))
+    lm.save(model, tmp_path, optimizer=optimizer)
+    other, fresh = made(1, dtype=dtype)
+    lm.load(other, tmp_path, optimizer=fresh)
+    assert (values(model), slots(model, optimizer)) == (values(other), slots(other, fresh))
+
+
+# -- what is refused
+
+
+def unchanged_by(function, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """The first line of what an error says; fails if the model or its optimizer are changed."""
+    before = (
+        values(model),
+        slots(model, optimizer),
+        repr(optimizer.param_groups),
+        torch.get_rng_state().tolist(),
+    )
+    with pytest.raises(CheckpointError) as raised:
+        function()
+    assert before == (
+        values(model),
+        slots(model, optimizer),
+        repr(optimizer.param_groups),
+        torch.get_rng_state().tolist(),
+    )
+    return str(raised.value).partition("\n")[0]
+
+
+def test_another_optimizer_is_refused(trained_on_mesh) -> None:
+    """An optimizer of another kind, of another model or with other groups is refused, and nothing is changed."""
+    *_, directory = trained_on_mesh
+    model, optimizer = made(1)
+    momentum = OPTIMIZERS["momentum"](trained(model))
+    assert "the checkpoint is not that of SGD" == unchanged_by(
+        lambda: lm.load(model, directory, optimizer=momentum), model, momentum
+    )
+    _, others = made(2)
+    assert "AdamW: it is not the optimizer of this model" == unchanged_by(
+        lambda: lm.load(model, directory, optimizer=others), model, optimizer
+    )
+
+
+def test_groups_are_found_by_their_parameters(tmp_path: Path) -> None:
+    """Each group gets the settings of the one that had its parameters, in any order; one of several is refused."""
+    torch.manual_seed(0)
+    model = Net()
+    by_rank = [[p for p in trained(model) if p.ndim > 1], [p for p in trained(model) if p.ndim < 2]]
+    groups = [{"params": by_rank[0], "lr": 0.25}, {"params": by_rank[1], "lr": 0.5}]
+    lm.save(model, tmp_path, optimizer=torch.optim.AdamW(groups))
+    swapped = torch.optim.AdamW([{"params": by_rank[1]}, {"params": by_rank[0]}])
+    lm.load(model, tmp_path, optimizer=swapped)
+    assert [0.5, 0.25] == [group["lr"] for group in swapped.param_groups]
+    one = torch.optim.AdamW(trained(model))
+    assert "group 0 of the optimizer has parameters of several groups that were saved" == unchanged_by(
+        lambda: lm.load(model, tmp_path, optimizer=one), model, one
+    )
+
+
+def test_an_optimizer_that_was_not_saved_is_refused(tmp_path: Path) -> None:
+    """A checkpoint of a model alone has nothing for an optimizer, which keeps what it has if that is asked for."""
+    model, optimizer = made(0)
+    train(model, optimizer, range(1))
+    lm.save(model, tmp_path)
+    said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer), model, optimizer)
+    assert f"{tmp_path}/step-0: there is nothing in it for the optimizer" == said
+    before = slots(model, optimizer)
+    lm.load(model, tmp_path, optimizer=optimizer, missing="keep")
+    assert before == slots(model, optimizer)
+
+
+def test_a_damaged_file_changes_nothing(tmp_path: Path) -> None:
+    """A flipped bit anywhere in the values is found before the model, its optimizer or a state is changed."""
+    model, optimizer = made(0)
+    train(model, optimizer, range(1))
+    lm.save(model, tmp_path, optimizer=optimizer)
+    (file,) = tmp_path.glob("step-0/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    other, fresh = made(1)
+    train(other, fresh, range(2))
+    last = list(lm.describe(tmp_path).variables)[-1]
+    assert f"{last}: its values are not those that were saved" == unchanged_by(
+        lambda: lm.load(other, tmp_path, optimizer=fresh), other, fresh
+    )
+
+
+def test_state_that_is_no_data_is_refused(tmp_path: Path) -> None:
+    """What an optimizer keeps that is no number, text or array is refused by name."""
+    model, optimizer = made(0)
+    optimizer.state[model.scale]["look"] = print
+    with pytest.raises(CheckpointError, match="'look'"):
+        lm.save(model, tmp_path, optimizer=optimizer)
+    assert [] == [*tmp_path.iterdir()]
