@@ -161,7 +161,7 @@ def test_a_source_that_others_wrote_is_described_too():
     assert (
         """
 Checkpoint /data/model.safetensors: 7 variables, 4.1 KiB
-  written by  others: no checksums
+  checksums  none: a changed value is not found
 
 variable                                 times  shape    dtype     kind    layout    bytes
 ---------------------------------------  -----  -------  --------  ------  ------  -------

@@ -285,3 +285,22 @@ def test_a_random_state_that_does_not_fit_is_refused(tmp_path):
         lm.load(model, tmp_path)
 
     np.testing.assert_array_equal(kernel, model.d1.kernel)
+
+
+@pytest.mark.parametrize("how", ["scope to plain", "plain to scope", "plain to plain"])
+def test_layers_that_names_do_not_tell_apart_are_not_exchanged(how, tmp_path):
+    """Layers without names beside one that was given a name like Keras's own: as saved in a scope, or refused."""
+
+    def make():
+        x = keras.Input((4,))
+        return keras.Model(x, L.Dense(4)(L.Dense(4)(L.Dense(4, name="dense_1")(x))))
+
+    saved_in, _, loaded_in = how.partition(" to ")
+    keras.backend.clear_session()
+    L.Dense(1), L.Dense(1), L.Dense(1)
+    lm.save(layout_map().build(make) if saved_in == "scope" else make(), tmp_path)
+    L.Dense(1)
+    with pytest.raises(lm.CheckpointError, match="dense_1"):
+        lm.load(make, tmp_path, layout_map=layout_map() if loaded_in == "scope" else None)
+    if how == "scope to plain":
+        assert lm.load(make, tmp_path, layout_map=layout_map()) is not None

@@ -253,7 +253,7 @@ def test_files_of_others_are_described_verified_and_taken_over(folder, capsys):
     """As far as they go: they have no steps and no checksums; what is written in layouts has both."""
     assert 0 == run(capsys, "export", "saved", "out")[0]
     code, out, _ = run(capsys, "describe", "out")
-    assert (0, f"{lm.describe('out')}\n", True) == (code, out, "others: no checksums" in out)
+    assert (0, f"{lm.describe('out')}\n", True) == (code, out, "checksums  none" in out)
     code, out, _ = run(capsys, "verify", "out")
     assert (0, "out: 5 variables, 48.5 KiB, all are there; their files have no checksums\n") == (code, out)
 
@@ -276,6 +276,12 @@ def test_rules_that_do_not_fit_are_an_error(folder, capsys):
     Path("rules.yaml").write_text(RULES.replace("down", "dwon"))
     code, _, err = run(capsys, *arguments, "batch=2,model=2")
     assert (0, True) == (code, r"dwon\.kernel" in err)
+
+
+def test_other_commands_load_no_numpy():
+    """What only the commands of checkpoints need is loaded by them."""
+    script = "import sys, layoutmap.cli.main; sys.exit('numpy' in sys.modules)"
+    assert 0 == subprocess.run([sys.executable, "-c", script]).returncode
 
 
 NO_FRAMEWORK = f"""

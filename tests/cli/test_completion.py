@@ -40,8 +40,6 @@ def folder(tmp_path):
         ("layoutmap diff pl", "plan.json"),
         ("layoutmap diff plan.json ru", "rules.yaml"),
         ("layoutmap checkpoint ", "describe verify relayout export"),
-        ("layoutmap checkpoint ver", "verify"),
-        ("layoutmap checkpoint describe --j", "--json"),
         ("layoutmap checkpoint describe ", "saved"),
         ("layoutmap checkpoint relayout saved new --rules ru", "rules.yaml"),
         ("layoutmap completion z", "zsh"),

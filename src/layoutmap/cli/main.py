@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from layoutmap.cli.checkpoints import add_checkpoint_commands
+from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
 from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
 from layoutmap.cli.models import listing
 from layoutmap.cli.output import (
@@ -175,7 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_model_options(diff)
     checkpoint = command(
-        "checkpoint", _checkpoint, "Show, verify, relayout and export what was saved; no framework is loaded."
+        "checkpoint",
+        run_checkpoint_command,
+        "Show, verify, relayout and export what was saved; no framework is loaded.",
     )
     add_checkpoint_commands(checkpoint)
     there = command("devices", _devices, "List the devices of this machine.")
@@ -250,10 +252,6 @@ def _diff(options: Any) -> int:
     difference = before.diff(after)
     say(str(difference), sys.stdout)
     return PROBLEMS if difference else WELL
-
-
-def _checkpoint(options: Any) -> int:
-    return options.run_on_checkpoint(options)
 
 
 def _devices(options: Any) -> int:

@@ -142,7 +142,9 @@ def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
 
 def _facts_of_others(source: Source) -> dict[str, str]:
     metadata = getattr(source, "metadata", None)
-    return {"written by": "others: no checksums"} | ({"metadata": _shown(metadata)} if metadata else {})
+    return {"checksums": "none: a changed value is not found"} | (
+        {"metadata": _shown(metadata)} if metadata else {}
+    )
 
 
 def _shown(metadata: Any) -> str:

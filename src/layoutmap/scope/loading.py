@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -115,11 +115,15 @@ def load(
         if layout_map is not None:
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _with_weights(found, source)
+    loading = _Loading(adapter, values, processes, progress)
+    is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
-        found, _ = _Loading(adapter, values, processes, progress, is_new=True).put(found, None)
+        found, _ = loading.put(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
-    loaded = _Loading(adapter, values, processes, progress).put(found, made, data)
+    state = processes.agreed(lambda: loading.state_for(data))
+    loaded = loading.put(found, made, is_new=is_new and (made is None or callable(optimizer)))
+    loading.restore_states(*loaded, data, state)
     values.close()
     return loaded if optimizer is not None else loaded[0]
 
@@ -328,40 +332,30 @@ class _Loading:
         values: The values of the checkpoint.
         processes: Those that load.
         progress: See `load`.
-        is_new: Whether the model was made for it, so that it need not stay as it is if the checkpoint is damaged.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        values: Values,
-        processes: _Processes,
-        progress: bool | None,
-        *,
-        is_new: bool = False,
-    ):
+    def __init__(self, adapter: Adapter, values: Values, processes: _Processes, progress: bool | None):
         self._adapter = adapter
         self._engine = get_engine(adapter.engine_name)
         self._values = values
         self._processes = processes
         self._progress = progress
-        self._is_new = is_new
         self._states = values.source.states
         settings: Mapping[str, Any] = self._states.get("settings", {})
-        self._settings = settings if settings.get("library") == adapter.name else {}
+        self._settings = settings if settings.get("library") == adapter.name else dict[str, Any]()
 
-    def put(self, model: Any, optimizer: Any, data: Any = None) -> tuple[Any, Any]:
-        """Read what has not been read yet: all is checked before anything is changed."""
-        stored, state = self._processes.agreed(lambda: self._checked(model, optimizer, data))
+    def put(self, model: Any, optimizer: Any, *, is_new: bool) -> tuple[Any, Any]:
+        """Read what has not been read yet; into what is not new once all of it has been checked."""
+        stored = self._processes.agreed(lambda: self._checked(model, optimizer))
         # Initializers, in their turn, may have drawn from a generator whose state had been read.
         taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
         layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
-        if not self._is_new:
+        if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
-                self._processes.agreed(lambda: self._check_values(rest, layouts, progress))
-        del stored
+                self._processes.agreed(lambda: self._check_values(variables.values(), layouts, progress))
+        del stored, rest  # and with them the last arrays that are replaced
         with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
             def arrays() -> Iterator[tuple[str, Any]]:
@@ -374,17 +368,23 @@ class _Loading:
                         yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
                     progress(path)
 
-            loaded = self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
-        if not self._is_new:
-            own = self._states.get("processes", [])
-            place = self._processes.number, self._processes.count
-            random = random_states_of([each.get("random", {}) for each in own], *place)
-            self._adapter.restore_settings(*loaded, {**self._settings, "random": random})
-            if data is not None:
-                restore_state(data, state)
-        return loaded
+            return self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
 
-    def _checked(self, model: Any, optimizer: Any, data: Any) -> tuple[Sequence[Stored], Any]:
+    def state_for(self, data: Any) -> Any:
+        """The state that `data` goes on from in this process."""
+        states = [each["data"] for each in self._states.get("processes", []) if "data" in each]
+        place = self._processes.number, self._processes.count
+        return None if data is None else check_data(data, states, *place)
+
+    def restore_states(self, model: Any, optimizer: Any, data: Any, state: Any) -> None:
+        """Put back what is no variable: settings of the optimizer, random states, and the state of `data`."""
+        own = [each.get("random", {}) for each in self._states.get("processes", [])]
+        random = random_states_of(own, self._processes.number, self._processes.count)
+        self._adapter.restore_settings(model, optimizer, {**self._settings, "random": random})
+        if data is not None:
+            restore_state(data, state)
+
+    def _checked(self, model: Any, optimizer: Any) -> Sequence[Stored]:
         source = self._values.source
         slots = [_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
         if optimizer is not None:
@@ -397,10 +397,7 @@ class _Loading:
         if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
             kinds.add(Kind.SLOT)
         self._values.check([each.variable for each in stored], kinds)
-        if data is None:
-            return stored, None
-        states = [each["data"] for each in self._states.get("processes", []) if "data" in each]
-        return stored, check_data(data, states, self._processes.number, self._processes.count)
+        return stored
 
     def _check_optimizer(self, has_slots: bool) -> None:
         """Raise if an optimizer is to be loaded, and the checkpoint has none that the library knows."""
@@ -421,15 +418,15 @@ class _Loading:
         )
 
     def _check_values(
-        self, rest: Sequence[Stored], layouts: Mapping[str, Layout | None], progress: Progress
+        self, variables: Iterable[VariableSpec], layouts: Mapping[str, Layout | None], progress: Progress
     ) -> None:
         """Raise if what this process needs is not as it was saved."""
-        for each in rest:
-            saved = self._values.find(each.variable)
+        for variable in variables:
+            saved = self._values.find(variable)
             assert saved is not None
-            layout = layouts[each.variable.path]
-            read = self._values.reader(each.variable)
-            if each.variable.kind is Kind.RNG and read is not None:
+            layout = layouts[variable.path]
+            read = self._values.reader(variable)
+            if variable.kind is Kind.RNG and read is not None:
                 read(full_index(saved.shape))
             elif layout is None:
                 self._values.source.check(saved.path)
@@ -438,7 +435,7 @@ class _Loading:
                 indices = [layout.shard_slices(saved.shape, i) for i in ids]
                 for index in {ends_of(index): index for index in indices}.values():
                     self._values.source.check(saved.path, index)
-            progress(each.variable.path)
+            progress(variable.path)
 
 
 def _spec(saved: SavedVariable) -> VariableSpec:

@@ -128,9 +128,7 @@ class KerasAdapter:
 
     def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
-        if saved is not None and saved.slots:
-            complete(model, None)
-        return checkpoints.stored(model)
+        return checkpoints.stored(model, saved)
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
         """Give variables other values."""
@@ -138,8 +136,8 @@ class KerasAdapter:
         return model, optimizer
 
     def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
-        """Return the random states."""
-        return checkpoints.settings(backend_of(backend_name()))
+        """Return the random states, and names of layers."""
+        return checkpoints.settings(model, backend_of(backend_name()))
 
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
         """Put back what `settings` returned."""

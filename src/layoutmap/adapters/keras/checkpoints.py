@@ -6,14 +6,22 @@ look as if Keras had made them up, as `dense_7`, are numbered anew, as a scope d
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from layoutmap.adapters.keras.describing import Entry, describe
 from layoutmap.adapters.keras.loose import find_held
-from layoutmap.adapters.keras.names import is_noted, note_given, unnote
+from layoutmap.adapters.keras.names import (
+    is_given,
+    is_noted,
+    like_keras,
+    note_given,
+    split_number,
+    unnote,
+)
+from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import (
     global_seed_state,
     is_default,
@@ -23,22 +31,29 @@ from layoutmap.adapters.keras.private import (
 )
 from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.registry import Registry
+from layoutmap.adapters.keras.training import complete
 from layoutmap.adapters.keras.wraps import session_of
-from layoutmap.adapters.protocol import Stored
+from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.core import random_states
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import Kind
 
 
-def stored(model: Any) -> list[Stored]:
+def stored(model: Any, saved: Saved | None) -> list[Stored]:
     """Return the variables of a model with their values, those of its optimizer too.
+
+    An optimizer without slots makes them, if there are some that were saved.
 
     What an optimizer has before it is built, its learning rate for one, is no slot yet: a model that loads it needs
     none.
 
     Raises:
-        CheckpointError: The model has no weights yet.
+        CheckpointError: The model has no weights yet, or the names of its layers do not tell which were saved.
     """
+    if saved is not None:
+        check_names(saved.settings.get("layers", {}), _names(model))
+        if saved.slots:
+            complete(model, None)
     if hasattr(
         model, "jax_state_sync"
     ):  # in `fit`, Keras on JAX keeps new values from the model until an epoch ends
@@ -64,11 +79,12 @@ def restored(model: Any, arrays: Iterable[tuple[str, Any]]) -> None:
         variables[path].assign(array)
 
 
-def settings(backend: Backend) -> dict[str, Any]:
-    """Return the random states of Python, of numpy, of Keras and of its backend."""
+def settings(model: Any, backend: Backend) -> dict[str, Any]:
+    """Return names of layers, and the random states of Python, of numpy, of Keras and of its backend."""
     generator = global_seed_state()
     seed = None if generator is None else backend.read(generator).tolist()
-    return {"random": random_states.states() | backend.random_states() | {"keras": seed}}
+    random = random_states.states() | backend.random_states() | {"keras": seed}
+    return {"random": random, "layers": _names(model)}
 
 
 def restore_settings(backend: Backend, found: Mapping[str, Any]) -> None:
@@ -115,6 +131,59 @@ def _numbered_anew(layers: Iterable[Any]) -> Generator[None]:
     finally:
         for layer in unknown:
             unnote(layer)
+
+
+Names = Mapping[str, Sequence[Any]]
+"""The names that layers show whose paths are numbers, and whether they were given them, by path."""
+
+
+def _names(model: Any) -> Names:
+    """Where layers beside each other have names that look like Keras's: each one's, and whether it was given.
+
+    Their paths are the numbers of these names in order. If Keras made all of them up, or none, that order is the same
+    wherever the model is built. If some were given, it may not be, and weights of one shape would be exchanged.
+    """
+    groups: dict[tuple[str, str], dict[str, Sequence[Any]]] = {}
+    given = {id(layer): is_given(layer) for layer in model._flatten_layers()}
+    with _numbered_anew(list(model._flatten_layers())):
+        for path, layer in find_layers(model):
+            owner, _, name = path.rpartition(".")
+            found = like_keras(layer)
+            if found is not None and like_keras(layer, name) is not None:
+                groups.setdefault((owner, found[0]), {})[path] = [layer.name, given.get(id(layer))]
+    several = (group for group in groups.values() if len(group) > 1)
+    return {
+        path: each
+        for group in several
+        if any(is_given is not False for _, is_given in group.values())
+        for path, each in group.items()
+    }
+
+
+def check_names(saved: Names, own: Names) -> None:
+    """Raise if layers may be other ones than those that were saved under their paths: see `_names`."""
+    shifts: dict[tuple[str, str], set[int]] = {}
+    wrong: dict[str, object] = {}
+    for path, (name, given) in own.items():
+        old_name, old_given = saved.get(path, (name, given))
+        if given or old_given:
+            if name != old_name:
+                wrong[path] = f"named {name}, saved by the name of {old_name}"
+        elif given is None and old_given is None:
+            prefix, number = split_number(name)
+            shift = number - split_number(old_name)[1]
+            group = shifts.setdefault((path.rpartition(".")[0], prefix), {shift})
+            if shift not in group:
+                wrong[path] = f"named {name}, saved by the name of {old_name}"
+    if wrong:
+        raise CheckpointError(
+            f"{listed(wrong)}: these may be other layers than those that were saved by these paths",
+            facts=wrong,
+            why="Keras numbers layers without a name, in each process anew, and other layers beside these were given "
+            "names that look like its own; nothing has been loaded",
+            fix="give all of these layers names of their own before the model is saved; the model that was saved in a "
+            "scope can be loaded in one: pass layout_map=",
+        )
 
 
 def _check_built(model: Any, entries: Iterable[Entry]) -> None:

@@ -52,13 +52,24 @@ def stable_names(layers: Sequence[Any]) -> list[str]:
     return [names[id(layer)] for layer in layers]
 
 
+def is_given(layer: Any) -> bool | None:
+    """Whether a layer was given its name; `None`: nobody can tell."""
+    given = layer.__dict__.get(_GIVEN)
+    return None if given is None else layer.name in given
+
+
+def like_keras(layer: Any, name: str | None = None) -> tuple[str, int] | None:
+    """The prefix and number of a layer's name, or another one, if it looks as if Keras had made it up."""
+    prefix, number = split_number(layer.name if name is None else name)
+    return (prefix, number) if prefix == to_snake_case(type(layer).__name__) else None
+
+
+def split_number(name: str) -> tuple[str, int]:
+    """A name without its number, and the number; 0 if it has none."""
+    found = re.fullmatch(r"(.+?)_(\d+)", name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
 def _numbered(layer: Any) -> tuple[str, int] | None:
     """The prefix and number of a name that Keras made up, or `None`."""
-    prefix = to_snake_case(type(layer).__name__)
-    found = re.fullmatch(re.escape(prefix) + r"(?:_(\d+))?", layer.name)
-    given = layer.__dict__.get(_GIVEN)
-    return (
-        (prefix, int(found.group(1) or 0))
-        if found and given is not None and layer.name not in given
-        else None
-    )
+    return like_keras(layer) if is_given(layer) is False else None

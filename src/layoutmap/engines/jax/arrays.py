@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, with_ends
+from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, with_ends
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.jax.devices import Device
@@ -78,7 +78,13 @@ def from_blocks(
 
 
 def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once, with both ends; of random keys, their data."""
+    """The shards that this process holds, each index once, with both ends; of random keys, their data.
+
+    A pytree may have arrays of numpy too.
+    """
+    if isinstance(array, (np.ndarray, np.generic)):
+        yield full_index(array.shape), np.asarray(array)
+        return
     seen: set[Ends] = set()
     data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
     for shard in data.addressable_shards:

@@ -1,0 +1,149 @@
+"""A real model through a checkpoint from engine to engine: a Llama of keras-hub, in bfloat16, with random weights.
+
+    python benchmarks/checkpoint_real.py                    1.0 billion parameters: some minutes, 12 GiB of memory
+    python benchmarks/checkpoint_real.py --size tiny
+
+Each part in a fresh process, one after another: JAX builds the model on a mesh of 2x4 and saves it, torch loads it on
+1x8 and TensorFlow on 4x2. Each computes the logits of the same tokens. What is loaded is compared with what was saved
+bit for bit, the logits with those of JAX: they differ as numbers with eight bits do that are summed in another order.
+
+"peak" is the most memory that the process has held up to the end of that phase, imports and all (`ru_maxrss`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES: dict[str, dict[str, Any]] = {
+    "1b": {"vocabulary_size": 32_000, "num_layers": 16, "hidden_dim": 2048, "intermediate_dim": 8192}
+    | {"num_query_heads": 32, "num_key_value_heads": 8},
+    "300m": {"vocabulary_size": 32_000, "num_layers": 12, "hidden_dim": 1024, "intermediate_dim": 4096}
+    | {"num_query_heads": 16, "num_key_value_heads": 8},
+    "tiny": {"vocabulary_size": 128, "num_layers": 2, "hidden_dim": 64, "intermediate_dim": 128}
+    | {"num_query_heads": 8, "num_key_value_heads": 8},
+}
+MESHES = {"jax": "batch=2,model=4", "torch": "batch=1,model=8", "tensorflow": "batch=4,model=2"}
+RULES = {
+    r"token_embedding\.embeddings": ("model", "batch"),
+    r".*\.(query|key|value)_dense\.kernel": ("batch", "model", None),
+    r".*\.self_attention_layer\.output_dense\.kernel": ("model", None, "batch"),
+    r".*\.feedforward_(gate|intermediate)_dense\.kernel": ("batch", "model"),
+    r".*\.feedforward_output_dense\.kernel": ("model", "batch"),
+}
+ROWS, LENGTH = 1, 16
+
+
+def child(backend: str, size: str, directory: str) -> None:
+    """Save or load the model in this process; prints what was measured as JSON."""
+    os.environ |= {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    import keras
+    import keras_hub
+
+    import layoutmap as lm
+    from layoutmap.adapters import get_adapter
+    from layoutmap.engines import get_engine
+
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
+
+    def make_model() -> Any:
+        backbone = keras_hub.models.LlamaBackbone(
+            **SIZES[size], dtype="bfloat16", tie_word_embeddings=True, name="backbone"
+        )
+        return keras.Model(backbone.input, backbone.token_embedding(backbone.output, reverse=True))
+
+    measured: dict[str, Any] = {}
+
+    @contextmanager
+    def phase(name: str) -> Generator[None]:
+        begin = time.perf_counter()
+        yield
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        measured[name] = {"seconds": time.perf_counter() - begin, "peak_gib": peak}
+
+    with phase("import"):
+        layout_map = lm.LayoutMap(lm.create_mesh(MESHES[backend]), RULES)
+    if backend == "jax":
+        keras.utils.set_random_seed(1)
+        with phase("build"):
+            model = layout_map.build(make_model)
+        with phase("save"):
+            lm.save(model, directory)
+    else:
+        with phase("load"):
+            model = lm.load(make_model, directory, layout_map=layout_map)
+    tokens = np.random.default_rng(0).integers(0, SIZES[size]["vocabulary_size"], (ROWS, LENGTH), "int32")
+    with phase("logits"):
+        logits = model.predict_on_batch({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
+        logits = keras.ops.convert_to_numpy(keras.ops.cast(keras.ops.convert_to_tensor(logits), "float32"))
+    np.save(f"{directory}/{backend}.npy", logits)
+    engine, saved, num_bytes = get_engine(backend), lm.describe(directory), 0
+    with phase("compare"):
+        for path, variable in get_adapter("keras").variables(model).items():
+            for index, shard in engine.to_shards(variable.value):
+                num_bytes += shard.nbytes
+                assert shard.tobytes() == saved.read(path, index).tobytes(), path
+    measured["gib_in_shards"] = num_bytes / 2**30
+    measured["gib_saved"] = saved.global_bytes / 2**30
+    measured["parameters"] = int(sum(np.prod(v.shape) for v in model.variables))
+    print(json.dumps(measured))
+
+
+def main() -> None:
+    """Run each part in a process of its own, and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--backend", choices=MESHES, action="append")
+    parser.add_argument("--directory")
+    parser.add_argument("--child", choices=MESHES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child, args.size, args.directory)
+        return
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        reference = None
+        for backend in args.backend or MESHES:
+            command = [sys.executable, "-W", "ignore", __file__, "--child", backend, "--size", args.size]
+            ended = subprocess.run(
+                [*command, "--directory", directory], stdout=subprocess.PIPE, text=True, check=True
+            )
+            found = json.loads(ended.stdout.splitlines()[-1])
+            logits = np.load(Path(directory) / f"{backend}.npy")
+            reference = logits if reference is None else reference
+            print(
+                f"{backend} on {MESHES[backend]}: {found.pop('parameters'):,} parameters, "
+                f"{found.pop('gib_saved'):.2f} GiB saved, {found.pop('gib_in_shards'):.2f} GiB in different shards, "
+                "the same bits"
+            )
+            for name, each in found.items():
+                print(f"  {name:8} {each['seconds']:8.1f} s   peak {each['peak_gib']:6.2f} GiB")
+            difference = np.abs(logits - reference)
+            print(
+                f"  logits   largest {np.abs(logits).max():.3f}, "
+                f"difference from JAX: largest {difference.max():.4f}, "
+                f"rms {np.sqrt((difference**2).mean() / (reference**2).mean()):.2%}; "
+                f"the same first choice for {(logits.argmax(-1) == reference.argmax(-1)).mean():.0%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
