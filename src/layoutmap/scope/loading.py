@@ -14,6 +14,7 @@ from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renamed import Renamed
 from layoutmap.checkpoint.renaming import Names, read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -116,15 +117,15 @@ def load(
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _with_weights(found, source)
     loading = _Loading(adapter, values, processes, progress)
+    state = processes.agreed(lambda: loading.state_for(data))
     is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.put(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
-    state = processes.agreed(lambda: loading.state_for(data))
     loaded = loading.put(found, made, is_new=is_new and (made is None or callable(optimizer)))
-    loading.restore_states(*loaded, data, state)
     values.close()
+    loading.restore_states(*loaded, data, state)
     return loaded if optimizer is not None else loaded[0]
 
 
@@ -142,14 +143,13 @@ def _with_weights(model: Any, source: KerasWeights) -> Any:
 
 
 def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Processes) -> Source:
-    """The same step in all processes: the last one is that which is the last for the first process."""
+    """The same source in all processes; the last step is that which is the last for the first process."""
     source = processes.agreed(lambda: open_source(directory, step))
     if not isinstance(source, Step):
         return source
     steps = processes.texts(str(source.step))
     if len(set(steps)) > 1:
-        source = processes.agreed(lambda: open_source(directory, int(steps[0])))
-        assert isinstance(source, Step)
+        source = processes.agreed(lambda: Step(storage_of(directory), int(steps[0])))
     saves = processes.texts(str(source.manifest.facts.get("id")))
     if len(set(saves)) > 1:
         raise CheckpointError(
