@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import jax.numpy as jnp
 import keras
 import ml_dtypes
 import numpy as np
 import pytest
 
+import layoutmap as lm
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.core.errors import CheckpointError
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras's own
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),  # of weights without a rule
+]
 
 
 def trained() -> Any:
@@ -87,3 +92,21 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="the file cannot be read"):
         open_source(file)
+
+
+def test_a_model_is_loaded_from_its_weight_file(tmp_path: Path) -> None:
+    """A model of Keras in layouts takes its weights from a file, by Keras's places or by a table of names."""
+    model = trained()
+    model.save_weights(tmp_path / "x.weights.h5")
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {r"d1\.kernel": (None, "model")})
+    table = {"d1.kernel": "layers.dense.vars.0"}
+    found = lm.load(trained, tmp_path / "x.weights.h5", layout_map=layout_map)
+    named = lm.load(
+        trained, tmp_path / "x.weights.h5", layout_map=layout_map, names=table, missing="keep", extra="ignore"
+    )
+
+    kernel = np.asarray(model.layers[0].kernel.value).tolist()
+    assert [kernel] * 2 == [np.asarray(each.layers[0].kernel.value).tolist() for each in (found, named)]
+    assert ("unsharded", "model") == found.layers[0].kernel.layout.sharding_specs
+    with pytest.raises(CheckpointError, match=r"a weight file of Keras, and no model of Keras: dict"):
+        lm.load({"w": jnp.zeros(3)}, tmp_path / "x.weights.h5")

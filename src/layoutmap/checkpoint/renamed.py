@@ -56,7 +56,6 @@ class Renamed:
         self._source = source
         self._names = names
         self._from: dict[str, list[From]] = {}
-        self._paths: dict[tuple[tuple[str, Side], ...], str] = {}
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -74,7 +73,7 @@ class Renamed:
             CheckpointError: It is joined from tensors of several element types.
         """
         for path in paths:
-            if path in self._from and path in self.variables:
+            if path in self._from:
                 return
             found = self._names.find(path)
             if found is None:
@@ -126,11 +125,8 @@ class Renamed:
                 return
             own.append(From(name, here, there, sizes))
         self.add(path, shape, own)
-        key = tuple((each.name, each.there) for each in own)
-        earlier = self._paths.get(key)  # what was a model when it was made may now be part of another
-        self._paths[key] = path
-        for name in (*(name for name, _ in pieces), earlier):
-            if name is not None and name != path:
+        for name, _ in pieces:
+            if name != path:
                 self.variables.pop(name, None)
 
     def add(self, path: str, shape: tuple[int, ...], own: Sequence[From]) -> None:

@@ -12,6 +12,7 @@ from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adap
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renamed import Renamed
@@ -57,8 +58,8 @@ def load(
             straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: what it
             needs is read and checked once, and then read into it, so that a damaged file changes nothing.
         directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
-            Face has it, `*.weights.h5`, a directory of orbax or of `torch.distributed.checkpoint`. These have no
-            checksums: a changed value in them cannot be seen.
+            Face has it, a directory of orbax or of `torch.distributed.checkpoint`, or `*.weights.h5`, which a model of
+            Keras reads by `load_weights`. These have no checksums: a changed value in them cannot be seen.
         layout_map: The rules, for a function. They need not be those of the model that was saved.
         step: The step; `None`: the last one.
         names: What the model's variables are called there, where they have other names or axes: a table of the library,
@@ -111,6 +112,10 @@ def load(
     source = _opened(directory, step, processes)
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
+    if isinstance(source, KerasWeights) and table is None:
+        if layout_map is not None:
+            found = build(model, layout_map, progress=progress, inputs=inputs, **options)
+        return _with_weights(found, source)
     loading = _Loading(adapter, values, processes, progress)
     state = processes.agreed(lambda: loading.state_for(data))
     is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
@@ -122,6 +127,19 @@ def load(
     values.close()
     loading.restore_states(*loaded, data, state)
     return loaded if optimizer is not None else loaded[0]
+
+
+def _with_weights(model: Any, source: KerasWeights) -> Any:
+    """A model with the values of a weight file, which has no paths: Keras knows which places its layers have there."""
+    load_weights = getattr(model, "load_weights", None)
+    if load_weights is None:
+        raise CheckpointError(
+            f"{source.where}: a weight file of Keras, and no model of Keras: {type(model).__name__}",
+            why="it has places of Keras's layers, such as layers.dense.vars.0, and no paths",
+            fix="pass a model of Keras, or names= with a place for each path",
+        )
+    load_weights(source.where)
+    return model
 
 
 def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Processes) -> Source:
@@ -250,6 +268,9 @@ class Values:
         if len(facts) > len(shown):
             shown["and"] = f"{len(facts) - len(shown)} more"
         fixes = ["build the model that was saved"]
+        fixes += ["pass names=, a table, if they have other names there"] * bool(
+            missing and extra and not self._renamed
+        )
         fixes += ['pass missing="keep" to keep what the checkpoint does not have'] * bool(missing)
         fixes += ['pass extra="ignore" to leave out what the model does not have'] * bool(extra)
         fixes += ["pass cast=True to convert element types"] * any("dtype" in text for _, text in wrong)

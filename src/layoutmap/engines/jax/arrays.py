@@ -84,7 +84,7 @@ def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyAr
     pytree may have arrays of numpy too.
     """
     if isinstance(array, (np.ndarray, np.generic)):
-        yield full_index(array.shape), np.asarray(array)
+        yield full_index(array.shape), np.array(array, copy=copy or None)
         return
     seen: set[Ends] = set()
     data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
