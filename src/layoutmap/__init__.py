@@ -29,7 +29,8 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
-    from layoutmap.scope.describing import describe
+    from layoutmap.scope.describing import Checkpoint, describe
+    from layoutmap.scope.exporting import export
     from layoutmap.scope.loading import load
     from layoutmap.scope.manager import CheckpointManager
     from layoutmap.scope.parity import ParityReport, check_parity
@@ -43,6 +44,7 @@ __all__ = [
     "UNSHARDED",
     "DVariable",
     "Activations",
+    "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
     "EngineError",
@@ -71,6 +73,7 @@ __all__ = [
     "create_mesh",
     "describe",
     "dtensor",
+    "export",
     "jit_step",
     "layout_map_scope",
     "load",
@@ -82,9 +85,11 @@ __all__ = [
 _LATE = {
     "CheckpointManager": "layoutmap.scope.manager",
     "DVariable": "layoutmap.engines.tensorflow.variable",
+    "Checkpoint": "layoutmap.scope.describing",
     "ParityReport": "layoutmap.scope.parity",
     "check_parity": "layoutmap.scope.parity",
     "describe": "layoutmap.scope.describing",
+    "export": "layoutmap.scope.exporting",
     "jit_step": "layoutmap.adapters.jax.steps",
     "load": "layoutmap.scope.loading",
     "save": "layoutmap.scope.saving",

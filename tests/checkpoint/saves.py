@@ -10,9 +10,10 @@ import numpy as np
 
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-from layoutmap.checkpoint.storage import LocalStorage, new_token
+from layoutmap.checkpoint.storage import new_token
 from layoutmap.checkpoint.writer import ToWrite
 from layoutmap.core.blocks import Index, NumpyArray
 
@@ -23,6 +24,10 @@ def values_of(seed: int, shape: tuple[int, ...] = (64, 32)) -> dict[str, NumpyAr
     """A model of two variables; another for each seed."""
     rng = np.random.default_rng(seed)
     return {path: rng.normal(size=shape).astype(np.float32) for path in ("d1.kernel", "d2.kernel")}
+
+
+def nothing(path: str) -> None:
+    """What a test does before a variable is written, if it does nothing."""
 
 
 def writers(
@@ -47,7 +52,7 @@ def writers(
     token = new_token()
     variables = [SavedVariable(path, array.shape, array.dtype.name) for path, array in values.items()]
     total_bytes = sum(array.nbytes for array in values.values())
-    first = LocalStorage(directory)
+    first = storage_of(directory)
     folder = begin_step(first, step, token, total_bytes)
 
     def read(number: int, path: str, index: Index) -> Iterator[tuple[Index, NumpyArray]]:
@@ -63,7 +68,7 @@ def writers(
     try:
         return [
             StepWriter(
-                LocalStorage(directory) if number else first,
+                storage_of(directory) if number else first,
                 folder,
                 Manifest(step, {"id": token}, None, {}, (), variables, {}),
                 list(todo_of(number)),
@@ -88,7 +93,7 @@ def save(directory: str | os.PathLike[str], step: int, values: Values) -> None:
 
 def is_good(directory: str | os.PathLike[str], step: int, values: Values) -> bool:
     """Whether a step has these values, all checked."""
-    found = Step(LocalStorage(directory), step)
+    found = Step(storage_of(directory), step)
     found.check_files()
     assert [] == list(found.problems())
     return all(np.array_equal(found.read(path), array) for path, array in values.items())

@@ -21,13 +21,14 @@ printf '%s\n' "${{COMPREPLY[@]}}"
 def folder(tmp_path):
     (tmp_path / "plan.json").touch()
     (tmp_path / "rules.yaml").touch()
+    (tmp_path / "saved").mkdir()
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("layoutmap ", "plan explain lint diff devices presets schema completion"),
+        ("layoutmap ", "plan explain lint diff checkpoint devices presets schema completion"),
         ("layoutmap pl", "plan"),
         ("layoutmap plan m:f --ba", "--backend --batch-dim"),
         ("layoutmap plan m:f --backend ", "jax tensorflow torch"),
@@ -35,9 +36,12 @@ def folder(tmp_path):
         ("layoutmap devices --engine t", "tensorflow torch"),
         ("layoutmap plan m:f --optimizer adam", "adam adamax adamw"),
         ("layoutmap plan m:f --rules ru", "rules.yaml"),
-        ("layoutmap plan m:f --json ", "plan.json rules.yaml"),
+        ("layoutmap plan m:f --json ", "plan.json rules.yaml saved"),
         ("layoutmap diff pl", "plan.json"),
         ("layoutmap diff plan.json ru", "rules.yaml"),
+        ("layoutmap checkpoint ", "describe verify relayout export"),
+        ("layoutmap checkpoint describe ", "saved"),
+        ("layoutmap checkpoint relayout saved new --rules ru", "rules.yaml"),
         ("layoutmap completion z", "zsh"),
     ],
 )

@@ -5,10 +5,13 @@ import os
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 from cases import examples
+from checkpoints import saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from selenium import webdriver
@@ -628,3 +631,29 @@ def test_paths_that_read_like_markup_are_text(browser, show):
     assert evil == chosen(browser)
     assert [evil] == rows(browser)
     assert [] == browser.find_elements(By.CSS_SELECTOR, "main img, main b")
+
+
+def test_the_page_of_a_checkpoint(browser, show, tmp_path):
+    """It has the checkpoint's facts, its layouts, and whether it is damaged; nothing of rules and memory."""
+    values = {"up.kernel": np.ones((8, 16), "float32"), "up.bias": np.ones(16, "float32")}
+    layouts = {"up.kernel": lm.Layout((None, "model"), MESH), "up.bias": lm.Layout((None,), MESH)}
+    step = saved(str(tmp_path), values, layouts, 7, metadata={"loss": "<b>"})
+    found = lm.describe(tmp_path)
+    show(found)
+
+    assert f"{tmp_path}/step-7" == text(browser, "h1")
+    assert "damage\nnot verified" in text(browser, "#totals")
+    assert "step\n7\nby\ntests\nmesh\nstage=2, batch=2, model=4\n" in text(browser, "#checkpoint")
+    assert '{"loss": "<b>"}' in text(browser, "#checkpoint")
+    assert ["up.kernel", "up.bias"] == rows(browser)
+    assert "(unsharded, model) sharded over model" in text(browser, "#details")
+    assert ("rule" in text(browser, "main"), find(browser, "#memory-panel").is_displayed()) == (False, False)
+
+    file = tmp_path / "step-7" / step.manifest.files[0].name
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    show(SimpleNamespace(to_html=lambda: found.to_html(found.verify())))
+
+    assert "damage\n1 error" in text(browser, "#totals")
+    assert "up.bias: its values are not those that were saved" in text(browser, "#problems")
+    find(browser, "#problems button").click()
+    assert "up.bias" == chosen(browser)

@@ -1,8 +1,8 @@
 """How a shard is divided into chunks: blocks that are written, checked and read as one.
 
 A reader on another mesh needs blocks of a shard along any of its axes. What it reads beyond them is what its chunks
-stick out, so chunks are small blocks, about as long along each axis, whose ends lie where halves of the shard end: a
-mesh of twice as many devices in any of its dims finds its shards to consist of whole chunks.
+stick out, so each axis of a variable is divided about as often as the others, and in halves: where a mesh of twice as
+many devices in any of its dims divides it, chunks end.
 """
 
 from __future__ import annotations
@@ -13,43 +13,49 @@ from collections.abc import Iterator, Sequence
 
 from layoutmap.core.blocks import Index, block_shape
 
-LEAST_BYTES = 1 << 18
+LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 23
 _MOST_CHUNKS = 500_000  # of a checkpoint: a manifest of them has some 50 MB
-_OF_A_SHARD = 64
+_OF_A_VARIABLE = 512  # 8 along each of three axes
+_ODD = 16  # as often as this an even axis is divided before an odd one, which meshes seldom divide
 
 
-def chunk_bytes(shard_bytes: int, total_bytes: int) -> int:
-    """The size that the chunks of a shard should have.
+def chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
+    """The size that the chunks of a variable should have.
 
     Args:
-        shard_bytes: Size of the shard.
+        variable_bytes: Size of the variable.
         total_bytes: Size of all variables of the checkpoint.
     """
     least = max(LEAST_BYTES, math.ceil(total_bytes / _MOST_CHUNKS))
-    return max(least, min(MOST_BYTES, shard_bytes // _OF_A_SHARD))
+    return max(least, min(MOST_BYTES, variable_bytes // _OF_A_VARIABLE))
 
 
-def chunk_shape(shape: Sequence[int], itemsize: int, most_bytes: int) -> tuple[int, ...]:
+def chunk_shape(
+    shape: Sequence[int], itemsize: int, most_bytes: int, variable_shape: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """The shape of the chunks of a shard; those at its ends may be smaller.
 
     Args:
         shape: The shard's shape.
         itemsize: Bytes of an element.
         most_bytes: The size that a chunk should not exceed; it has one element at least.
+        variable_shape: The shape of its variable; `None`: the shard is all of it.
 
     Example:
         >>> chunk_shape((4096, 1024), 4, 1 << 18)
-        (256, 256)
-        >>> chunk_shape((3, 1365), 4, 1 << 18)
-        (3, 1365)
+        (512, 128)
+        >>> chunk_shape((512, 1024), 4, 1 << 18, (4096, 1024))
+        (512, 128)
     """
+    of = shape if variable_shape is None else variable_shape
     found = list(shape)
     while math.prod(found) * itemsize > most_bytes and max(found) > 1:
-        even = [n for n in found if n % 2 == 0]
-        longest = max(even) if even and max(even) * 8 >= max(found) else max(found)
-        axis = found.index(longest)
-        found[axis] = -(-longest // 2)
+        axis = min(
+            (axis for axis, size in enumerate(found) if size > 1),
+            key=lambda axis: (of[axis] // found[axis] * (_ODD if found[axis] % 2 else 1), -found[axis]),
+        )
+        found[axis] = -(-found[axis] // 2)
     return tuple(found)
 
 

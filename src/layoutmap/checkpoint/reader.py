@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,18 @@ from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import itemsize
 
 _KEPT = 2  # chunks of which only a part was wanted; the next block often wants the rest
+_THREADS = 4
+_ALIGNMENT = 64  # bytes: JAX and TensorFlow copy arrays that begin elsewhere
+
+_Take = Callable[[Chunk, Index, NumpyArray], int]
+
+
+class _Found(NamedTuple):
+    """A chunk, what is wanted of it, and the byte of its file at which it ends."""
+
+    chunk: Chunk
+    both: Index
+    end: int
 
 
 class Step:
@@ -56,11 +70,19 @@ class Step:
         self._variables = {each.path: each for each in self.manifest.variables}
         self.bytes_read = 0
         self._kept: OrderedDict[tuple[int, int], NumpyArray] = OrderedDict()
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._pool = ThreadPoolExecutor(_THREADS, "layoutmap-read")
 
     @property
     def step(self) -> int:
         """The number of the step."""
         return self.manifest.step
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """All steps that are there now, in rising order."""
+        return tuple(self._storage.steps())
 
     @property
     def metadata(self) -> Any:
@@ -94,18 +116,24 @@ class Step:
             CheckpointError: There is one.
         """
         for file in self.manifest.files:
-            self._check_file(file)
+            if (size := self._storage.size(self._folder, file.name)) != file.num_bytes:
+                raise self._other_size(file, size)
 
-    def _check_file(self, file: DataFile) -> None:
-        size = self._storage.size(self._folder, file.name)
-        if size != file.num_bytes:
-            raise CheckpointError(
-                f"{self.where}/{file.name}: "
-                + ("the file is missing" if size is None else "the file has another size than was written"),
-                facts={"bytes": size, "written": file.num_bytes},
-                why="the manifest says what was written",
-                fix="restore it from a copy, or load another step",
+    def _other_size(self, file: DataFile, size: int | None) -> CheckpointError:
+        facts: dict[str, object] = {"bytes": size, "written": file.num_bytes}
+        if size is None:
+            number = self.manifest.files.index(file)
+            inside = (
+                p for p, chunks in self.manifest.chunks.items() if any(c.file == number for c in chunks)
             )
+            facts = {"variables": listed(list(inside))}
+        return CheckpointError(
+            f"{self.where}/{file.name}: "
+            + ("the file is missing" if size is None else "the file has another size than was written"),
+            facts=facts,
+            why="the manifest says what was written",
+            fix="restore it from a copy, or load another step",
+        )
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
         """Return the values of a variable at an index (`None`: all).
@@ -113,20 +141,15 @@ class Step:
         Raises:
             CheckpointError: There is no such variable, or bytes are missing or are not those that were written.
         """
-        variable = self[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
-        dtype = numpy_dtype(variable.dtype, path)
-        result = np.empty(block_shape(wanted), dtype)
-        covered = 0
-        for chunk, both in self._chunks_in(path, wanted):
-            shape = block_shape(chunk.index)
-            place = result[(*within(both, wanted), ...)]  # a view, of a scalar too
-            if block_shape(both) == shape and place.flags.c_contiguous:
-                self._read_chunk(path, chunk, place)
-            else:
-                place[...] = self._chunk(path, chunk, dtype)[within(both, chunk.index)]
-            covered += place.size
-        if covered != result.size:
+        variable, wanted = self._wanted(path, index)
+        result = _empty(block_shape(wanted), numpy_dtype(variable.dtype, path))
+
+        def take(chunk: Chunk, both: Index, values: NumpyArray) -> int:
+            part = values[within(both, chunk.index)]
+            result[(*within(both, wanted), ...)] = part  # of a scalar, too
+            return part.size
+
+        if sum(self._each_chunk(variable, wanted, take)) != result.size:
             raise CheckpointError(
                 f"{path}: values are missing",
                 facts={"checkpoint": self.where, "index": str(wanted)},
@@ -137,36 +160,48 @@ class Step:
 
     def check(self, path: str, index: Index | None = None) -> None:
         """Raise what `read` would raise; keeps no value."""
+        variable, wanted = self._wanted(path, index)
+        for _ in self._each_chunk(variable, wanted, lambda chunk, both, values: 0):
+            pass
+
+    def _wanted(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
         variable = self[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
-        for chunk, _ in self._chunks_in(path, wanted):
-            self._read_chunk(
-                path, chunk, np.empty(block_shape(chunk.index), numpy_dtype(variable.dtype, path))
-            )
+        return variable, full_index(variable.shape) if index is None else with_ends(index, variable.shape)
 
     def problems(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
-        """Read all, and yield what is not as it was written; of each variable the first such chunk.
+        """Read all, and yield each file and each chunk that is not as it was written.
 
         Args:
             progress: Called with the path of each variable when it has been read.
         """
-        for file in self.manifest.files:
-            try:
-                self._check_file(file)
-            except CheckpointError as error:
-                yield error
+        missing: set[int] = set()
+        for number, file in enumerate(self.manifest.files):
+            size = self._storage.size(self._folder, file.name)
+            if size != file.num_bytes:
+                yield self._other_size(file, size)
+            if size is None:
+                missing.add(number)
                 continue
-            header = np.empty(file.header_bytes, np.uint8)
+            header = np.zeros(file.header_bytes, np.uint8)
             self._storage.read_into(self._folder, file.name, 0, header.data)
             if checksum_of(header.data) != file.header:
                 yield _damaged(f"{self.where}/{file.name}", "its header", 0, file.header_bytes)
         for path in self.variables:
             try:
                 self.check(path)
-            except CheckpointError as error:
-                yield error
+            except CheckpointError:
+                yield from self._damaged_chunks(path, missing)
             if progress is not None:
                 progress(path)
+
+    def _damaged_chunks(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
+        """Each of a variable for itself, but those of files that are missing."""
+        for chunk in self.manifest.chunks[path]:
+            if chunk.file not in missing:
+                try:
+                    self.check(path, chunk.index)
+                except CheckpointError as error:
+                    yield error
 
     def __getitem__(self, path: str) -> SavedVariable:
         """Return a variable.
@@ -185,40 +220,90 @@ class Step:
             )
         return self.variables[path]
 
-    def _chunks_in(self, path: str, wanted: Index) -> Iterator[tuple[Chunk, Index]]:
-        for chunk in self.manifest.chunks[path]:
+    def _each_chunk(self, variable: SavedVariable, wanted: Index, take: _Take) -> Iterator[int]:
+        """Read and check the chunks that have something of a block; yields what `take` returns for each.
+
+        Neighbours in a file are read at once, and several such runs at the same time.
+        """
+        dtype = numpy_dtype(variable.dtype, variable.path)
+        rest: list[_Found] = []
+        for chunk in self.manifest.chunks[variable.path]:
             both = intersect(chunk.index, wanted)
-            if both is not None:
-                yield chunk, both
+            if both is None:
+                continue
+            with self._lock:
+                kept = self._kept.get((chunk.file, chunk.start))
+            if kept is None:
+                num_bytes = math.prod(block_shape(chunk.index)) * dtype.itemsize
+                rest.append(_Found(chunk, both, chunk.start + num_bytes))
+            else:
+                yield take(chunk, both, kept)
 
-    def _chunk(self, path: str, chunk: Chunk, dtype: np.dtype[Any]) -> NumpyArray:
-        key = chunk.file, chunk.start
-        if key not in self._kept:
-            values = np.empty(block_shape(chunk.index), dtype)
-            self._read_chunk(path, chunk, values)
-            self._kept[key] = values
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[key]
+        def read(run: Sequence[_Found]) -> list[int]:
+            return [
+                take(found.chunk, found.both, values)
+                for found, values in zip(run, self._read_run(variable.path, dtype, run), strict=True)
+            ]
 
-    def _read_chunk(self, path: str, chunk: Chunk, values: NumpyArray) -> None:
-        file = self.manifest.files[chunk.file]
-        data = values.reshape(-1).view(np.uint8)
-        count = self._storage.read_into(self._folder, file.name, chunk.start, data.data)
-        self.bytes_read += count
-        if count < data.size or checksum_of(data.data) != chunk.checksum:
-            raise _damaged(
-                f"{self.where}/{file.name}", path, chunk.start, data.size, missing=data.size - count
-            )
+        runs = list(_runs(rest, self._storage.read_bytes))
+        for results in self._pool.map(read, runs) if len(runs) > 1 else map(read, runs):
+            yield from results
+
+    def _read_run(self, path: str, dtype: np.dtype[Any], run: Sequence[_Found]) -> Iterator[NumpyArray]:
+        """The values of neighbouring chunks, in memory that the next run of this thread uses again."""
+        start, file = run[0].chunk.start, self.manifest.files[run[0].chunk.file]
+        scratch: NumpyArray | None = getattr(self._local, "scratch", None)
+        if scratch is None or scratch.size < run[-1].end - start:
+            scratch = self._local.scratch = np.empty(run[-1].end - start, np.uint8)
+        data = scratch[: run[-1].end - start]
+        count = self._storage.read_into(self._folder, file.name, start, data.data)
+        with self._lock:
+            self.bytes_read += count
+        for chunk, both, end in run:
+            part = data[chunk.start - start : end - start]
+            missing = max(0, min(part.size, end - start - count))
+            if missing or checksum_of(part.data) != chunk.checksum:
+                where = f"{self.where}/{file.name}"
+                raise _damaged(where, path, chunk.start, part.size, missing=missing)
+            values = part.view(dtype).reshape(block_shape(chunk.index))
+            if both != chunk.index:
+                with self._lock:
+                    self._kept[chunk.file, chunk.start] = values.copy()
+                    while len(self._kept) > _KEPT:
+                        self._kept.popitem(last=False)
+            yield values
 
     def __repr__(self) -> str:
         return f"<Step {self.step} of {self.where}: {len(self.variables)} variables>"
 
 
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _runs(found: list[_Found], most_bytes: int) -> Iterator[list[_Found]]:
+    """Neighbours in a file together, up to a size."""
+    found.sort(key=lambda each: (each.chunk.file, each.chunk.start))
+    run: list[_Found] = []
+    for each in found:
+        if run and (
+            (each.chunk.file, each.chunk.start) != (run[0].chunk.file, run[-1].end)
+            or each.end - run[0].chunk.start > most_bytes
+        ):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
 def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:
     return CheckpointError(
         f"{what}: its values are not those that were saved",
-        facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or None},
+        facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or ""},
         why="the file ends before them"
         if missing
         else "their checksum is another one: the file was damaged or changed",

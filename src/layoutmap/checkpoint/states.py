@@ -76,7 +76,7 @@ def decode(value: Any) -> Any:
     if "__float__" in found:
         return float(found["__float__"])
     if "__counter__" in found:
-        return Counter(decode(found["__counter__"]))
+        return Counter[Any](decode(found["__counter__"]))
     if "__tuple__" in found:
         return tuple(map(decode, found["__tuple__"]))
     if "__items__" in found:

@@ -73,7 +73,7 @@ class StepWriter:
         number: The number of this process.
         count: How many processes there are.
         states: States of this process alone, encoded.
-        patience_seconds: How long to wait for a process that gives no sign of life.
+        patience_seconds: How long to wait for a process that gives no sign of life; `None`: `PATIENCE_SECONDS`.
     """
 
     _is_over = True  # until all of it is here
@@ -89,7 +89,7 @@ class StepWriter:
         number: int = 0,
         count: int = 1,
         states: Mapping[str, Any] | None = None,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float | None = None,
     ):
         self.where = f"{storage.where}/{storage.folder(manifest.step)}"
         self._storage = storage
@@ -101,7 +101,8 @@ class StepWriter:
         self._number = number
         self._count = count
         self._states = states or {}
-        self._patience_seconds = patience_seconds * (2 if number else 1)  # the first knows who is missing
+        patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+        self._patience_seconds = patience * (2 if number else 1)  # the first knows who is missing
         self._watched: Collection[int] = (0,) if number else range(1, count)
         self._silent: Collection[int] = ()
         self._failed: tuple[int, str] | None = None
@@ -141,7 +142,10 @@ class StepWriter:
         part = dataclasses.replace(part, states=self._states)
         if self.is_first:
             found = {0: part, **self._other_parts()}
-            manifest = _joined(self._manifest, [found[number] for number in range(self._count)])
+            within = self._folder.removeprefix(f"{self._storage.folder(self._manifest.step)}/")
+            within = "" if within == self._folder else f"{within}/"  # of a storage that cannot rename
+            parts = [found[number] for number in range(self._count)]
+            manifest = _joined(self._manifest, parts, within)
             self._put(NAME, manifest_to_bytes(manifest))
             self._storage.commit(manifest.step, self._token)
         else:
@@ -151,6 +155,7 @@ class StepWriter:
             self._wait_until(self._is_committed, lambda: [0])
 
     def __enter__(self) -> Self:
+        self._is_over = False
         return self
 
     def __exit__(
@@ -302,14 +307,15 @@ def _copied(each: ToWrite) -> ToWrite:
     return dataclasses.replace(each, shards=lambda: iter(shards))
 
 
-def _joined(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
+def _joined(manifest: Manifest, parts: Sequence[Part], within: str) -> Manifest:
     files: list[DataFile] = []
     chunks: dict[str, list[Chunk]] = {each.path: [] for each in manifest.variables}
     for part in parts:
         for path, found in part.chunks.items():
             chunks[path] += (dataclasses.replace(chunk, file=chunk.file + len(files)) for chunk in found)
-        files += part.files
+        files += (dataclasses.replace(file, name=within + file.name) for file in part.files)
     states = dict(manifest.states)
     own = [part.states for part in parts]
-    states["processes"] = own[:1] if all(each == own[0] for each in own) else own
+    if any(own):
+        states["processes"] = own[:1] if all(each == own[0] for each in own) else own
     return dataclasses.replace(manifest, states=states, files=files, chunks=chunks)

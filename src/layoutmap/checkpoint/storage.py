@@ -43,6 +43,9 @@ class Storage(Protocol):
     where: str
     """The folder, as messages name it."""
 
+    read_bytes: int
+    """How much is best read at once."""
+
     def steps(self) -> list[int]:
         """Return the steps that are there, in rising order."""
         ...
@@ -101,8 +104,21 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
+def step_of(name: str) -> int | None:
+    """The step whose folder has a name; `None`: it is no step's.
+
+    Example:
+        >>> step_of("step-1000"), step_of("step-07")
+        (1000, None)
+    """
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
 class LocalStorage:
     """Steps as folders of a folder: `step-1000`. One that is being written is hidden: `.step-1000.<token>`."""
+
+    read_bytes = 1 << 20  # which the caches of a processor hold until it is copied to its place
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
@@ -117,7 +133,7 @@ class LocalStorage:
             return []
         except OSError as error:
             raise _failed(self.where, "it cannot be listed", error) from error
-        return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+        return sorted(number for name in names if (number := step_of(name)) is not None)
 
     def folder(self, step: int) -> str:
         """Return the name of a step's folder."""
@@ -126,7 +142,7 @@ class LocalStorage:
     def begin(self, step: int, token: str) -> str:
         """Make the folder in which a step is written, and lock it for as long as this process lives."""
         if os.path.lexists(self._root / self.folder(step)):
-            raise _there_already(self.where, step)
+            raise there_already(self.where, step)
         name = _unfinished(step, token)
         try:
             self._make_root()
@@ -149,7 +165,7 @@ class LocalStorage:
             _sync_folder(self._root)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise _there_already(self.where, step) from error
+                raise there_already(self.where, step) from error
             raise _failed(self.where, f"step {step} cannot be completed", error) from error
         finally:
             self._locks.pop(name, None)
@@ -331,7 +347,8 @@ def _sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def _there_already(where: str, step: int) -> CheckpointError:
+def there_already(where: str, step: int) -> CheckpointError:
+    """The error for a step that is there when it is to be saved."""
     return CheckpointError(
         f"{where}: step {step} is there already",
         why="a step that was saved is never written over",

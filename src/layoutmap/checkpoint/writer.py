@@ -113,11 +113,11 @@ def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:
 
 
 def _planned(each: ToWrite, total_bytes: int) -> Iterator[Index]:
-    itemsize = numpy_dtype(each.variable.dtype, each.variable.path).itemsize
+    variable = each.variable
+    itemsize = numpy_dtype(variable.dtype, variable.path).itemsize
+    most = chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
     for index in each.indices:
-        shape = block_shape(index)
-        most = chunk_bytes(math.prod(shape) * itemsize, total_bytes)
-        yield from chunks_of(index, chunk_shape(shape, itemsize, most))
+        yield from chunks_of(index, chunk_shape(block_shape(index), itemsize, most, variable.shape))
 
 
 def _header(todo: Sequence[ToWrite], planned: Mapping[str, Sequence[Index]]) -> tuple[bytes, int]:

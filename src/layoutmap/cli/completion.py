@@ -40,6 +40,8 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     for action in _actions_of(parser):
         if action.type is Path or str(action.metavar).startswith("FILE"):
             action.complete = shtab.FILE
+        elif action.metavar in ("DIRECTORY", "NEW"):
+            action.complete = shtab.DIRECTORY
         elif "--optimizer" in action.option_strings:
             action.complete = shtab.cmd(f"echo {OPTIMIZERS}")
     return shtab.complete(parser, shell)

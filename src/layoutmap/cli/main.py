@@ -1,29 +1,40 @@
-"""The command line: `layoutmap plan | explain | lint | diff | devices | presets | schema | completion`.
+"""The command line: `layoutmap plan | explain | lint | diff | checkpoint | devices | presets | schema | completion`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
 
-Exit codes: 0 the output was printed and all is well; 1 the plan has problems, lint finds something, or two plans
-differ; 2 something went wrong; 130 interrupted; 141 the reader of a pipe has closed it. Code of a model that ends the
-process itself (`os._exit`) decides the exit code as well: nothing inside of the process can prevent that.
+Exit codes: 0 the output was printed and all is well; 1 the plan has problems, lint finds something, two plans differ,
+or a checkpoint is damaged; 2 something went wrong; 130 interrupted; 141 the reader of a pipe has closed it. Code of a
+model that ends the process itself (`os._exit`) decides the exit code as well: nothing inside of the process can prevent
+that.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
 from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
 from layoutmap.cli.models import listing
-from layoutmap.cli.output import check_target, drop_unwritten, is_stdout, say, write
+from layoutmap.cli.output import (
+    CANNOT,
+    CLOSED,
+    INTERRUPTED,
+    PROBLEMS,
+    WELL,
+    check_targets,
+    drop_unwritten,
+    say,
+    write_all,
+)
 from layoutmap.cli.plans import add_model_options, plan_of, plans_of
+from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
@@ -31,8 +42,6 @@ from layoutmap.core.text_table import size
 from layoutmap.engines import ENGINES
 from layoutmap.rules.yaml_file import schema
 from layoutmap.scope.devices import devices
-
-WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 
 _EXAMPLES = """examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
@@ -43,6 +52,7 @@ _EXAMPLES = """examples:
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
+  layoutmap checkpoint describe runs/llama --step 1000     more: layoutmap checkpoint --help
   layoutmap devices --engine jax
   layoutmap presets
   layoutmap schema > rules.schema.json
@@ -50,7 +60,7 @@ _EXAMPLES = """examples:
 
 exit codes:
   0  the output was printed, and all is well
-  1  the plan has problems, lint found something, or the plans differ
+  1  the plan has problems, lint found something, the plans differ, or the checkpoint is damaged
   2  something went wrong; stderr says what
 """
 
@@ -113,7 +123,8 @@ def _parser() -> argparse.ArgumentParser:
         version=f"layoutmap {version('layoutmap')}",
     )
     commands = parser.add_subparsers(
-        required=True, metavar="plan | explain | lint | diff | devices | presets | schema | completion"
+        required=True,
+        metavar="plan | explain | lint | diff | checkpoint | devices | presets | schema | completion",
     )
 
     def command(name: str, run: Callable[[Any], int], text: str, *plans: str) -> argparse.ArgumentParser:
@@ -140,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--device-memory",
         metavar="SIZE",
-        type=_size_in_bytes,
+        type=size_in_bytes,
         help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more',
     )
     plan.add_argument("--strict", action="store_true", help="count warnings as problems")
@@ -163,6 +174,12 @@ def _parser() -> argparse.ArgumentParser:
         *("before", "after"),
     )
     add_model_options(diff)
+    checkpoint = command(
+        "checkpoint",
+        run_checkpoint_command,
+        "Show, verify, relayout and export what was saved; no framework is loaded.",
+    )
+    add_checkpoint_commands(checkpoint)
     there = command("devices", _devices, "List the devices of this machine.")
     there.add_argument(
         "--engine",
@@ -196,26 +213,12 @@ def _add_batch_dim(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: Any) -> int:
-    files = [(name, path) for name in ("json", "html") if (path := getattr(options, name)) is not None]
-    for name, path in files:
-        check_target(f"--{name}", path)
-    if len({os.path.realpath(path) for _, path in files}) < len(files):
-        raise LayoutMapError(
-            f"--json and --html are both {options.json!r}",
-            why="the second would replace the first",
-            fix="name two files",
-        )
+    files = check_targets({"--json": options.json, "--html": options.html})
     made = plan_of(options.model, options)
     memory = made.memory
     findings = made.lint(options.batch_dim)
-    to_stdout = False
-    for name, path in files:
-        write(path, made.to_json() if name == "json" else made.to_html(options.batch_dim))
-        if is_stdout(path):
-            to_stdout = True
-        else:
-            say(f"written: {path}", sys.stderr)
-    out = sys.stderr if to_stdout else sys.stdout
+    texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
+    out = write_all({path: texts[option]() for option, path in files.items()})
     say(f"{made}\n\n{memory}", out)
     if findings:
         say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out)
@@ -294,21 +297,6 @@ def _schema(options: Any) -> int:
 
 
 # -- what they need
-
-
-def _size_in_bytes(text: str) -> int:
-    """Return the bytes of a size that people write; argparse shows what it raises."""
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", text)
-    num_bytes = 0
-    if found is not None:
-        number, prefix, binary = found.groups()
-        num_bytes = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
-    if not num_bytes:
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise argparse.ArgumentTypeError(
-            f'{shown!r} is not a size of memory; write a number and a unit (KB to TB, KiB to TiB), as in "80GiB"'
-        )
-    return num_bytes
 
 
 def _fit(needed: int, there: int) -> str:

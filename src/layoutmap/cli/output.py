@@ -8,10 +8,14 @@ import os
 import secrets
 import stat
 import sys
+from collections.abc import Mapping
 from typing import TextIO
 
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
+
+WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
+"""The exit codes; `layoutmap.cli.main` says what they mean."""
 
 
 def say(text: str, stream: TextIO | None) -> None:
@@ -52,6 +56,36 @@ def check_target(option: str, path: str) -> None:
         why=why,
         fix='name a file in a folder that exists, or "-" for stdout',
     )
+
+
+def check_targets(options: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the files that options name; refuse what cannot be written to, and one file for two options.
+
+    Raises:
+        LayoutMapError: See `check_target`; or two options name one file.
+    """
+    files = {option: path for option, path in options.items() if path is not None}
+    for option, path in files.items():
+        check_target(option, path)
+    if len({os.path.realpath(path) for path in files.values()}) < len(files):
+        raise LayoutMapError(
+            f"{' and '.join(files)} are both {next(iter(files.values()))!r}",
+            why="the second would replace the first",
+            fix="name two files",
+        )
+    return files
+
+
+def write_all(texts: Mapping[str, str]) -> TextIO | None:
+    """Write texts to files by name; returns where tables for people go: stdout, or stderr if a text went to stdout."""
+    out = sys.stdout
+    for path, text in texts.items():
+        write(path, text)
+        if is_stdout(path):
+            out = sys.stderr
+        else:
+            say(f"written: {path}", sys.stderr)
+    return out
 
 
 def write(path: str, text: str) -> None:

@@ -108,7 +108,7 @@ def _plan_of_model(name: str, options: Any) -> Plan:
     module_name, function_name = names_of(name)
     layout_map = preset_of(options, mesh, known)
     if layout_map is None:
-        layout_map = _rules_of_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
+        layout_map = rules_of_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
     by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
     say(f"layoutmap: planning {name}{by}", sys.stderr)
     with users_code(name):
@@ -121,7 +121,12 @@ def _plan_of_model(name: str, options: Any) -> Plan:
         )
 
 
-def _rules_of_file(name: str, mesh: Mesh | None) -> LayoutMap:
+def rules_of_file(name: str, mesh: Mesh | None) -> LayoutMap:
+    """The rules of a file, on a mesh; `None`: on its own.
+
+    Raises:
+        LayoutMapError: It cannot be read, or has what is no rule.
+    """
     text = _text_of(name)
     with _read_from(name):
         return LayoutMap.from_yaml(text, mesh)

@@ -110,12 +110,15 @@ class Engine(Protocol):
         """
         ...
 
-    def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Array:
+    def from_shards(
+        self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
+    ) -> Array:
         """Make an array whose shards are read one by one.
 
         Args:
             assignment: The variable and its layout.
             read: Returns the values at an index. Called once for each different shard that this process holds.
+            copy: Whether what is read may change later. If not, the array may share its memory.
 
         Raises:
             EngineError: What was read has not the shape or element type of the shard.

@@ -21,8 +21,12 @@ _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _KNOWN = "a rules file holds text, whole numbers and null, in mappings and lists"
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str, where: str = "rules file") -> Any:
     """What one YAML document says; `None` if it is empty.
+
+    Args:
+        text: The document.
+        where: What it is, as messages name it.
 
     Raises:
         RuleError: It is no YAML, or not of the kind above; says where.
@@ -34,18 +38,21 @@ def read_yaml(text: str) -> Any:
     yaml = _yaml()
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RuleError(
-            "rules file cannot be read",
+            f"{where} cannot be read",
             why=f"it is {kind_of(text)}, not text",
             fix="pass its text, as in Path(file).read_text()",
         )
     try:
         # libyaml's parser, where PyYAML was built with it, is about 15 times as fast.
         return _Reader(yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))).document()
-    except RuleError:
-        raise
+    except RuleError as error:
+        if where == "rules file":
+            raise
+        what = error.what.replace("rules file", where, 1)
+        raise RuleError(what, facts=error.facts, why=error.why, fix=error.fix) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: text that cannot be encoded
         raise RuleError(
-            "rules file cannot be read", why=str(error), fix="correct the text at that place"
+            f"{where} cannot be read", why=str(error), fix="correct the text at that place"
         ) from error
 
 

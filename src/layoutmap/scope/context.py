@@ -163,7 +163,7 @@ class Scope:
                 made: dict[str, Any] = {}
                 for key, read in readers.items():
                     if read is not None:
-                        made[key] = self.engine.from_shards(assignments[key], read)
+                        made[key] = self.engine.from_shards(assignments[key], read, copy=False)
                         progress(key)
                 return made
 

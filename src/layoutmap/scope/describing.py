@@ -1,24 +1,223 @@
-"""`describe`: what is in a checkpoint, without a model."""
+"""`describe`: what is in a checkpoint, without a model.
+
+`Checkpoint` is a face over a `Source` of values, as `Plan` is one over its table: the source reads, `report.contents`
+knows how it is shown, and neither knows the other.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
+from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import Step
-from layoutmap.checkpoint.storage import LocalStorage
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.core.blocks import Index, NumpyArray
+from layoutmap.core.errors import CheckpointError
+from layoutmap.plan.problems import Problem
+from layoutmap.report.contents import (
+    Contents,
+    contents_html,
+    contents_json,
+    contents_line,
+    contents_of,
+    contents_text,
+)
+from layoutmap.rules.near_misses import nearest
+from layoutmap.scope.plan import Plan
 
 
-def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> Step:
-    """Open a step of a checkpoint; reads its manifest and no values.
+class Checkpoint(Mapping[str, SavedVariable]):
+    """What is in a checkpoint: a mapping from path to what was saved there; values are read when they are asked for.
 
     Args:
-        directory: What it was saved to.
+        source: What values are read from.
+        match: Only variables in whose paths this regex is found; `None`: all.
+
+    Attributes:
+        source: See above.
+
+    Raises:
+        re.error: `match` is no regex.
+    """
+
+    def __init__(self, source: Source, match: str | None = None):
+        self.source = source
+        wanted = re.compile(match or "")
+        self._variables = {path: v for path, v in source.variables.items() if wanted.search(path)}
+
+    @property
+    def where(self) -> str:
+        """The file or folder."""
+        return self.source.where
+
+    @property
+    def step(self) -> int | None:
+        """The number of the step; `None`: it is no step of a checkpoint of this library."""
+        return getattr(self.source, "step", None)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """All steps that are there, in rising order; empty for what has none."""
+        return getattr(self.source, "steps", ())
+
+    @property
+    def metadata(self) -> Any:
+        """What was saved along; `None` if nothing was."""
+        return getattr(self.source, "metadata", None)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers by which a manager compares steps; empty if there are none."""
+        return getattr(self.source, "metrics", {})
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a changed value is found; the formats of others have no checksums of their values."""
+        return isinstance(self.source, Step)
+
+    @property
+    def variables(self) -> Mapping[str, SavedVariable]:
+        """The variables by path."""
+        return self._variables
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """The states beside the variables, by name: of random generators, of the iterator over the data."""
+        return self.source.states
+
+    @property
+    def global_bytes(self) -> int:
+        """Size in bytes of all variables."""
+        return self._contents.table.global_bytes
+
+    @property
+    def plan(self) -> Plan:
+        """The layouts in which the variables were saved, as a plan: to `diff` with that of another run.
+
+        What was saved without a layout is replicated in it.
+        """
+        return Plan.of(self._contents.table)
+
+    def read(self, path: str, index: Index | None = None) -> NumpyArray:
+        """Return values of a variable, as they were saved: each byte is checked while it is read.
+
+        Args:
+            path: The variable's path, or another path to it.
+            index: A slice for each axis, as `numpy.s_[0:4, :]` makes them; `None`: all.
+
+        Raises:
+            KeyError: There is no such variable; names those that come close.
+            CheckpointError: Bytes are missing, or are not those that were saved.
+        """
+        return self.source.read(self[path].path, index)
+
+    def verify(self, progress: Callable[[str], object] | None = None) -> tuple[CheckpointError, ...]:
+        """Read all that was saved; returns what is missing or damaged: empty if all is as it was written.
+
+        Args:
+            progress: Called with the path of each variable when it has been read.
+        """
+        if isinstance(self.source, Step):
+            return tuple(self.source.problems(progress))
+        found: list[CheckpointError] = []
+        for path in self._variables:
+            try:
+                self.source.check(path)
+            except CheckpointError as error:
+                found.append(error)
+            if progress is not None:
+                progress(path)
+        return tuple(found)
+
+    @cached_property
+    def _contents(self) -> Contents:
+        return contents_of(self.source, self._variables.values())
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        return {alias: v.path for v in self._variables.values() for alias in v.aliases}
+
+    def __getitem__(self, path: str) -> SavedVariable:
+        found = self._variables.get(path) or self._variables.get(self._aliases.get(path, ""))
+        if found is None:
+            near = nearest(path, [*self._variables, *self._aliases])
+            raise KeyError(
+                f"the checkpoint has no variable {path!r}"
+                + (f"; near misses: {', '.join(near)}" if near else "")
+            )
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._variables)
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    # -- texts
+
+    def to_json(self) -> str:
+        """Write what is in it as JSON, a variable in each line: for programs; no values."""
+        head: dict[str, Any] = {"where": self.where, "step": self.step, "steps": self.steps}
+        if isinstance(self.source, Step):
+            manifest = self.source.manifest
+            head |= manifest.facts
+            head["files"] = [{"name": file.name, "bytes": file.num_bytes} for file in manifest.files]
+            head["metadata"] = manifest.metadata
+        return contents_json(self._contents, head | {"bytes": self.global_bytes})
+
+    def to_html(self, problems: Sequence[CheckpointError] | None = None) -> str:
+        """Write what is in it as one page for a browser that loads nothing: its facts, every variable and its shards.
+
+        Args:
+            problems: What `verify` has returned, which the page shows; `None`: it says that nobody has looked.
+        """
+        from layoutmap.report.page.page import checkpoint_page  # late, as in `Plan`
+
+        return checkpoint_page(
+            self._contents, problems if problems is None else list(map(_problem, problems))
+        )
+
+    def __str__(self) -> str:
+        return contents_text(self._contents)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {contents_line(self._contents)}>"
+
+    def _repr_html_(self) -> str:
+        return contents_html(self._contents)
+
+
+def _problem(error: CheckpointError) -> Problem:
+    facts = tuple((name, str(value)) for name, value in error.facts.items())
+    return Problem("damaged", "error", error.what.partition(": ")[0], error.what, facts, error.why, error.fix)
+
+
+def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
+    """Open a step of a checkpoint, or what others have written; reads no values.
+
+    Args:
+        directory: What it was saved to, or files of others: see `load`.
         step: The step; `None`: the last one.
 
     Returns:
-        The step: its variables, metadata and steps beside it.
+        The checkpoint: print it for a table of its variables; a mapping of them, with `read`, `steps`, `metadata`.
 
     Raises:
         CheckpointError: There is no such step, or its manifest is damaged.
+
+    Example:
+        >>> import keras, layoutmap as lm, tempfile
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")])
+        >>> directory = tempfile.mkdtemp()
+        >>> folder = lm.save(model, directory, step=100, metadata={"loss": 0.25})
+        >>> found = lm.describe(directory)
+        >>> list(found), found["d1.kernel"].shape, found.steps, found.metadata
+        (['d1.kernel', 'd1.bias'], (8, 16), (100,), {'loss': 0.25})
+        >>> float(found.read("d1.bias").sum())
+        0.0
     """
-    return Step(LocalStorage(directory), step)
+    return Checkpoint(open_source(directory, step))

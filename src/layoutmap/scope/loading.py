@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,9 +11,12 @@ import numpy as np
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.renamed import Renamed
+from layoutmap.checkpoint.renaming import Names, read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import Layout
@@ -37,6 +40,7 @@ def load(
     *,
     layout_map: RuleSet | None = None,
     step: int | None = None,
+    names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     optimizer: Any = None,
     data: Any = None,
     missing: Missing = "error",
@@ -52,9 +56,13 @@ def load(
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
             straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: what it
             needs is read and checked once, and then read into it, so that a damaged file changes nothing.
-        directory: What it was saved to.
+        directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
+            Face has it, `*.weights.h5`, a directory of orbax or of `torch.distributed.checkpoint`. These have no
+            checksums: a changed value in them cannot be seen.
         layout_map: The rules, for a function. They need not be those of the model that was saved.
         step: The step; `None`: the last one.
+        names: What the model's variables are called there, where they have other names or axes: a table of the library,
+            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names.
         optimizer: See `save`; it may be new, without slots. Or a function that makes it, which is called with the
             model: `lambda model: torch.optim.AdamW(model.parameters())`. What is returned then is a pair.
         data: What else goes on where it was: anything with `load_state_dict()` or `set_state()`, or the mapping of
@@ -101,22 +109,29 @@ def load(
         mesh = _mesh_of(adapter, found)
     processes = _Processes(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
-    values = Values(source, missing=missing, extra=extra, cast=cast)
+    table = None if names is None else read_names(names)
+    values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
+    loading = _Loading(adapter, values, processes, progress)
+    state = processes.agreed(lambda: loading.state_for(data))
+    is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
-        found, _ = _Loading(adapter, values, processes, progress, is_new=True).put(found, None)
+        found, _ = loading.put(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
-    loaded = _Loading(adapter, values, processes, progress).put(found, made, data)
+    loaded = loading.put(found, made, is_new=is_new and (made is None or callable(optimizer)))
     values.close()
+    loading.restore_states(*loaded, data, state)
     return loaded if optimizer is not None else loaded[0]
 
 
-def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Processes) -> Step:
-    """The same step in all processes: the last one is that which is the last for the first process."""
-    source = processes.agreed(lambda: Step(LocalStorage(directory), step))
+def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Processes) -> Source:
+    """The same source in all processes; the last step is that which is the last for the first process."""
+    source = processes.agreed(lambda: open_source(directory, step))
+    if not isinstance(source, Step):
+        return source
     steps = processes.texts(str(source.step))
     if len(set(steps)) > 1:
-        source = processes.agreed(lambda: Step(LocalStorage(directory), int(steps[0])))
+        source = processes.agreed(lambda: Step(storage_of(directory), int(steps[0])))
     saves = processes.texts(str(source.manifest.facts.get("id")))
     if len(set(saves)) > 1:
         raise CheckpointError(
@@ -165,6 +180,7 @@ class Values:
 
     Args:
         source: What they are read from.
+        names: What the variables are called in it; `None`: what they are called in the model.
         missing: See `load`.
         extra: See `load`.
         cast: See `load`.
@@ -174,9 +190,16 @@ class Values:
     """
 
     def __init__(
-        self, source: Source, *, missing: Missing = "error", extra: Extra = "error", cast: bool = False
+        self,
+        source: Source,
+        *,
+        names: Names | None = None,
+        missing: Missing = "error",
+        extra: Extra = "error",
+        cast: bool = False,
     ):
-        self.source = source
+        self._renamed = None if names is None else Renamed(source, names)
+        self.source = source if self._renamed is None else self._renamed
         self.missing = missing
         self._extra = extra
         self._cast = cast
@@ -186,6 +209,8 @@ class Values:
 
     def find(self, variable: VariableSpec) -> SavedVariable | None:
         """Return what the checkpoint has for a variable, under any of its paths; `None`: nothing."""
+        if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
+            self._renamed.fit((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
             if path in self.source.variables:
                 return self.source.variables[path]
@@ -204,6 +229,8 @@ class Values:
             CheckpointError: They differ.
         """
         found = [(variable, self.find(variable)) for variable in variables]
+        if self._renamed is not None:
+            self._renamed.check_once(saved.path for _, saved in found if saved)
         wrong = [text for variable, saved in found if saved and (text := self._difference(variable, saved))]
         known = {saved.path for _, saved in found if saved}
         unknown = [v for v, saved in found if saved is None and v.kind in kinds]
@@ -236,9 +263,8 @@ class Values:
     def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return what reads the shards of a variable; `None` if the checkpoint does not have it."""
         saved = None if self._closed or _is_key(variable) else self.find(variable)
-        if (
-            saved is None or saved.shape != variable.shape
-        ):  # of another one, that is read before all are known
+        # One that is read before all are known may have the path of another, and so its shape.
+        if saved is None or saved.shape != variable.shape:
             return None
         self.taken.add(variable.path)
         dtype = numpy_dtype(variable.dtype, variable.path)
@@ -293,68 +319,59 @@ class _Loading:
         values: The values of the checkpoint.
         processes: Those that load.
         progress: See `load`.
-        is_new: Whether the model was made for it, so that it need not stay as it is if the checkpoint is damaged.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        values: Values,
-        processes: _Processes,
-        progress: bool | None,
-        *,
-        is_new: bool = False,
-    ):
+    def __init__(self, adapter: Adapter, values: Values, processes: _Processes, progress: bool | None):
         self._adapter = adapter
         self._engine = get_engine(adapter.engine_name)
         self._values = values
         self._processes = processes
         self._progress = progress
-        self._is_new = is_new
         self._states = values.source.states
         settings: Mapping[str, Any] = self._states.get("settings", {})
-        self._settings = settings if settings.get("library") == adapter.name else {}
+        self._settings = settings if settings.get("library") == adapter.name else dict[str, Any]()
 
-    def put(self, model: Any, optimizer: Any, data: Any = None) -> tuple[Any, Any]:
-        """Read what has not been read yet: all is checked before anything is changed."""
-        stored, state = self._processes.agreed(lambda: self._checked(model, optimizer, data))
+    def put(self, model: Any, optimizer: Any, *, is_new: bool) -> tuple[Any, Any]:
+        """Read what has not been read yet; into what is not new once all of it has been checked."""
+        stored = self._processes.agreed(lambda: self._checked(model, optimizer))
         # Initializers, in their turn, may have drawn from a generator whose state had been read.
         taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
         layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
-        assignments = {
-            each.variable.path: Assignment(each.variable, layout or _any_layout(each.variable))
-            for each in rest
-            for layout in (layouts[each.variable.path],)
-        }
         variables = {each.variable.path: each.variable for each in rest}
-        if not self._is_new:
+        if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
-                self._processes.agreed(lambda: self._check_values(rest, layouts, progress))
-        del stored
+                self._processes.agreed(lambda: self._check_values(variables.values(), layouts, progress))
+        del stored, rest  # and with them the last arrays that are replaced
         with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
             def arrays() -> Iterator[tuple[str, Any]]:
-                for path, assignment in assignments.items():
-                    read = self._values.reader(assignment.variable)
+                for path, variable in variables.items():
+                    read, layout = self._values.reader(variable), layouts[path]
                     assert read is not None
-                    if layouts[path] is None:
-                        yield path, read(full_index(assignment.variable.shape))
+                    if layout is None:
+                        yield path, read(full_index(variable.shape))
                     else:
-                        yield path, self._engine.from_shards(assignment, read)
+                        yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
                     progress(path)
 
-            loaded = self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
-        if not self._is_new:
-            own = self._states.get("processes", [])
-            place = self._processes.number, self._processes.count
-            random = random_states_of([each.get("random", {}) for each in own], *place)
-            self._adapter.restore_settings(*loaded, {**self._settings, "random": random})
-            if data is not None:
-                restore_state(data, state)
-        return loaded
+            return self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
 
-    def _checked(self, model: Any, optimizer: Any, data: Any) -> tuple[Sequence[Stored], Any]:
+    def state_for(self, data: Any) -> Any:
+        """The state that `data` goes on from in this process."""
+        states = [each["data"] for each in self._states.get("processes", []) if "data" in each]
+        place = self._processes.number, self._processes.count
+        return None if data is None else check_data(data, states, *place)
+
+    def restore_states(self, model: Any, optimizer: Any, data: Any, state: Any) -> None:
+        """Put back what is no variable: settings of the optimizer, random states, and the state of `data`."""
+        own = [each.get("random", {}) for each in self._states.get("processes", [])]
+        random = random_states_of(own, self._processes.number, self._processes.count)
+        self._adapter.restore_settings(model, optimizer, {**self._settings, "random": random})
+        if data is not None:
+            restore_state(data, state)
+
+    def _checked(self, model: Any, optimizer: Any) -> Sequence[Stored]:
         source = self._values.source
         slots = [_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
         if optimizer is not None:
@@ -367,10 +384,7 @@ class _Loading:
         if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
             kinds.add(Kind.SLOT)
         self._values.check([each.variable for each in stored], kinds)
-        if data is None:
-            return stored, None
-        states = [each["data"] for each in self._states.get("processes", []) if "data" in each]
-        return stored, check_data(data, states, self._processes.number, self._processes.count)
+        return stored
 
     def _check_optimizer(self, has_slots: bool) -> None:
         """Raise if an optimizer is to be loaded, and the checkpoint has none that the library knows."""
@@ -391,14 +405,15 @@ class _Loading:
         )
 
     def _check_values(
-        self, rest: Sequence[Stored], layouts: Mapping[str, Layout | None], progress: Progress
+        self, variables: Iterable[VariableSpec], layouts: Mapping[str, Layout | None], progress: Progress
     ) -> None:
         """Raise if what this process needs is not as it was saved."""
-        for each in rest:
-            saved = self._values.find(each.variable)
+        for variable in variables:
+            saved = self._values.find(variable)
             assert saved is not None
-            layout, read = layouts[each.variable.path], self._values.reader(each.variable)
-            if _is_count(each.variable, saved) and read is not None:
+            layout = layouts[variable.path]
+            read = self._values.reader(variable)
+            if _is_count(variable, saved) and read is not None:
                 read(full_index(saved.shape))  # it may not fit
             elif layout is None:
                 self._values.source.check(saved.path)
@@ -407,7 +422,7 @@ class _Loading:
                 indices = [layout.shard_slices(saved.shape, i) for i in ids]
                 for index in {ends_of(index): index for index in indices}.values():
                     self._values.source.check(saved.path, index)
-            progress(each.variable.path)
+            progress(variable.path)
 
 
 def _spec(saved: SavedVariable) -> VariableSpec:
@@ -416,10 +431,6 @@ def _spec(saved: SavedVariable) -> VariableSpec:
 
 def _is_slot(stored: Stored) -> bool:
     return stored.variable.kind is Kind.SLOT
-
-
-def _any_layout(variable: VariableSpec) -> Layout:
-    return Layout.replicated(Mesh(None, "x=1"), len(variable.shape))
 
 
 def _mesh_of(adapter: Adapter, model: Any) -> Mesh | None:

@@ -15,9 +15,9 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.retention import Retention, check_metrics
 from layoutmap.checkpoint.step_writer import StepWriter
-from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning
 from layoutmap.scope.loading import load
 from layoutmap.scope.saving import begin_save, check_step, group_of
@@ -72,7 +72,7 @@ class CheckpointManager:
     ):
         self._retention = Retention(keep_last, best, best_mode, keep_best, every_steps, every_minutes)
         self._directory = directory
-        self._storage = LocalStorage(directory)
+        self._storage = storage_of(directory)
         self._waits = wait
         self._flight: _Flight | None = None
         self._failures: list[BaseException] = []  # of saves, that no call has raised yet
@@ -139,11 +139,11 @@ class CheckpointManager:
         )
         self._metrics[number] = found
         with writer:
-            if not self._waits:
+            if self._waits:
+                self._write(writer, number)
+            else:
                 writer.copy()
                 self._flight = _Flight(lambda: self._write(writer, number), writer.is_alone, self._failures)
-        if self._waits:
-            self._write(writer, number)
         self._last, self._saved_at = number, time.monotonic()
         self._damaged.discard(number)
         return True

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from layoutmap.adapters import adapter_of_model
 from layoutmap.adapters.protocol import Stored
 from layoutmap.checkpoint.manifest import Manifest
+from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import encode
 from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-from layoutmap.checkpoint.storage import MOST_STEP, LocalStorage, new_token
+from layoutmap.checkpoint.storage import MOST_STEP, new_token
 from layoutmap.checkpoint.writer import ToWrite
 from layoutmap.core.arguments import as_int
 from layoutmap.core.blocks import Ends, Index, ends_of, full_index
@@ -50,7 +51,8 @@ def save(
 
     Args:
         model: The model, of any library, in layouts or plain.
-        directory: Where checkpoints of this model are kept. The step is its folder `step-<number>`.
+        directory: Where checkpoints of this model are kept: a folder, or a URL that fsspec knows, as in
+            `"s3://bucket/run"`. The step is its folder `step-<number>`.
         step: The number of the step, 0 or more. A step that is there is not written over.
         optimizer: The model's optimizer, where the model does not have it: of torch, a state of optax, an
             `nnx.Optimizer`. That of a compiled Keras model is saved with it.
@@ -121,7 +123,7 @@ def begin_save(
     layouts = {each.variable.path: engine.layout_of(each.array) for each in kept}
     mesh = _one_mesh(layouts)
     group = Group(engine, mesh)
-    storage = LocalStorage(directory)
+    storage = storage_of(directory)
     variables = [_saved(each.variable, layouts[each.variable.path]) for each in kept]
     total_bytes = sum(each.variable.global_bytes for each in kept)
 

@@ -59,11 +59,11 @@ def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: 
         )
     if isinstance(data, Mapping):
         several = cast("Mapping[str, Any]", data)
-        if any(not isinstance(state, dict) or state.keys() != several.keys() for state in states):
-            saved = states[0].keys() if isinstance(states[0], dict) else ()
+        saved = list(cast("dict[str, Any]", states[0])) if isinstance(states[0], dict) else []
+        if set(saved) != set(several):
             raise CheckpointError(
                 f"{name}: it has other names than were saved",
-                facts={"names": listed(list(several)), "saved": listed(list(map(str, saved)))},
+                facts={"names": listed(list(several)), "saved": listed(saved)},
                 why="each of several is given its own state",
                 fix="pass the same names as to save",
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from layoutmap.adapters.jax.checkpoints import restored, stored
+from layoutmap.adapters.jax.checkpoints import has_optimizer, restored, stored
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
@@ -99,7 +99,7 @@ class JaxAdapter:
 
     def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
-        return stored(model, optimizer)
+        return stored(model, optimizer, saved)
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
         """Return a model and its optimizer's state with other arrays."""
@@ -107,7 +107,7 @@ class JaxAdapter:
 
     def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
         """Return the random states of Python and numpy; those of JAX are arrays of the model."""
-        return {"random": random_states.states()}
+        return {"random": random_states.states(), "optimizer": has_optimizer(model, optimizer)}
 
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
         """Put back what `settings` returned."""

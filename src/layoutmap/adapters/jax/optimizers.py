@@ -57,16 +57,14 @@ def params_of(params: Any, wrt: Any = None) -> Any:
     return nnx.state(params, nnx.Param if wrt is None else wrt)
 
 
-def describe(init: Callable[[Any], Any], params: Any) -> OptimizerVariables:
-    """Describe an optimizer's parameters and state; computes nothing.
+def weights_of(params: Any) -> tuple[dict[Parts, VariableSpec], dict[tuple[str, str], Layout]]:
+    """Return parameters by the parts of their paths, and the layout of each that has one, by `key`.
 
     Args:
-        init: Returns the state of the optimizer for the parameters, as optax's `init` does.
         params: A pytree of arrays, or of what has their shapes and element types.
 
     Raises:
         LayoutError: A parameter is no array.
-        ScopeError: `init` cannot be traced.
     """
     engine, weights, layouts = get_engine("jax"), dict[Parts, VariableSpec](), dict[Any, Layout]()
     for parts, leaf in named_leaves(params):
@@ -81,6 +79,21 @@ def describe(init: Callable[[Any], Any], params: Any) -> OptimizerVariables:
         layout = engine.layout_of(leaf)
         if layout is not None:
             layouts[weight.key] = layout
+    return weights, layouts
+
+
+def describe(init: Callable[[Any], Any], params: Any) -> OptimizerVariables:
+    """Describe an optimizer's parameters and state; computes nothing.
+
+    Args:
+        init: Returns the state of the optimizer for the parameters, as optax's `init` does.
+        params: See `weights_of`.
+
+    Raises:
+        LayoutError: A parameter is no array.
+        ScopeError: `init` cannot be traced.
+    """
+    weights, layouts = weights_of(params)
     try:
         state = jax.eval_shape(init, params)
     except jax.errors.ConcretizationTypeError as error:

@@ -52,6 +52,11 @@ class TrainState:
         self._steps = self._steps or Steps(self)
         return self._steps
 
+    def weights(self) -> dict[str, Any]:
+        """Return the arrays that are trained, by path."""
+        values = {leaf.path: leaf.value for leaf in take_apart(self.model).leaves}
+        return {path: values[path] for path in self.steps.trained}
+
     def slots(self) -> dict[str, Variable]:
         """Return the arrays of the optimizer's state by path: the weight's, and what the optimizer calls them."""
         if self.opt_state is None:

@@ -177,7 +177,7 @@ def check_names(saved: Names, own: Names) -> None:
                 wrong[path] = f"named {name}, saved by the name of {old_name}"
     if wrong:
         raise CheckpointError(
-            f"{listed(list(wrong))}: these may be other layers than those that were saved by these paths",
+            f"{listed([*wrong])}: these may be other layers than those that were saved by these paths",
             facts=wrong,
             why="Keras numbers layers without a name, in each process anew, and other layers beside these were given "
             "names that look like its own; nothing has been loaded",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, with_ends
+from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, with_ends
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.jax.devices import Device
@@ -51,22 +51,40 @@ def canonical(values: NumpyArray) -> NumpyArray:
 
 
 def from_blocks(
-    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding, read: Callable[[Index], NumpyArray]
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: NamedSharding,
+    read: Callable[[Index], NumpyArray],
+    *,
+    copy: bool = True,
 ) -> jax.Array:
-    """An array made from blocks, each read once."""
+    """An array made from blocks, each read once.
+
+    Args:
+        shape: The shape of the array.
+        dtype: Its element type.
+        sharding: Its sharding.
+        read: Gives the values at an index.
+        copy: Whether what is read may change later: on CPU devices JAX may share the memory of a numpy array.
+    """
     holders: dict[Ends, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         holders.setdefault(ends_of(with_ends(index or (), shape)), []).append(device)
     pieces: list[jax.Array] = []
     for ends, devices in holders.items():
-        # A copy: on CPU devices JAX would share the memory of a numpy array, and a later change of it would show.
-        block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=True)
+        block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=copy or None)
         pieces.extend(jax.device_put([block] * len(devices), devices))
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
 def shards_of(array: Any) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once, with both ends; of random keys, their data."""
+    """The shards that this process holds, each index once, with both ends; of random keys, their data.
+
+    A pytree may have arrays of numpy too.
+    """
+    if isinstance(array, (np.ndarray, np.generic)):
+        yield full_index(array.shape), np.asarray(array)
+        return
     seen: set[Ends] = set()
     data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
     for shard in data.addressable_shards:

@@ -122,12 +122,15 @@ class JaxEngine:
         """The programs compiled so far, to look at what the compiler made of them."""
         return [program for program in self._programs.values() if isinstance(program, ShardedProgram)]
 
-    def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
+    def from_shards(
+        self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
+    ) -> Any:
         """Make an array whose shards are read one by one; see `Engine.from_shards`."""
         sharding, variable = self._checked(assignment), assignment.variable
         with undisturbed():
             checked = checked_reader(variable, read)
-            made = from_blocks(variable.shape, np.dtype(jnp.dtype(variable.dtype)), sharding, checked)
+            dtype = np.dtype(jnp.dtype(variable.dtype))
+            made = from_blocks(variable.shape, dtype, sharding, checked, copy=copy)
             return self._layouts.noted(made, assignment.layout)
 
     def relayout(self, array: Any, layout: Layout) -> Any:

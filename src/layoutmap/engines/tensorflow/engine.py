@@ -123,12 +123,14 @@ class TensorFlowEngine:
             raise
         return made
 
-    def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
+    def from_shards(
+        self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
+    ) -> Any:
         """Make a tensor whose shards are read one by one; see `Engine.from_shards`."""
         self._checked(assignment)
         variable = assignment.variable
         with tf.init_scope():
-            return from_blocks(variable.shape, assignment.layout, checked_reader(variable, read))
+            return from_blocks(variable.shape, assignment.layout, checked_reader(variable, read), copy=copy)
 
     @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> Any:

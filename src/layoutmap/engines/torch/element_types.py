@@ -48,18 +48,22 @@ def to_numpy(tensor: torch.Tensor) -> NumpyArray:
     return bits.view(np.dtype(getattr(ml_dtypes, name)))
 
 
-def to_torch(values: NumpyArray) -> torch.Tensor:
-    """A tensor with memory of its own, of the element type that numpy values have.
+def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
+    """A tensor of the element type that numpy values have.
+
+    Args:
+        values: The values.
+        copy: Whether they may change later; if not, the tensor may share their memory.
 
     Raises:
         EngineError: Torch holds no such elements.
     """
-    values = np.ascontiguousarray(values).reshape(values.shape)
+    values = np.array(values, copy=copy or not values.flags.writeable or None, order="C")
     if values.dtype.name in _NAMES_OF_ML_DTYPES and hasattr(torch, values.dtype.name):
-        bits = values.view(_BITS[values.itemsize]).copy()
-        return torch.from_numpy(bits).view(getattr(torch, values.dtype.name))
+        bits = torch.from_numpy(values.view(_BITS[values.itemsize]))
+        return bits.view(getattr(torch, values.dtype.name))
     try:
-        return torch.from_numpy(values.copy())
+        return torch.from_numpy(values)
     except TypeError:
         raise no_numbers("torch", values.dtype) from None
 

@@ -127,13 +127,15 @@ class TorchEngine:
         return made
 
     @plainly
-    def from_shards(self, assignment: Assignment, read: Callable[[Index], NumpyArray]) -> Any:
+    def from_shards(
+        self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
+    ) -> Any:
         """Make a DTensor whose shards are read one by one; see `Engine.from_shards`."""
         dtype = self._checked(assignment)
         variable = assignment.variable
 
         def checked(index: Index) -> torch.Tensor:
-            block = to_torch(np.asarray(read(index)))
+            block = to_torch(np.asarray(read(index)), copy=copy)
             check_shard(variable, index, block.shape, _name(block.dtype))
             return block
 

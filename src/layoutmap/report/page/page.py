@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
+from layoutmap.report.contents import Contents, contents_line
 from layoutmap.report.page.data import page_data
 from layoutmap.report.text import plan_line
 
@@ -30,7 +32,7 @@ _SCRIPTS = (
         "slices_view",
         "details_view",
     ),
-    *("memory_view", "treemap_view", "table_view", "problems_view", "page"),
+    *("memory_view", "checkpoint_view", "treemap_view", "table_view", "problems_view", "page"),
 )
 
 
@@ -41,11 +43,32 @@ def plan_page(plan: PlanTable, findings: Sequence[Problem] = ()) -> str:
         plan: The plan.
         findings: More problems to show beside those of the plan.
     """
+    return _page("plan", f"Plan: {plan_line(plan)}", page_data(plan, findings))
+
+
+def checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> str:
+    """What is in a checkpoint as such a page: the layouts in which its variables were saved, and its facts.
+
+    Args:
+        contents: The checkpoint.
+        problems: What is damaged; `None`: nobody has looked.
+    """
+    data = page_data(contents.table, problems or ())
+    data["checkpoint"] = {
+        "where": contents.where,
+        "facts": list(contents.facts.items()),
+        "verified": problems is not None,
+    }
+    return _page("checkpoint", f"Checkpoint {contents_line(contents)}", data)
+
+
+def _page(kind: str, title: str, data: Mapping[str, Any]) -> str:
     scripts = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
     parts = {
-        "title": escape(plan_line(plan)),
+        "kind": kind,
+        "title": escape(title),
         "style": _part("page.css"),
-        "data": _json(page_data(plan, findings)),
+        "data": _json(data),
         "script": f'(() => {{\n"use strict";\n{scripts}\n}})();',
     }
     # One pass, so that a path that reads like one of the places is only a path.

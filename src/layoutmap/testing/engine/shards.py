@@ -122,7 +122,8 @@ class ShardLaws(EngineCases):
             asked.append(index)
             return values[index]
 
-        array = self.engine.from_shards(assignment_of(shape, dtype, layout), read)
+        assignment = assignment_of(shape, dtype, layout)
+        array = self.engine.from_shards(assignment, read, copy=data.draw(st.booleans()))
         shards = self.gathered(self.engine.to_shards(array))
 
         assert layout == self.engine.layout_of(array)

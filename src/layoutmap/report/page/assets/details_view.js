@@ -5,6 +5,12 @@ function detailsView(name, holder) {
   const link = (v) => make("button", { type: "button", class: "link", onclick: () => chooseVariable(v, "link") }, pathNode(v.path));
   const ruleNode = (rule) => [`rule ${rule.number} `, make("code", {}, rule.pattern)];
 
+  function reasonOf(v) {
+    if (v.rule) return [...ruleNode(v.rule), v.rule.uneven === "error" ? "" : ` (uneven: ${v.rule.uneven})`];
+    if (v.notAsked) return [v.parent ? "it follows its parent" : `a ${v.kind} is not asked of the rules`];
+    return [`no rule matches, so it is replicated${v.rest ? ', as layout_map.rest = "replicated" says' : ""}`];
+  }
+
   function rowsOf(v) {
     const found = [
       row("what", `${v.kind}, ${v.dtype}, ${shapeText(v.shape)}`),
@@ -13,9 +19,7 @@ function detailsView(name, holder) {
     if (v.asked) found.push(row("its rule asks", make("code", {}, v.asked.text)));
     found.push(row("bytes", v.fits ? `${sizeText(v.deviceBytes)} on each device, of ${sizeText(v.bytes)}` : sizeText(v.bytes)));
     if (v.fits) found.push(row("shard", shapeText(v.shape.map((n, axis) => n / v.layout.counts[axis]))));
-    if (v.rule) found.push(row("because", ...ruleNode(v.rule), v.rule.uneven === "error" ? "" : ` (uneven: ${v.rule.uneven})`));
-    else if (v.notAsked) found.push(row("because", v.parent ? "it follows its parent" : `a ${v.kind} is not asked of the rules`));
-    else found.push(row("because", `no rule matches, so it is replicated${v.rest ? ', as layout_map.rest = "replicated" says' : ""}`));
+    if (!data.checkpoint) found.push(row("because", ...reasonOf(v))); // it says where variables were, and not why
     for (const rule of v.others) found.push(row("also matches", ...ruleNode(rule), `: would give ${rule.layout.text}`));
     for (const pattern of v.near) found.push(row("near miss", make("code", {}, pattern)));
     if (v.parent) found.push(row("parent", typeof v.parent === "string" ? pathNode(v.parent) : link(v.parent)));

@@ -67,12 +67,11 @@ function blocksOf(all) {
   return [...groups.values()];
 }
 
-/** What a variable may be filtered by, beside its kind and its rule. */
+/** What a variable may be filtered by, beside its kind and its rule; no rules laid out what is in a checkpoint. */
 const FLAGS = {
-  "no rule": (v) => v.noRule,
+  ...(!data.checkpoint && { "no rule": (v) => v.noRule }),
   replicated: (v) => v.fits && v.layout.replicated,
-  uneven: (v) => v.uneven,
-  "global init": (v) => v.globalInit !== "",
+  ...(!data.checkpoint && { uneven: (v) => v.uneven, "global init": (v) => v.globalInit !== "" }),
   "has a problem": (v) => v.problems.some((p) => p.severity !== "note"),
 };
 

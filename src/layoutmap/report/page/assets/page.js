@@ -1,16 +1,18 @@
 // The page: its views put together, its colours, and its address, which says what is chosen and asked.
 
-byId("title").textContent = `${counted(variables.length, "variable")} on ${mesh.names.map((name, dim) => `${name}=${mesh.sizes[dim]}`).join(", ") || "one device"}`;
+byId("title").textContent = data.checkpoint ? data.checkpoint.where : `${counted(variables.length, "variable")} on ${mesh.names.map((name, dim) => `${name}=${mesh.sizes[dim]}`).join(", ") || "one device"}`;
 
 const numErrors = problems.filter((p) => p.severity === "error").reduce((sum, p) => sum + p.count, 0);
 const numWarnings = problems.filter((p) => p.severity === "warning").reduce((sum, p) => sum + p.count, 0);
 const verdicts = [numErrors && counted(numErrors, "error"), numWarnings && counted(numWarnings, "warning")].filter(Boolean);
 byId("totals").append(...[
   ["variables", countText(variables.length), ""],
-  ["devices", countText(mesh.size), ""],
+  [data.checkpoint ? "devices it was saved from" : "devices", countText(mesh.size), ""],
   ["bytes of all variables", sizeText(data.bytes[0]), ""],
   ["of them on each device", sizeText(data.bytes[1]), ""],
-  ["problems", verdicts.join(", ") || "none", numErrors ? "bad" : numWarnings ? "doubt" : "well"],
+  data.checkpoint && !data.checkpoint.verified
+    ? ["damage", "not verified", "doubt"]
+    : [data.checkpoint ? "damage" : "problems", verdicts.join(", ") || "none", numErrors ? "bad" : numWarnings ? "doubt" : "well"],
 ].map(([name, value, mood]) => make("div", { class: mood }, make("dt", {}, name), make("dd", {}, value))));
 
 const theme = byId("theme");
@@ -71,11 +73,12 @@ const usual = () => [...variables].sort((a, b) => b.fits - a.fits || a.layout.re
 // -- all of it
 
 problemsView(byId("problems"), byId("problems-panel"));
-memoryView(byId("memory"));
+if (data.checkpoint) checkpointView(byId("checkpoint"), byId("checkpoint-panel"));
+else memoryView(byId("memory"));
 readAddress();
 const refreshTable = tableView(byId("table"), writeAddress);
 treemapView(byId("treemap"));
-couldShardView(byId("could-shard"), byId("could-shard-panel"));
+if (!data.checkpoint) couldShardView(byId("could-shard"), byId("could-shard-panel"));
 activationsView(byId("activations"), byId("activations-panel"));
 detailsView(byId("chosen-name"), byId("details"));
 slicesView(byId("slices"));

@@ -11,7 +11,9 @@ const COLUMNS = [
   { name: "times", number: true, by: (e) => e.all.length, cell: (e) => (e.times === 1 ? "" : e.all.length === e.times ? countText(e.times) : `${countText(e.all.length)} of ${countText(e.times)}`) },
   { name: "shape", by: (e) => elements(e.first), cell: (e) => clamped(e.follows ? "as its weight" : shapeText(e.first.shape)) },
   { name: "layout", by: (e) => (e.follows ? "" : e.first.layout.text), cell: (e) => layoutCell(e) },
-  { name: "rule", by: (e) => (e.first.rule ? e.first.rule.number : e.ruleText), cell: (e) => clamped(e.ruleText, { title: e.first.rule?.pattern ?? e.ruleText }, e.first.noRule) },
+  data.checkpoint
+    ? { name: "kind", by: (e) => e.first.kind, cell: (e) => e.first.kind }
+    : { name: "rule", by: (e) => (e.first.rule ? e.first.rule.number : e.ruleText), cell: (e) => clamped(e.ruleText, { title: e.first.rule?.pattern ?? e.ruleText }, e.first.noRule) },
   { name: "per device", number: true, by: (e) => e.deviceBytes, cell: (e) => (e.first.fits ? sizeText(e.deviceBytes) : "") },
   { name: "global", number: true, by: (e) => e.bytes, cell: (e) => sizeText(e.bytes) },
   { name: "shard", by: (e) => elements(e.first) / (e.first.fits ? product(e.first.layout.counts) : Infinity), cell: (e) => shardCell(e) },
@@ -221,7 +223,7 @@ function tableView(holder, changed) {
   });
 
   holder.append(
-    make("div", { class: "controls" }, make("label", { class: "grow" }, make("span", { class: "hidden-label" }, "Search "), search), make("label", {}, "Kind ", kind), make("label", { class: "narrowed" }, "Rule ", rule)),
+    make("div", { class: "controls" }, make("label", { class: "grow" }, make("span", { class: "hidden-label" }, "Search "), search), make("label", {}, "Kind ", kind), data.checkpoint ? "" : make("label", { class: "narrowed" }, "Rule ", rule)),
     make("div", { class: "controls" }, make("span", { class: "chips", role: "group", "aria-label": "Only variables with" }, flags.map(({ chip }) => chip)), make("label", { class: "check" }, collapsed, " Repeated blocks in one row"), clear),
     hits, scroller);
   onChosen((by) => {

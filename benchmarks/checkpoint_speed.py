@@ -1,0 +1,451 @@
+"""How fast a checkpoint is saved and loaded, and how much memory a load needs, beside what people use.
+
+    python benchmarks/checkpoint_speed.py                              1 GiB, 5 rounds: some minutes
+    python benchmarks/checkpoint_speed.py --mib 256 --rounds 3 --only save
+
+16 arrays, half float32 and half bfloat16, sharded over 8 devices in a 2x4 mesh; loaded on a 4x2 mesh, other axes
+sharded. JAX: one process with 8 simulated devices. torch: 8 processes with gloo. Every round tries each way once, in
+the same order. A save is timed until its files and folders are on the disk: `fsync` is called for each of them,
+whatever the library did. What is loaded was written just before, so it is read from the page cache: what is timed is
+the library, not the disk. Before a timed run each way saves and loads a small checkpoint.
+
+"dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "peak" is how far the memory of the process (of
+torch: of all 8) rose above what it was before the load, in a fresh process, over the bytes of the shards. 1.00 is the
+least where arrays are made; torch loads into a model that exists, whose own memory is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NUM_ARRAYS, WIDTH, NUM_PROCESSES = 16, 4096, 8
+BOTH = ("x", "y")
+SAVED = (("x", "y"), (BOTH, None), (None, BOTH), ("y", "x"))  # on x=2, y=4
+LOADED = (("x", "y"), (None, BOTH), (BOTH, None), ("y", "x"))  # on x=4, y=2
+SAVES = ("dd", "jax lm", "jax orbax", "jax orbax zarr3", "jax safetensors", "torch lm", "torch DCP")
+LOG = os.path.join(tempfile.gettempdir(), "layoutmap-benchmark-checkpoint.log")
+LOADS = ("jax lm", "jax lm existing", "jax orbax", "jax orbax zarr3", "torch lm", "torch DCP")
+
+
+def arrays_of(num_bytes: int) -> dict[str, tuple[tuple[int, int], str]]:
+    """Names, shapes and element types of arrays of so many bytes."""
+    found: dict[str, tuple[tuple[int, int], str]] = {}
+    for i in range(NUM_ARRAYS):
+        dtype, size = (("float32", 4), ("bfloat16", 2))[i // 4 % 2]
+        rows = max(8, num_bytes // NUM_ARRAYS // size // WIDTH // 8 * 8)
+        found[f"w{i:02d}"] = (rows, WIDTH), dtype
+    return found
+
+
+def fsync_tree(path: str) -> None:
+    """Force all files and folders below a path to the disk."""
+    for folder, _, names in os.walk(path):
+        for each in (folder, *(os.path.join(folder, name) for name in names)):
+            file = os.open(each, os.O_RDONLY)
+            os.fsync(file)
+            os.close(file)
+
+
+def memory(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+class Jax:
+    """Ways to save and load on JAX."""
+
+    def __init__(self) -> None:
+        import jax
+        import numpy as np
+
+        self.jax, self.np = jax, np
+
+    def sharding(self, number: int, loaded: bool) -> Any:
+        shape, specs = ((4, 2), LOADED) if loaded else ((2, 4), SAVED)
+        mesh = self.jax.make_mesh(shape, BOTH, axis_types=(self.jax.sharding.AxisType.Auto,) * 2)
+        return self.jax.sharding.NamedSharding(mesh, self.jax.P(*specs[number % 4]))
+
+    def make(self, num_bytes: int, loaded: bool = False) -> dict[str, Any]:
+        random, made = self.np.random.default_rng(0), {}
+        for i, (name, (shape, dtype)) in enumerate(arrays_of(num_bytes).items()):
+            values = random.random(shape, self.np.float32) - 0.5
+            made[name] = self.jax.device_put(
+                values.astype(self.jax.numpy.dtype(dtype)), self.sharding(i, loaded)
+            )
+        return self.jax.block_until_ready(made)
+
+    def abstract(self, num_bytes: int) -> dict[str, Any]:
+        return {
+            name: self.jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(i, True))
+            for i, (name, (shape, dtype)) in enumerate(arrays_of(num_bytes).items())
+        }
+
+    def save(self, way: str, model: dict[str, Any], folder: str) -> None:
+        if way == "lm":
+            import layoutmap as lm
+
+            lm.save(model, folder)
+        elif way == "safetensors":
+            from safetensors.numpy import save_file
+
+            os.makedirs(folder)
+            save_file({k: self.np.asarray(v) for k, v in model.items()}, f"{folder}/model.safetensors")
+        else:
+            with self.orbax(way) as checkpointer:
+                checkpointer.save(folder, model)
+
+    def load(self, way: str, num_bytes: int, folder: str, existing: Any) -> Any:
+        if way.startswith("lm"):
+            import layoutmap as lm
+
+            if existing is not None:
+                found = lm.load(existing, folder)
+            else:
+                names = arrays_of(num_bytes)
+
+                def make() -> dict[str, Any]:
+                    return {n: self.jax.numpy.zeros(shape, dtype) for n, (shape, dtype) in names.items()}
+
+                rules = {name: LOADED[i % 4] for i, name in enumerate(names)}
+                layout_map = lm.LayoutMap(lm.create_mesh("x=4,y=2", engine="jax"), rules)
+                found = lm.load(make, folder, layout_map=layout_map, library="jax")
+        else:
+            with self.orbax(way) as checkpointer:
+                target = self.abstract(num_bytes)
+                if way == "orbax":
+                    found = checkpointer.restore(folder, target)
+                else:
+                    from orbax.checkpoint.checkpoint_utils import construct_restore_args
+
+                    found = checkpointer.restore(
+                        folder, item=target, restore_args=construct_restore_args(target)
+                    )
+        return self.jax.block_until_ready(found)
+
+    def orbax(self, way: str) -> Any:
+        import orbax.checkpoint as ocp
+
+        if way == "orbax":
+            return ocp.StandardCheckpointer()
+        return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
+
+    def checksum(self, model: dict[str, Any]) -> list[int]:
+        from zlib import crc32
+
+        return [crc32(self.np.asarray(model[name]).view(self.np.uint8)) for name in sorted(model)]
+
+
+class Torch:
+    """Ways to save and load on torch, in one of 8 processes."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo")
+        self.torch = torch
+        self.meshes = [init_device_mesh("cpu", n, mesh_dim_names=BOTH) for n in ((2, 4), (4, 2))]
+
+    def placed(self, number: int, loaded: bool) -> Any:
+        from torch.distributed.tensor import Replicate, Shard
+
+        specs = (LOADED if loaded else SAVED)[number % 4]
+        return [
+            next((Shard(a) for a, s in enumerate(specs) if s is not None and dim in s), Replicate())
+            for dim in BOTH
+        ]
+
+    def make(self, num_bytes: int, loaded: bool = False, ones: bool = False) -> Any:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        torch, mesh = self.torch, self.meshes[loaded]
+        random = torch.Generator()
+        module = torch.nn.Module()
+        for i, (name, (shape, dtype)) in enumerate(arrays_of(num_bytes).items()):
+            placements = self.placed(i, loaded)
+            local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+            dtype = getattr(torch, dtype)
+            if ones:
+                piece = torch.ones(*local, dtype=dtype)  # not zeros, which have no memory yet
+            else:
+                random.manual_seed(i * 1000 + sum(offset))
+                piece = (torch.rand(*local, generator=random) - 0.5).to(dtype)
+            made = DTensor.from_local(piece, mesh, placements, run_check=False)
+            module.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
+        return module
+
+    def save(self, way: str, model: Any, folder: str) -> None:
+        if way == "lm":
+            import layoutmap as lm
+
+            lm.save(model, folder)
+        else:
+            import torch.distributed.checkpoint as dcp
+
+            dcp.save(dict(model.state_dict()), checkpoint_id=folder)
+        self.torch.distributed.barrier()
+
+    def load(self, way: str, num_bytes: int, folder: str, existing: Any) -> Any:
+        if way == "lm":
+            import layoutmap as lm
+
+            lm.load(existing, folder)
+        else:
+            import torch.distributed.checkpoint as dcp
+
+            dcp.load(dict(existing.state_dict()), checkpoint_id=folder)
+        self.torch.distributed.barrier()
+        return existing
+
+    def checksum(self, model: Any) -> list[int]:
+        from zlib import crc32
+
+        bits = (p.full_tensor().view(self.torch.uint8) for _, p in sorted(model.named_parameters()))
+        return [crc32(each.numpy()) for each in bits]
+
+
+def serve(library: str) -> None:
+    """Do what the lines of stdin say, and answer each with a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    side: Any = Jax() if library == "jax" else Torch()
+    model: Any = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        way, num_bytes, folder = asked.get("way"), asked["bytes"], asked.get("folder")
+        start, found = time.perf_counter(), {}
+        if asked["do"] == "make":
+            model = side.make(num_bytes)
+        elif asked["do"] == "save":
+            side.save(way, model, folder)
+        else:
+            existing = None
+            if library == "torch":
+                existing = side.make(num_bytes, True, ones=True)
+            elif way == "lm existing":
+                existing = side.make(num_bytes, True)
+            if library == "torch":
+                side.torch.distributed.barrier()
+            Path("/proc/self/clear_refs").write_text("5")
+            before, start = memory("VmRSS"), time.perf_counter()
+            loaded = side.load(way, num_bytes, folder, existing)
+            found["peak"] = memory("VmHWM") - before
+            found["own"] = num_bytes // NUM_PROCESSES if library == "torch" else num_bytes
+        found["seconds"] = time.perf_counter() - start
+        if asked.get("check"):
+            found["checksum"] = side.checksum(loaded if asked["do"] == "load" else model)
+        loaded = existing = None
+        answers.write(json.dumps(found) + "\n")
+
+
+class Server:
+    """The process, or processes, of a library."""
+
+    def __init__(self, library: str):
+        count = NUM_PROCESSES if library == "torch" else 1
+        self.library, self.processes = library, []
+        for rank in range(count):
+            env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "RANK": str(rank)}
+            env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+            command = [sys.executable, __file__, "--serve", library]
+            pipe = subprocess.PIPE
+            with open(LOG, "a") as log:
+                self.processes.append(
+                    subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, stderr=log)
+                )
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """Ask all, and join what they answer."""
+        for each in self.processes:
+            each.stdin.write(json.dumps(what) + "\n")
+            each.stdin.flush()
+        answers = [json.loads(each.stdout.readline() or '{"died": true}') for each in self.processes]
+        if any("died" in each for each in answers):
+            raise SystemExit(f"{self.library}: a process died; see {LOG}")
+        return (
+            answers[0]
+            | {k: sum(a[k] for a in answers) for k in ("peak", "own") if k in answers[0]}
+            | {"seconds": max(each["seconds"] for each in answers)}
+        )
+
+    def close(self) -> None:
+        """End the processes."""
+        for each in self.processes:
+            each.stdin.close()
+        for each in self.processes:
+            each.wait()
+
+
+def dd(source: str, folder: str) -> float:
+    """Seconds to write a file."""
+    os.makedirs(folder)
+    start = time.perf_counter()
+    command = ["dd", f"if={source}", f"of={folder}/file", "bs=16M", "conv=fsync", "status=none"]
+    subprocess.run(command, check=True)
+    fsync_tree(folder)
+    return time.perf_counter() - start
+
+
+def measure_saves(servers: dict[str, Server], args: Any, root: str, total: int) -> dict[str, list[float]]:
+    """Seconds of each way to save, one for each round."""
+    shm = tempfile.mkdtemp(dir="/dev/shm")
+    try:
+        with open(f"{shm}/source", "wb") as file:
+            for _ in range(total >> 20):
+                file.write(os.urandom(1 << 20))
+        return rounds(SAVES, args, lambda way: one_save(way, servers, f"{shm}/source", root, total))
+    finally:
+        shutil.rmtree(shm)
+
+
+def one_save(way: str, servers: dict[str, Server], source: str, root: str, total: int) -> float:
+    """Seconds of one save."""
+    folder = tempfile.mktemp(dir=root)
+    os.sync()
+    if way == "dd":
+        seconds = dd(source, folder)
+    else:
+        library, name = way.split(" ", 1)
+        seconds = servers[library].ask(do="save", way=name, bytes=total, folder=folder)["seconds"]
+        start = time.perf_counter()
+        fsync_tree(folder)
+        seconds += time.perf_counter() - start
+    shutil.rmtree(folder)
+    return seconds
+
+
+def rounds(ways: tuple[str, ...], args: Any, run: Callable[[str], float]) -> dict[str, list[float]]:
+    """What each way takes in each round."""
+    found: dict[str, list[float]] = {way: [] for way in ways if selected(way, args)}
+    for number in range(args.rounds):
+        for way in found:
+            print(f"\r\x1b[Kround {number + 1}/{args.rounds} {way}", end="", file=sys.stderr)
+            found[way].append(run(way))
+    print("\r\x1b[K", end="", file=sys.stderr)
+    return found
+
+
+def selected(way: str, args: Any) -> bool:
+    """Whether a way is to be tried."""
+    return way == "dd" or way.split()[0] in args.library
+
+
+def show(title: str, found: dict[str, list[float]], total: int, base: tuple[str, ...], extra: Any) -> None:
+    """Print medians, and ratios of speed beside others."""
+    print(f"\n{title}")
+    medians = {way: statistics.median(runs) for way, runs in found.items()}
+    base = tuple(each for each in base if each in medians)
+    print(
+        f"{'way':<18} {'seconds':>8} {'least':>6} {'most':>6} {'GB/s':>6} "
+        + " ".join(f"{'x ' + b:>17}" for b in base)
+    )
+    for way, runs in found.items():
+        ratios = " ".join(f"{medians[b] / medians[way]:>17.2f}" for b in base)
+        print(
+            f"{way:<18} {medians[way]:>8.2f} {min(runs):>6.2f} {max(runs):>6.2f} "
+            f"{total / medians[way] / 1e9:>6.2f} {ratios} {extra.get(way, '')}"
+        )
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, default=1024, help="size of all arrays")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", help="where to write; else a temporary directory")
+    parser.add_argument("--only", nargs="+", default=["save", "load", "memory"])
+    parser.add_argument("--library", nargs="+", default=["jax", "torch"])
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve)
+        return
+    total, small = args.mib << 20, 1 << 22
+    root = tempfile.mkdtemp(dir=args.directory)
+    try:
+        run(args, root, total, small)
+    finally:
+        shutil.rmtree(root)
+
+
+def run(args: Any, root: str, total: int, small: int) -> None:
+    """Measure, and print what was found."""
+    servers = {library: Server(library) for library in args.library}
+    ways = {way: way.split(" ", 1) for way in SAVES if way != "dd" and selected(way, args)}
+    expected: dict[str, Any] = {}
+    for library, server in servers.items():
+        server.ask(do="make", bytes=small)
+        for way, (of, name) in ways.items():
+            if of == library:
+                server.ask(do="save", way=name, bytes=small, folder=f"{root}/small {way}")
+        expected[library] = server.ask(do="make", bytes=total, check=True)["checksum"]
+    print(
+        f"{args.mib} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, load {os.getloadavg()[0]:.1f} at the start"
+    )
+    if "save" in args.only:
+        found = measure_saves(servers, args, root, total)
+        show("save, durable", found, total, ("dd", "jax orbax", "torch DCP"), {})
+    if not {"load", "memory"} & {*args.only}:
+        return
+    for way, (library, name) in ways.items():
+        servers[library].ask(do="save", way=name, bytes=total, folder=f"{root}/full {way}")
+    peaks: dict[str, str] = {}
+
+    def load(server: Server, way: str, **more: Any) -> dict[str, Any]:
+        name = way.split(" ", 1)[1]
+        size = more.pop("size", total)
+        folder = f"{root}/{'full' if size == total else 'small'} {way.removesuffix(' existing')}"
+        return server.ask(do="load", way=name, bytes=size, folder=folder, **more)
+
+    if "memory" in args.only:
+        for each in servers.values():
+            each.close()
+        servers.clear()
+        for way in LOADS:
+            if not selected(way, args):
+                continue
+            print(f"\r\x1b[Kmemory {way}", end="", file=sys.stderr)
+            server = Server(way.split()[0])
+            load(server, way, size=small)
+            found = load(server, way, check=True)
+            right = found["checksum"] == expected[server.library]
+            peaks[way] = f"   peak {found['peak'] / found['own']:.2f}" + " WRONG VALUES" * (not right)
+            server.close()
+        print("\r\x1b[K", end="", file=sys.stderr)
+        servers |= {library: Server(library) for library in args.library if "load" in args.only}
+    if "load" in args.only:
+        for way in LOADS:
+            if selected(way, args):
+                load(servers[way.split()[0]], way, size=small)
+        found = rounds(LOADS, args, lambda way: load(servers[way.split()[0]], way)["seconds"])
+        show(
+            "load on another mesh, from the page cache",
+            found,
+            total,
+            ("jax orbax", "jax orbax zarr3", "torch DCP"),
+            peaks,
+        )
+    else:
+        print("\n".join(f"{way:<18}{peak}" for way, peak in peaks.items()))
+    for each in servers.values():
+        each.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""How the axes of one array are those of another: `(heads size) width -> width heads size`.
+
+Each side names the axes of an array in their order. Several names in parentheses are one axis, the first of them the
+slowest. `1/3` stands for a fixed place: the second of three equal parts, counted from 0. With nothing but that, values
+are moved and never computed, so whatever is written this way can be read both ways, bit for bit, and a block of one
+array is found in blocks of the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
+from layoutmap.core.blocks import Index, NumpyArray, block_shape, within
+
+_TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
+_STEP_BYTES = 1 << 24  # how much of a block is read at once, before it is moved to its place
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A fixed place on an axis: one of several equal parts, numbered from 0."""
+
+    number: int
+    count: int
+
+
+Atom = str | Part
+Side = tuple[tuple[Atom, ...], ...]
+"""The axes of an array, each of one or several atoms, the slowest first."""
+
+
+def parse(text: str) -> tuple[Side, Side]:
+    """The two sides of an expression.
+
+    Raises:
+        ValueError: It cannot be read; says why.
+
+    Example:
+        >>> parse("(heads size) width -> width heads size")
+        ((('heads', 'size'), ('width',)), (('width',), ('heads',), ('size',)))
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise ValueError("it has no ->, as in: out in -> in out")
+    return _side(left), _side(right)
+
+
+def check_sides(here: Side, there: Side) -> None:
+    """Raise unless both sides have the same names, each once.
+
+    Raises:
+        ValueError: They do not; says which.
+    """
+    names = [[atom for axis in side for atom in axis if isinstance(atom, str)] for side in (here, there)]
+    for found in names:
+        if again := next((name for name in found if found.count(name) > 1), None):
+            raise ValueError(f"{again!r} is there twice on one side")
+    if one := next(iter({*names[0]} ^ {*names[1]}), None):
+        raise ValueError(f"{one!r} is on one side only")
+
+
+def solve(sides: Sequence[tuple[Side, Sequence[int]]]) -> dict[str, int] | None:
+    """The size of each name, from the shapes of arrays; `None` if shapes do not fit, or leave a size open.
+
+    Example:
+        >>> here, there = parse("(heads size) width -> width heads size")
+        >>> solve([(here, (32, 16)), (there, (16, 4, 8))])
+        {'width': 16, 'heads': 4, 'size': 8}
+        >>> solve([(here, (32, 16))])
+    """
+    if any(len(side) != len(shape) for side, shape in sides):
+        return None
+    axes = [(axis, size) for side, shape in sides for axis, size in zip(side, shape, strict=True)]
+    sizes: dict[str, int] = {}
+    for _ in range(len(axes)):
+        for axis, size in axes:
+            unknown = [atom for atom in axis if isinstance(atom, str) and atom not in sizes]
+            known = math.prod(size_of(atom, sizes) for atom in axis if atom not in unknown)
+            if len(unknown) == 1 and known and size % known == 0:
+                sizes[unknown[0]] = size // known
+    complete = {atom for axis, _ in axes for atom in axis if isinstance(atom, str)} == {*sizes}
+    return sizes if complete and all(_size(axis, sizes) == size for axis, size in axes) else None
+
+
+def shape_of(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an array whose names have these sizes."""
+    return tuple(_size(axis, sizes) for axis in side)
+
+
+def size_of(atom: Atom, sizes: Mapping[str, int]) -> int:
+    """The size of a name, or how many parts there are."""
+    return atom.count if isinstance(atom, Part) else sizes[atom]
+
+
+def fill(
+    result: NumpyArray,
+    index: Index,
+    here: Side,
+    there: Side,
+    sizes: Mapping[str, int],
+    read: Callable[[Index], NumpyArray],
+) -> int:
+    """Read into a block of one array what another array has for it.
+
+    Args:
+        result: The block.
+        index: Where it is in its array.
+        here: The axes of its array.
+        there: The axes of the other array.
+        sizes: The size of each name.
+        read: Returns a block of the other array. It is asked for just what is needed, in pieces.
+
+    Returns:
+        How many elements were filled: those of the part of the array that the other one has.
+    """
+    order = [atom for axis in there for atom in axis if isinstance(atom, str)]
+    inside = [atom for axis in here for atom in axis]
+    names = [atom for atom in inside if isinstance(atom, str)]
+    filled = 0
+    for step in chunks_of(index, chunk_shape(block_shape(index), result.itemsize, _STEP_BYTES)):
+        for place, box in _boxes(step, here, sizes):
+            at = [
+                slice(None) if isinstance(atom, str) else atom.number - start
+                for atom, (start, _) in zip(inside, box, strict=True)
+            ]
+            spans = {atom: span for atom, span in zip(inside, box, strict=True) if isinstance(atom, str)}
+            # An axis for each name. It only splits axes, which numpy does without a copy.
+            view = result[(*within(place, index), ...)].reshape([b - a for a, b in box], copy=False)[
+                (*at, ...)
+            ]
+            for block, found in _runs(there, spans, sizes):
+                values = read(block).reshape([found[name][1] - found[name][0] for name in order])
+                target = (slice(found[n][0] - spans[n][0], found[n][1] - spans[n][0]) for n in names)
+                view[(*target, ...)] = values.transpose([order.index(name) for name in names])
+                filled += values.size
+    return filled
+
+
+def _boxes(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator[tuple[Index, list[Span]]]:
+    """A block divided into parts that are a box in all atoms: where each is, and its span of each atom."""
+    dims = [[size_of(atom, sizes) for atom in axis] for axis in side]
+    ranges = [list(_flat_boxes(part.start, part.stop, each)) for part, each in zip(index, dims, strict=True)]
+    for chosen in itertools.product(*ranges):
+        spans = [span for axis in chosen for span in axis]
+        atoms = [atom for axis in side for atom in axis]
+        if all(
+            isinstance(atom, str) or start <= atom.number < stop
+            for atom, (start, stop) in zip(atoms, spans, strict=True)
+        ):
+            starts = [_flat([a for a, _ in axis], each) for axis, each in zip(chosen, dims, strict=True)]
+            lengths = [math.prod(b - a for a, b in axis) for axis in chosen]
+            yield tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True)), spans
+
+
+def _flat_boxes(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
+    """A range of an axis that is several, as boxes of these, each of which is a range."""
+    if start >= stop:
+        return
+    if not dims:
+        yield []
+        return
+    inner = math.prod(dims[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if start % inner == 0 and stop % inner == 0:
+        yield [(start // inner, stop // inner), *((0, dim) for dim in dims[1:])]
+    elif first == last:
+        for rest in _flat_boxes(start - first * inner, stop - first * inner, dims[1:]):
+            yield [(first, first + 1), *rest]
+    else:
+        ends = -(-start // inner) * inner, stop // inner * inner
+        for begin, end in ((start, ends[0]), ends, (ends[1], stop)):
+            yield from _flat_boxes(begin, end, dims)
+
+
+def _runs(
+    side: Side, spans: Mapping[str, Span], sizes: Mapping[str, int]
+) -> Iterator[tuple[Index, dict[str, Span]]]:
+    """A box of all names as blocks of an array: the index of each, and its span of each name."""
+    axes = [list(_axis_runs(axis, spans, sizes)) for axis in side]
+    for chosen in itertools.product(*axes):
+        found = {name: span for _, own in chosen for name, span in own.items()}
+        yield tuple(part for part, _ in chosen), found
+
+
+def _axis_runs(
+    axis: Sequence[Atom], spans: Mapping[str, Span], sizes: Mapping[str, int]
+) -> Iterator[tuple[slice, dict[str, Span]]]:
+    """The ranges of one axis that a box has, each of them unbroken, and their spans of each name."""
+    dims = [size_of(atom, sizes) for atom in axis]
+    wanted = [(a.number, a.number + 1) if isinstance(a, Part) else spans[a] for a in axis]
+    split = len(axis) - 1  # all after it is complete; before it, each place is a range of its own
+    while split > 0 and wanted[split] == (0, dims[split]):
+        split -= 1
+    for place in itertools.product(*(range(*span) for span in wanted[:split])):
+        own = [(i, i + 1) for i in place] + wanted[split:]
+        start = _flat([a for a, _ in own], dims)
+        length = math.prod(b - a for a, b in own)
+        named = {a: span for a, span in zip(axis, own, strict=True) if isinstance(a, str)}
+        yield slice(start, start + length), named
+
+
+def _flat(place: Sequence[int], dims: Sequence[int]) -> int:
+    start = 0
+    for each, dim in zip(place, dims, strict=True):
+        start = start * dim + each
+    return start
+
+
+def _size(axis: Sequence[Atom], sizes: Mapping[str, int]) -> int:
+    return math.prod(size_of(atom, sizes) for atom in axis)
+
+
+def _side(text: str) -> Side:
+    found: list[tuple[Atom, ...]] = []
+    group: list[Atom] | None = None
+    for token in _TOKEN.findall(text):
+        if token == "(" and group is None:
+            group = []
+        elif token == ")" and group is not None:
+            found.append(tuple(group))
+            group = None
+        elif token[0].isalnum() or token[0] == "_":
+            atom = token
+            if "/" in token:
+                number, count = map(int, token.split("/"))
+                if number >= count:
+                    raise ValueError(
+                        f"{token!r} is no part: of {count} they are 0/{count} to {count - 1}/{count}"
+                    )
+                atom = Part(number, count)
+            if group is None:
+                found.append((atom,))
+            else:
+                group.append(atom)
+        else:
+            raise ValueError(f"{token!r} is not expected in {text.strip()!r}")
+    if group is not None:
+        raise ValueError(f"a parenthesis is not closed in {text.strip()!r}")
+    return tuple(found)

@@ -1,0 +1,115 @@
+"""What others have written, as sources: values are read block by block, and only the bytes that a block needs.
+
+None of these formats has checksums that cover its values: a file that is too short or contradicts itself is refused,
+and a changed value cannot be seen. Nothing of a file is ever run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpoint
+from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
+from layoutmap.checkpoint.foreign.orbax import Orbax, is_orbax
+from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
+from layoutmap.checkpoint.manifest import NAME
+from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.source import Source
+from layoutmap.checkpoint.storage import LocalStorage
+from layoutmap.core.errors import CheckpointError, listed
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
+_KNOWN = (
+    "a directory that layoutmap.save wrote to, *.safetensors (a file, several, or with an index), *.weights.h5, "
+    "a directory of orbax or of torch.distributed.checkpoint"
+)
+
+
+def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
+    """Open a checkpoint of this library, or one that others have written.
+
+    Args:
+        path: A directory that was saved to, the folder of one of its steps, a file `*.safetensors` or its index, a
+            folder with such files, a file `*.weights.h5`, or a directory of orbax or of `torch.distributed.checkpoint`.
+        step: The step, where there are several; `None`: the last one.
+
+    Returns:
+        The source. Of a checkpoint of this library it is the `Step`.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, or it is of a kind that is not read, such as a pickle.
+    """
+    storage = storage_of(path)
+    if not isinstance(storage, LocalStorage):
+        return Step(storage, step)
+    where = Path(path)
+    name = where.name
+    if where.is_dir():
+        if (where / NAME).is_file() and name.startswith("step-") and name[5:].isdigit():
+            return Step(LocalStorage(where.parent), _only(step, int(name[5:]), path))
+        if LocalStorage(where).steps():
+            return Step(LocalStorage(where), step)
+        found = _of_folder(where, step)
+        if found is not None:
+            return found
+        pickles = [each.name for each in sorted(where.iterdir()) if each.name.endswith(_PICKLES)]
+        if pickles:
+            raise _pickle(os.fspath(path), f"it has {listed(pickles)}, and no other weights")
+    elif name.endswith((".safetensors", INDEX)):
+        _no_step(step, path)
+        return Safetensors(where)
+    elif name.endswith((".weights.h5", ".weights.json")):
+        _no_step(step, path)
+        return KerasWeights(where)
+    elif name.endswith(_PICKLES):
+        raise _pickle(
+            os.fspath(path), "a file of that name is a pickle, which can run any code when it is read"
+        )
+    elif where.is_file():
+        raise CheckpointError(
+            f"{path}: not a checkpoint that is known",
+            why=f"what is read is {_KNOWN}",
+            fix="convert it to safetensors with the library that wrote it",
+        )
+    return Step(storage, step)
+
+
+def _of_folder(folder: Path, step: int | None) -> Source | None:
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*" + INDEX)):
+        _no_step(step, folder)
+        return Safetensors(folder)
+    if is_orbax(folder):
+        return Orbax(folder, step)
+    if (folder / METADATA).is_file():
+        _no_step(step, folder)
+        return DistributedCheckpoint(folder)
+    return None
+
+
+def _no_step(step: int | None, path: str | os.PathLike[str]) -> None:
+    if step is not None:
+        raise CheckpointError(
+            f"{path}: there is no step {step}",
+            why="checkpoints of this kind have no steps",
+            fix="leave step out",
+        )
+
+
+def _only(step: int | None, there: int, path: str | os.PathLike[str]) -> int:
+    if step not in (None, there):
+        raise CheckpointError(
+            f"{path}: this is step {there}, not {step}",
+            why="it is the folder of one step",
+            fix="leave step out, or name the directory above it",
+        )
+    return there
+
+
+def _pickle(where: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: pickles are not read",
+        why=f"{why}; a checkpoint is data, never code",
+        fix="convert it where you trust it: safetensors.torch.save_file(torch.load(path, weights_only=True), ...)",
+    )

@@ -1,0 +1,136 @@
+"""Weight files of Keras 3: `*.weights.h5`, and `*.weights.json` with the files it names.
+
+Variables have Keras's places for names, as in `layers.dense.vars.0`: the file does not have their own. Those below
+`optimizer` are slots. HDF5 has no bfloat16: Keras marks it. Links to other files are not followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
+from layoutmap.core.errors import CheckpointError
+from layoutmap.core.variables import Kind
+
+
+class KerasWeights:
+    """What a weight file of Keras has.
+
+    Args:
+        path: The file `*.weights.h5`, or `*.weights.json` of several.
+
+    Attributes:
+        where: The file.
+        variables: The variables by path.
+
+    Raises:
+        CheckpointError: It cannot be read, has links, or the package h5py is missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.where = os.fspath(path)
+        self.variables: dict[str, SavedVariable] = {}
+        self._datasets: dict[str, Any] = {}
+        h5py = _h5py()
+        for file in _files_of(Path(path)):
+            try:
+                root = h5py.File(file, "r")
+                for name, dataset in _datasets(h5py, str(file), root, ""):
+                    self._add(str(file), name, dataset)
+            except (OSError, KeyError, RuntimeError) as error:
+                raise _wrong(str(file), "the file cannot be read", str(error)) from error
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """Nothing: all that is in the file are variables."""
+        return {}
+
+    def read(self, path: str, index: Index | None = None) -> NumpyArray:
+        """Return the values of a variable at an index (`None`: all); HDF5 reads the bytes that this needs.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        variable = self.variables[path]
+        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
+        try:
+            found = np.asarray(self._datasets[path][wanted])
+        except (OSError, RuntimeError) as error:
+            raise _wrong(self.where, f"{path}: its values cannot be read", str(error)) from error
+        return found.view(numpy_dtype(variable.dtype, path))
+
+    def check(self, path: str, index: Index | None = None) -> None:
+        """Raise if they cannot be read; there are no checksums to compare."""
+        self.read(path, index)
+
+    def _add(self, file: str, name: str, dataset: Any) -> None:
+        path = name.strip("/").replace("/", ".")
+        if path in self.variables:
+            raise _wrong(file, f"{path}: it is there twice", "another file of the same weights has it, too")
+        if dataset.external is not None or dataset.is_virtual:
+            raise _wrong(
+                file, f"{path}: its values are in another file", "a weight file of Keras has its own values"
+            )
+        marked = dataset.attrs.get("dtype")
+        if marked != "bfloat16" and dataset.dtype.kind not in "biufc":
+            return  # a text, such as what a layer of strings keeps
+        dtype = "bfloat16" if marked == "bfloat16" else dataset.dtype.name
+        kind = Kind.SLOT if path.startswith("optimizer.") else Kind.WEIGHT
+        self.variables[path] = SavedVariable(path, tuple(map(int, dataset.shape)), dtype, kind)
+        self._datasets[path] = dataset
+
+    def __repr__(self) -> str:
+        return f"<KerasWeights {self.where}: {len(self.variables)} variables, no checksums>"
+
+
+def _datasets(h5py: Any, file: str, group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name in group:
+        path = f"{prefix}/{name}"
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise _wrong(file, f"{path}: it is a link", "a weight file of Keras has none")
+        found = group[name]
+        if isinstance(found, h5py.Group):
+            yield from _datasets(h5py, file, found, path)
+        else:
+            yield path, found
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.suffix != ".json":
+        return [path]
+    try:
+        places = cast("dict[str, Any]", json.loads(path.read_bytes())["weight_map"]).values()
+        names = [name for place in places for name in ([place] if isinstance(place, str) else place)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _wrong(str(path), "the index cannot be read", f"{type(error).__name__}: {error}") from error
+    files = [path.parent / name for name in dict.fromkeys(names)]
+    for file in files:
+        if file.parent != path.parent or not file.is_file():
+            raise _wrong(str(file), "the file is missing", f"{path} names it, and it is not beside it")
+    return files
+
+
+def _h5py() -> Any:
+    try:
+        import h5py  # pyright: ignore[reportMissingTypeStubs]
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            "weight files of Keras are read with h5py, which is not installed",
+            why="they are files of HDF5",
+            fix="pip install h5py",
+        ) from error
+    return cast("Any", h5py)
+
+
+def _wrong(where: str, what: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {what}", why=why, fix="restore it from a copy, or save it again with model.save_weights"
+    )

@@ -1,0 +1,178 @@
+"""Directories of orbax: its metadata, and the zarr arrays that tensorstore reads by ranges.
+
+What is read is what `StandardCheckpointer`, `PyTreeCheckpointer` and `CheckpointManager` write: arrays and numbers, in
+one database (OCDBT) or in a folder each. Other items of a step, such as JSON, are left out. Of orbax itself nothing is
+needed, and no JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
+from layoutmap.core.errors import CheckpointError, listed
+
+METADATA = "_METADATA"
+_STEP_METADATA = "_CHECKPOINT_METADATA"
+
+
+class Orbax:
+    """What a directory of orbax has.
+
+    Paths are the keys of the saved tree, joined by dots: a weight of an `nnx.State` that was saved as
+    `d1.kernel.value` is `d1.kernel`. Of a step with several items, each path begins with the name of its item.
+
+    Args:
+        path: The directory: of one checkpoint, of one step, or of steps.
+        step: The step; `None`: the last one.
+
+    Attributes:
+        where: The directory of the step.
+        variables: The arrays by path.
+
+    Raises:
+        CheckpointError: There is none, it cannot be read, or the package tensorstore is missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], step: int | None = None):
+        folder = _folder_of(Path(path), step)
+        self.where = str(folder)
+        self.variables: dict[str, SavedVariable] = {}
+        self._stores: dict[str, Any] = {}
+        items = [folder] if (folder / METADATA).is_file() else _items(folder)
+        if not items:
+            raise CheckpointError(
+                f"{folder}: no arrays are in this checkpoint of orbax",
+                why=f"no file {METADATA} is in it, or in a folder of it",
+                fix="name the directory of the checkpoint, and check that its save was completed",
+            )
+        for item in items:
+            self._add(item, "" if len(items) == 1 else f"{item.name}.")
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """Nothing: arrays and numbers are variables."""
+        return {}
+
+    def read(self, path: str, index: Index | None = None) -> NumpyArray:
+        """Return the values of an array at an index (`None`: all); reads the chunks that have some of them.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        variable = self.variables[path]
+        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
+        try:
+            found: Any = self._stores[path][wanted].read().result()
+        except (ValueError, OSError, RuntimeError) as error:
+            raise _unreadable(self.where, path, error) from error
+        return np.array(found)
+
+    def check(self, path: str, index: Index | None = None) -> None:
+        """Raise if they cannot be read; there are no checksums of all values to compare."""
+        self.read(path, index)
+
+    def _add(self, item: Path, prefix: str) -> None:
+        file = item / METADATA
+        try:
+            found = json.loads(file.read_bytes())
+            leaves = [
+                (tuple(str(key["key"]) for key in leaf["key_metadata"]), leaf["value_metadata"])
+                for leaf in found["tree_metadata"].values()
+            ]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{file}: the metadata cannot be read",
+                why=f"{type(error).__name__}: {error}",
+                fix="restore it from a copy, or load another step",
+            ) from error
+        for keys, value in leaves:
+            if value.get("skip_deserialize"):  # nothing: None, an empty dict
+                continue
+            name = ".".join(keys)
+            path = prefix + ".".join(keys[:-1] if keys[-1:] == ("value",) and len(keys) > 1 else keys)
+            if path in self.variables:
+                raise CheckpointError(
+                    f"{path}: it is there twice",
+                    facts={"file": str(file)},
+                    why="keys have dots",
+                    fix="rename them",
+                )
+            store = self._opened(item, path, name, found)
+            shape = tuple(map(int, store.shape))
+            self.variables[path] = SavedVariable(path, shape, store.dtype.numpy_dtype.name)
+            self._stores[path] = store
+
+    def _opened(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
+        base: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
+        if metadata.get("use_ocdbt"):
+            base = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        else:
+            base["path"] = f"{item / name}/"
+        spec = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
+        try:
+            return _tensorstore().open(spec, open=True, read=True).result()
+        except (ValueError, OSError, RuntimeError) as error:
+            raise _unreadable(str(item), path, error) from error
+
+    def __repr__(self) -> str:
+        return f"<Orbax {self.where}: {len(self.variables)} arrays, no checksums>"
+
+
+def is_orbax(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of orbax, one of its steps, or has such steps."""
+    return (folder / METADATA).is_file() or (folder / _STEP_METADATA).is_file() or bool(_steps(folder))
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    """The steps of a folder; orbax may write a name or zeros before the number."""
+    found = {
+        each: each.name.rpartition("_")[2] for each in folder.iterdir() if (each / _STEP_METADATA).is_file()
+    }
+    return {int(number): each for each, number in found.items() if number.isdigit()}
+
+
+def _folder_of(path: Path, step: int | None) -> Path:
+    steps = {} if (path / METADATA).is_file() or (path / _STEP_METADATA).is_file() else _steps(path)
+    if not steps and step is None:
+        return path
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"{path}: there is no step {step}",
+            facts={"steps": listed([str(each) for each in sorted(steps)]) or "none"},
+            why="a step of orbax is a folder of that number",
+            fix="load one of these" if steps else "leave step out",
+        )
+    return steps[max(steps) if step is None else step]
+
+
+def _items(folder: Path) -> list[Path]:
+    return sorted(each.parent for each in folder.glob(f"*/{METADATA}"))
+
+
+def _tensorstore() -> Any:
+    try:
+        import tensorstore
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            "checkpoints of orbax are read with tensorstore, which is not installed",
+            why="their arrays are in its formats",
+            fix="pip install tensorstore",
+        ) from error
+    return cast("Any", tensorstore)
+
+
+def _unreadable(where: str, path: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: its values cannot be read",
+        facts={"checkpoint": where},
+        why=f"tensorstore says: {str(error).splitlines()[0][:300]}",
+        fix="restore the files from a copy, or load another step",
+    )

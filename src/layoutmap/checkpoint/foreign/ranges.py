@@ -1,0 +1,140 @@
+"""Blocks of arrays that are in a file in row-major order: the byte ranges that a block needs, and no others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from layoutmap.core.blocks import Index, NumpyArray, block_shape
+from layoutmap.core.errors import CheckpointError
+
+_SHORT_BYTES = 512  # runs below it are read with what is between them: a disk reads more than that at once
+_SLAB_BYTES = 1 << 20
+
+
+class ByteFile:
+    """A file of which ranges are read.
+
+    Args:
+        path: Where it is.
+
+    Attributes:
+        path: Where it is.
+        num_bytes: Its size when it was opened.
+        bytes_read: How many bytes have been read so far.
+
+    Raises:
+        CheckpointError: It cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
+        try:
+            self._file = os.open(
+                self.path, os.O_RDONLY | os.O_NONBLOCK
+            )  # which a pipe of that name does not hang
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        weakref.finalize(self, os.close, self._file)
+        self.num_bytes = os.fstat(self._file).st_size
+        self.bytes_read = 0
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from one on.
+
+        Raises:
+            CheckpointError: They cannot be read, or the file ends before.
+        """
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._file, [buffer[done:]], start + done)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: the file is truncated",
+                    facts={
+                        "wanted": f"bytes {start} to {start + len(buffer)}",
+                        "there": f"{start + done} bytes",
+                    },
+                    why="its header promised more, or it was changed while it was read",
+                    fix="download or copy it again",
+                )
+            done += count
+        self.bytes_read += done
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return the bytes from one on."""
+        data = bytearray(num_bytes)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def block(self, start: int, dtype: np.dtype[Any], shape: Sequence[int], index: Index) -> NumpyArray:
+        """Return a block of an array whose first element is at a byte.
+
+        Args:
+            start: The byte.
+            dtype: The type of its elements.
+            shape: The shape of the array.
+            index: Where the block is in it.
+        """
+        result = np.empty(block_shape(index), dtype)
+        if not result.size:
+            return result
+        parts = [(part.start, part.stop) for part in index]
+        # Axes from `axis` on are read in one run: of all but the first of them, the block has everything.
+        axis = len(shape)
+        while axis and (axis == len(shape) or parts[axis] == (0, shape[axis])):
+            axis -= 1
+        inner = math.prod(shape[axis + 1 :]) * dtype.itemsize
+        begin, end = parts[axis] if parts else (0, 1)
+        row = (shape[axis] if shape else 1) * inner
+        strides = [math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(axis)]
+        if axis and (end - begin) * inner < _SHORT_BYTES:
+            self._slabs(result, start, parts, strides, (begin * inner, end * inner, row))
+            return result
+        runs = result.reshape(-1).view(np.uint8).reshape(-1, (end - begin) * inner)
+        outer = itertools.product(*(range(*part) for part in parts[:axis]))
+        for run, place in zip(runs, outer, strict=True):
+            offset = sum(i * stride for i, stride in zip(place, strides, strict=True))
+            self.read_into(start + offset + begin * inner, run.data)
+        return result
+
+    def _slabs(
+        self,
+        result: NumpyArray,
+        start: int,
+        parts: Sequence[tuple[int, int]],
+        strides: Sequence[int],
+        run: tuple[int, int, int],
+    ) -> None:
+        """Fill the block from slabs of several rows, of which each run is a part."""
+        begin, end, row = run
+        axis = len(strides) - 1
+        first, last = parts[axis]
+        runs = result.reshape(-1).view(np.uint8).reshape(-1, last - first, end - begin)
+        rows = max(1, _SLAB_BYTES // row)
+        outer = itertools.product(*(range(*part) for part in parts[:axis]))
+        for filled, place in zip(runs, outer, strict=True):
+            offset = start + sum(i * stride for i, stride in zip(place, strides[:axis], strict=True))
+            for one in range(first, last, rows):
+                count = min(rows, last - one)
+                size = (count - 1) * row + end - begin
+                slab = np.empty(count * row, np.uint8)
+                self.read_into(offset + one * row + begin, slab[:size].data)
+                filled[one - first : one - first + count] = slab.reshape(count, row)[:, : end - begin]
+
+
+def _unreadable(path: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the file cannot be read",
+        why=f"the system says: {error.strerror or error}",
+        fix="check the path, and that this user may read it",
+    )

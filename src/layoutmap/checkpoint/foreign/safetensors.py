@@ -1,0 +1,247 @@
+"""Files of the safetensors format, as Hugging Face's libraries write them: one, or several with an index.
+
+A file begins with the length of its header in 8 bytes, then has the header, which is JSON, then the values:
+
+    {"d1.weight": {"dtype": "BF16", "shape": [4, 8], "data_offsets": [0, 64]}, "__metadata__": {"format": "pt"}}
+
+The format has no checksums: that the header fits the file is checked, and a changed value cannot be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
+from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
+from layoutmap.core.errors import CheckpointError, brief, listed
+
+INDEX = ".safetensors.index.json"
+_MOST_HEADER_BYTES = 100_000_000  # as the library safetensors has it
+_NAMES = {there: name for name, there in SAFETENSORS.items()}
+_FIX = "download or copy it again, or write it anew with the library safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    file: ByteFile
+    start: int
+    variable: SavedVariable
+
+
+class Safetensors:
+    """The tensors of one or several files.
+
+    Args:
+        path: A file `*.safetensors`, an index `*.safetensors.index.json`, or a folder with one of these or with several
+            files, which are then read as one.
+
+    Attributes:
+        where: The path.
+        variables: The tensors by name.
+        metadata: What the files say of themselves under `__metadata__`.
+
+    Raises:
+        CheckpointError: There is none, a header does not fit its file, or an index does not fit its files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.where = os.fspath(path)
+        self.metadata: dict[str, str] = {}
+        self.variables: Mapping[str, SavedVariable] = {}
+        self._files: list[ByteFile] = []
+        self._tensors: dict[str, _Tensor] = {}
+        names, index = _files_of(Path(self.where))
+        for name in names:
+            self._add(ByteFile(name))
+        self.variables = {name: tensor.variable for name, tensor in self._tensors.items()}
+        for tensor, file in (index or {}).items():
+            found = self._tensors.get(tensor)
+            if found is None or os.path.basename(found.file.path) != file:
+                raise CheckpointError(
+                    f"{tensor}: the index names a tensor that is not in its file",
+                    facts={
+                        "index": self.where,
+                        "file": file,
+                        "there": None if found is None else found.file.path,
+                    },
+                    why="the index and the files are not of one checkpoint",
+                    fix="download or copy all files of the folder again",
+                )
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """Nothing: the format holds tensors alone."""
+        return {}
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes have been read so far, headers included."""
+        return sum(file.bytes_read for file in self._files)
+
+    def read(self, path: str, index: Index | None = None) -> NumpyArray:
+        """Return the values of a tensor at an index (`None`: all); reads the bytes that this needs.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        tensor = self._tensors[path]
+        shape = tensor.variable.shape
+        wanted = full_index(shape) if index is None else with_ends(index, shape)
+        return tensor.file.block(tensor.start, numpy_dtype(tensor.variable.dtype, path), shape, wanted)
+
+    def check(self, path: str, index: Index | None = None) -> None:
+        """Raise if the file has become too short; there are no checksums to compare."""
+        tensor = self._tensors[path]
+        size = os.stat(tensor.file.path).st_size
+        if size != tensor.file.num_bytes:
+            raise _wrong(
+                tensor.file,
+                "the file has changed its size",
+                f"it had {tensor.file.num_bytes} bytes, now {size}",
+            )
+
+    def _add(self, file: ByteFile) -> None:
+        self._files.append(file)
+        start, header = _header(file)
+        about = header.pop("__metadata__", None)
+        self.metadata |= about if isinstance(about, dict) else {}
+        last, last_name = 0, ""
+        entries = [(*_checked(file, name, entry), name) for name, entry in header.items()]
+        for begin, end, variable, name in sorted(entries, key=lambda each: each[:2]):
+            if begin != last:
+                after = f" after {last_name!r}" if last_name else ""
+                what = f"overlaps {last_name!r}" if begin < last else f"leaves a gap{after}"
+                why = f"its values begin at byte {begin} of the data, and those before end at {last}"
+                raise _wrong(file, f"tensor {name!r} {what}", why)
+            if name in self._tensors:
+                other = self._tensors[name].file.path
+                raise _wrong(file, f"tensor {name!r} is there twice", f"{other} has one of that name, too")
+            last, last_name = end, name
+            self._tensors[name] = _Tensor(file, start + begin, variable)
+        if start + last != file.num_bytes:
+            raise _wrong(
+                file,
+                "the file is truncated"
+                if start + last > file.num_bytes
+                else "the file has more than its header says",
+                f"its header speaks of {start + last} bytes, and it has {file.num_bytes}",
+            )
+
+    def __repr__(self) -> str:
+        return f"<Safetensors {self.where}: {len(self._tensors)} tensors in {len(self._files)} files, no checksums>"
+
+
+def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files that are meant, and the index where there is one."""
+    if path.is_dir():
+        indexes = sorted(path.glob("*" + INDEX))
+        one = path / "model.safetensors"
+        if len(indexes) > 1 and (path / ("model" + INDEX)) in indexes:
+            indexes = [path / ("model" + INDEX)]
+        if len(indexes) > 1:
+            raise CheckpointError(
+                f"{path}: several indexes",
+                facts={"there": listed([each.name for each in indexes])},
+                why="each is of another set of files",
+                fix="name one of them, as in .../" + indexes[0].name,
+            )
+        if not indexes:
+            return [one] if one.is_file() else sorted(path.glob("*.safetensors")), None
+        path = indexes[0]
+    if not path.name.endswith(INDEX):
+        return [path], None
+    file = ByteFile(path)
+    found = _json(file, file.read(0, file.num_bytes), "the index")
+    names = found.get("weight_map")
+    if not isinstance(names, dict) or not all(
+        isinstance(name, str) for name in cast("dict[str, Any]", names).values()
+    ):
+        raise _wrong(
+            file, "the index has no weight_map", "it maps the name of each tensor to that of its file"
+        )
+    index = cast("dict[str, str]", names)
+    files = [path.parent / name for name in dict.fromkeys(index.values())]
+    for each in files:
+        if each.name not in index.values() or each.parent != path.parent:
+            raise _wrong(
+                file, f"the index names the file {str(each)!r}", "files of an index are in its folder"
+            )
+        if not each.is_file():
+            count = sum(name == each.name for name in index.values())
+            raise CheckpointError(
+                f"{each}: the file is missing",
+                facts={"index": str(path), "tensors": count},
+                why="the index names it",
+                fix="download or copy it",
+            )
+    return files, index
+
+
+def _header(file: ByteFile) -> tuple[int, dict[str, Any]]:
+    """The byte at which the values begin, and the header."""
+    length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
+    if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
+        raise _wrong(
+            file,
+            "this is no file of safetensors, or a truncated one",
+            f"its first 8 bytes say that its header has {length} bytes, and it has {file.num_bytes} in all"
+            if length >= 0
+            else f"it has {file.num_bytes} bytes, and begins with 8 that give the length of its header",
+        )
+    return 8 + length, _json(file, file.read(8, length), "its header")
+
+
+def _json(file: ByteFile, data: bytes, what: str) -> dict[str, Any]:
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise _wrong(file, f"{what} has {name!r} twice", "which of them is meant is not known")
+            found[name] = value
+        return found
+
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _wrong(file, f"{what} is no JSON", str(error)) from error
+    if not isinstance(found, dict):
+        raise _wrong(file, f"{what} is no JSON object", f"it is {brief(found)}")
+    return cast("dict[str, Any]", found)
+
+
+def _checked(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
+    """Where the values of a tensor begin and end, and the tensor."""
+    try:
+        shape: tuple[int, ...] = tuple(entry["shape"])
+        (begin, end), code = entry["data_offsets"], entry["dtype"]
+        sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and isinstance(code, str)
+    except (TypeError, KeyError, ValueError):
+        shape, begin, end, code, sound = tuple[int, ...](), 0, 0, "", False
+    if not sound:
+        why = "each has a dtype, a shape and data_offsets, of whole numbers from 0 on"
+        raise _wrong(file, f"tensor {name!r}: its entry cannot be read", why, there=brief(entry))
+    if code not in _NAMES:
+        known = f"the known ones are {', '.join(_NAMES)}"
+        raise _wrong(
+            file, f"tensor {name!r} has elements of type {code!r}", known, fix="convert it to one of these"
+        )
+    dtype = _NAMES[code]
+    needed = math.prod(shape) * numpy_dtype(dtype, name).itemsize
+    if end - begin != needed:
+        why = f"{code} of shape {shape} needs {needed} bytes, and its data_offsets have {end - begin}"
+        raise _wrong(file, f"tensor {name!r}: its size does not fit its shape", why)
+    return begin, end, SavedVariable(name, shape, dtype)
+
+
+def _wrong(file: ByteFile, what: str, why: str, *, fix: str = _FIX, **facts: object) -> CheckpointError:
+    return CheckpointError(f"{file.path}: {what}", facts=facts, why=why, fix=fix)

@@ -1,0 +1,88 @@
+"""A step written once more, in other layouts: its chunks end where the shards of another mesh end.
+
+Values go from file to file in blocks of bounded size, whatever the shards are: never is more than one block held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
+from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.manifest import Manifest
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.checkpoint.step_writer import StepWriter, begin_step
+from layoutmap.checkpoint.storage import Storage, new_token
+from layoutmap.checkpoint.writer import Shards, ToWrite, bytes_to_write
+from layoutmap.core.blocks import Index, block_shape, ends_of
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.mesh import Mesh
+
+MOST_BYTES = 1 << 26
+"""The size of a block that is read and written at once."""
+
+
+def write_relayout(
+    source: Source,
+    storage: Storage,
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    plan: str,
+    progress: Callable[[str], object] | None = None,
+) -> str:
+    """Write all that a source has as a step in other layouts, and return the step's folder.
+
+    Args:
+        source: A step of a checkpoint: its number, metadata and states are kept. Or files that others have written,
+            which become step 0.
+        storage: Where to; the step is there when this returns, and not before.
+        layouts: The layout of each variable, by path.
+        mesh: The mesh of the layouts.
+        plan: The fingerprint of their plan.
+        progress: Called with the path of each variable when it is written.
+
+    Raises:
+        CheckpointError: Values are not those that were saved, the step is there already, or it cannot be written.
+    """
+    manifest: Manifest | None = getattr(source, "manifest", None)
+    if manifest is None:
+        manifest = Manifest(0, {}, None, {}, (), (), {})
+    token = new_token()
+    facts: dict[str, Any] = {
+        **manifest.facts,
+        "id": token,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "mesh": dict(zip(mesh.dim_names, mesh.shape, strict=True)),
+        "plan": plan,
+    }
+    variables = [replace(v, layout=_specs(layouts[v.path])) for v in source.variables.values()]
+    todo = [_to_write(source, each, layouts[each.path]) for each in variables]
+    total_bytes = bytes_to_write(todo)
+    folder = begin_step(storage, manifest.step, token, total_bytes)
+    head = replace(manifest, facts=facts, variables=variables)
+    with StepWriter(storage, folder, head, todo, total_bytes=total_bytes) as writer:
+        writer.write(progress)
+    return writer.where
+
+
+def _to_write(source: Source, variable: SavedVariable, layout: Layout) -> ToWrite:
+    itemsize = numpy_dtype(variable.dtype, variable.path).itemsize
+    shards = {
+        ends_of(index): index
+        for index in (layout.shard_slices(variable.shape, i) for i in range(layout.mesh.size))
+    }
+    blocks: list[Index] = []
+    for index in shards.values():
+        blocks += chunks_of(index, chunk_shape(block_shape(index), itemsize, MOST_BYTES, variable.shape))
+
+    def read() -> Shards:
+        return ((index, source.read(variable.path, index)) for index in blocks)
+
+    return ToWrite(variable, blocks, read)
+
+
+def _specs(layout: Layout) -> tuple[str | tuple[str, ...] | None, ...]:
+    return tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs)

@@ -1,0 +1,227 @@
+"""Where checkpoints lie, elsewhere: in object stores, through fsspec, as in `s3://bucket/folder` or `gs://bucket/folder`.
+
+An object store cannot rename a folder, so a step is there when its manifest is: `step-1000/manifest.json`, which is
+written last, and only if there is none. All else that a save writes is in a folder of its own within the step's, so
+two saves of one step do not mix, and what a dead one has left is no part of any step:
+
+    step-1000/manifest.json
+    step-1000/5a1c90ab12cd34ef/data-00000.safetensors
+
+Files of the manifest are named from its folder on. A step that is copied to a disk can be loaded from there, and one
+that was saved on a disk can be copied here, its manifest last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, Self
+
+from layoutmap.checkpoint.manifest import NAME
+from layoutmap.checkpoint.storage import LocalStorage, Storage, step_of, there_already
+from layoutmap.core.errors import CheckpointError
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_PART_BYTES = 1 << 26  # of an upload: S3 takes 10,000 parts, so files of 640 GB
+_HEAD_BYTES = 1024  # of a manifest: the token of its save is in them
+
+
+def storage_of(directory: str | os.PathLike[str]) -> Storage:
+    """Return the storage of a directory: a URL is one in an object store, anything else one of this machine.
+
+    Raises:
+        CheckpointError: Nothing is installed that reaches the URL.
+    """
+    text = os.fspath(directory)
+    found = _URL.match(text)
+    if found is None:
+        return LocalStorage(directory)
+    return LocalStorage(text[found.end() :]) if found[1] == "file" else RemoteStorage(text)
+
+
+class RemoteStorage:
+    """Steps in an object store.
+
+    Args:
+        url: The folder, as in `"s3://bucket/runs/7"`. Endpoints and credentials are those of fsspec's configuration and
+            the environment.
+
+    Raises:
+        CheckpointError: Nothing is installed that reaches it.
+    """
+
+    read_bytes = 1 << 23
+
+    def __init__(self, url: str):
+        self.where = url.rstrip("/")
+        try:
+            fsspec: Any = importlib.import_module("fsspec.core")  # late: few need it
+            found: tuple[Any, str] = fsspec.url_to_fs(self.where, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.where}: this cannot be reached",
+                why=f"fsspec, or what it needs for such a URL, is missing: {error}",
+                fix="pip install fsspec, and s3fs for s3://, gcsfs for gs:// or adlfs for az://",
+            ) from error
+        self._files, self._root = found[0], found[1].rstrip("/")
+
+    def steps(self) -> list[int]:
+        """Return the steps that are there, in rising order."""
+        with _naming(self._files, self._root, "it cannot be listed"):
+            try:
+                names = [
+                    os.path.basename(path.rstrip("/")) for path in self._files.ls(self._root, detail=False)
+                ]
+            except FileNotFoundError:
+                return []
+        numbers = sorted(number for name in names if (number := step_of(name)) is not None)
+        return [number for number in numbers if self.size(self.folder(number), NAME) is not None]
+
+    def folder(self, step: int) -> str:
+        """Return the name of a step's folder."""
+        return f"step-{step}"
+
+    def begin(self, step: int, token: str) -> str:
+        """Return the name of the folder in which a step is written: an object store has no empty ones."""
+        if self.size(self.folder(step), NAME) is not None:
+            raise there_already(self.where, step)
+        return f"{self.folder(step)}/{token}"
+
+    def commit(self, step: int, token: str) -> None:
+        """Put the manifest where it says that the step is there, unless another one is there; then tidy up."""
+        folder = self.folder(step)
+        path = self._path(folder, NAME)
+        with _naming(self._files, path, f"step {step} cannot be completed"):
+            manifest = self._files.cat_file(self._path(f"{folder}/{token}", NAME))
+            try:
+                self._files.pipe_file(path, manifest, mode="create")
+            except Exception:
+                if self.size(folder, NAME) is None:
+                    raise
+        head = memoryview(bytearray(_HEAD_BYTES))
+        if token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
+            raise there_already(self.where, step)  # else an answer was lost, and it was this one's
+        # Whatever else is in the folder belongs to saves that have failed, or will: the manifest is there.
+        self.remove(f"{folder}/{token}", NAME)
+        with contextlib.suppress(Exception):
+            for other in self._files.ls(self._path(folder), detail=False):
+                if os.path.basename(other.rstrip("/")) not in (NAME, token):
+                    self._files.rm(other, recursive=True)
+
+    def abandon(self, step: int, token: str) -> None:
+        """Delete what was written, as far as that is possible; not if it may have become the step."""
+        folder = self.folder(step)
+        with contextlib.suppress(Exception):
+            head = memoryview(bytearray(_HEAD_BYTES))
+            is_step = self.size(folder, NAME) is not None
+            if not is_step or token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
+                self._files.rm(self._path(f"{folder}/{token}"), recursive=True)
+
+    def delete(self, step: int) -> None:
+        """Delete the manifest, then the rest."""
+        with _naming(self._files, self._path(self.folder(step)), f"step {step} cannot be deleted"):
+            self._files.rm_file(self._path(self.folder(step), NAME))
+        with contextlib.suppress(Exception):
+            self._files.rm(self._path(self.folder(step)), recursive=True)
+
+    def create(self, folder: str, name: str) -> _RemoteSink:
+        """Begin a new file, which is there when it is closed: it is sent in parts as it is written."""
+        return _RemoteSink(self._files, self._path(folder, name))
+
+    def remove(self, folder: str, name: str) -> None:
+        """Delete a file, as far as that is possible."""
+        with contextlib.suppress(Exception):
+            self._files.rm_file(self._path(folder, name))
+
+    def size(self, folder: str, name: str) -> int | None:
+        """Return the size of a file in bytes; `None`: there is none."""
+        path = self._path(folder, name)
+        with _naming(self._files, path, "the file cannot be read"):
+            try:
+                found = self._files.info(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return found["size"] if found["type"] == "file" else None
+
+    def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
+        """Read bytes of a file from one on; returns how many there were."""
+        path = self._path(folder, name)
+        end = start + len(buffer)
+        with _naming(self._files, path, "the file cannot be read"):
+            try:
+                data = self._files.cat_file(path, start=start, end=end) if buffer else b""
+            except FileNotFoundError:
+                raise
+            except Exception:  # a store may refuse a range beyond the end
+                if (self.size(folder, name) or 0) > start:
+                    raise
+                data = b""
+        buffer[: len(data)] = data
+        return len(data)
+
+    def free_bytes(self) -> None:
+        """Return `None`: it is not known."""
+        return
+
+    def _path(self, *names: str) -> str:
+        return "/".join((self._root, *names))
+
+
+class _RemoteSink:
+    """A new file in an object store."""
+
+    def __init__(self, files: Any, path: str):
+        self._files = files
+        self._path = path
+        self._file: Any = None
+
+    def __enter__(self) -> Self:
+        with self._naming():
+            self._file = self._files.open(self._path, "wb", block_size=_PART_BYTES)
+        return self
+
+    def write(self, data: memoryview | bytes, /) -> None:
+        with self._naming():
+            self._file.write(data)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        if kind is None:
+            with self._naming():
+                self._file.close()
+            return
+        with contextlib.suppress(Exception):
+            self._file.discard()
+            self._file.closed = True  # else it is sent when it is forgotten
+        with contextlib.suppress(Exception):
+            self._files.rm_file(self._path)
+
+    def _naming(self) -> contextlib.AbstractContextManager[None]:
+        return _naming(self._files, self._path, "the file cannot be written")
+
+
+@contextlib.contextmanager
+def _naming(files: Any, path: str, what: str) -> Generator[None]:
+    """Errors say what failed. Each store has its own classes of them, so all are meant."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{files.unstrip_protocol(path)}: {what}",
+            why="there is no such file, or no such bucket",
+            fix="restore it from a copy, or load another step",
+        ) from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{files.unstrip_protocol(path)}: {what}",
+            why=f"the store says: {error!r}",
+            fix="look at the address, the credentials and the rights to the bucket, and try again; "
+            "the steps that are there are as they were",
+        ) from error

@@ -1,0 +1,256 @@
+"""A table of names: what the variables of a model are called elsewhere, and how their axes are there.
+
+    # A model of mine, in keras and as others publish it.
+    version: 1
+    names:
+      embedding.embeddings: (model.)?embed_tokens.weight
+      layers.*.up.kernel: {from: (model.)?layers.*.mlp.up_proj.weight, axes: out in -> in out}
+      layers.*.query.kernel: {from: layers.*.q_proj.weight, axes: (heads size) width -> width heads size}
+      layers.*.kv.kernel: {from: [layers.*.k.weight, layers.*.v.weight], axes: out in -> both in out}
+      layers.*.gate.kernel: {from: layers.*.gate_up.weight, axes: (0/2 out) in -> in out}
+
+On the left is the path in the model, or the end of it after a dot; on the right the name elsewhere. A `*` stands for
+digits and `**` for any text, the first of one name for the first of the other. `(model.)?` may be there or not; what is
+written has it. Of several names, the axis that only the right side has says which. What `axes` may say is in
+`layoutmap.checkpoint.axes`: values are moved and never computed, so a table reads both ways.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+from layoutmap.checkpoint.axes import Part, Side, check_sides, parse
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import RuleError, brief
+from layoutmap.rules.near_misses import nearest
+from layoutmap.rules.strict_yaml import read_yaml
+
+VERSION = 1
+"""The version of the form."""
+
+_TOKEN = re.compile(r"(\*\*|\*|\([^()*]*\)\?)")
+_LEFT = "a path in the model"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A name with places for numbers.
+
+    Args:
+        text: The name, with `*`, `**` and `(...)?`.
+    """
+
+    text: str
+
+    def find(self, name: str, *, at_end: bool = False) -> tuple[int, tuple[str, ...]] | None:
+        """Return how much of a name it is, and what the stars stand for; `None` if it is another name.
+
+        Args:
+            name: The name.
+            at_end: Whether it may also be what comes after a dot.
+        """
+        found = re.fullmatch((r"(?:.*?\.)??" if at_end else "") + f"(?P<own>{self._pattern()})", name)
+        return None if found is None else (len(found["own"]), found.groups()[1:])
+
+    def write(self, stars: Sequence[str], *, optional: bool = True) -> str:
+        """Return the name in which the stars stand for these."""
+        left = iter(stars)
+        return "".join(
+            next(left) if token.startswith("*") else token[1:-2] * optional if _is_optional(token) else token
+            for token in _TOKEN.split(self.text)
+        )
+
+    @property
+    def stars(self) -> list[str]:
+        """The stars, in order."""
+        return [token for token in _TOKEN.findall(self.text) if token.startswith("*")]
+
+    def _pattern(self) -> str:
+        meanings = {"*": r"(\d+)", "**": "(.*)"}
+        return "".join(
+            meanings.get(token, f"(?:{re.escape(token[1:-2])})?" if _is_optional(token) else re.escape(token))
+            for token in _TOKEN.split(self.text)
+        )
+
+
+def _is_optional(token: str) -> bool:
+    return token.startswith("(") and token.endswith(")?")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of elsewhere that is a variable of the model, or one of equal parts of it.
+
+    Args:
+        theirs: Its name.
+        there: Its axes; `None`: they are those of the variable.
+        here: The axes of the variable.
+    """
+
+    theirs: Template
+    there: Side | None = None
+    here: Side | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a table.
+
+    Args:
+        ours: The path in the model.
+        pieces: What it is elsewhere.
+    """
+
+    ours: Template
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A table of names.
+
+    Args:
+        where: The table, as messages name it.
+        entries: Its lines.
+    """
+
+    where: str
+    entries: tuple[Entry, ...]
+
+    def find(self, path: str) -> tuple[Entry, tuple[str, ...]] | None:
+        """Return the line for a path of the model, and what its stars stand for: the one that is most of the path."""
+        found = [
+            (size, -number, entry, stars)
+            for number, entry in enumerate(self.entries)
+            if (match := entry.ours.find(path, at_end=True)) is not None
+            for size, stars in [match]
+        ]
+        return max(found, key=lambda each: each[:2])[2:] if found else None
+
+
+def shipped_names() -> list[str]:
+    """The tables that come with the library."""
+    return sorted(each.name[:-5] for each in _folder().iterdir() if each.name.endswith(".yaml"))
+
+
+def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
+    """Read a table.
+
+    Args:
+        names: The name of a table of the library, such as `"llama"`; a YAML file; or a mapping, what such a file has
+            under `names`.
+
+    Raises:
+        RuleError: There is no such table, or it cannot be read; says where.
+
+    Example:
+        >>> table = read_names({"d1.kernel": {"from": "fc.weight", "axes": "out in -> in out"}})
+        >>> table.find("model.d1.kernel")[0].pieces[0].theirs.text
+        'fc.weight'
+        >>> read_names("llama").where
+        'llama'
+    """
+    if isinstance(names, Mapping):
+        return Names("names", tuple(_entries("names", "", dict(names))))
+    where = os.fspath(names)
+    if isinstance(names, str) and not names.endswith((".yaml", ".yml")) and os.sep not in names:
+        if names not in shipped_names():
+            raise RuleError(
+                f"names={names!r}: there is no such table",
+                facts={"near misses": ", ".join(nearest(names, shipped_names()))},
+                why=f"the library has {', '.join(shipped_names())}",
+                fix="name one of them, a file as in names='mine.yaml', or pass a mapping",
+            )
+        text = _folder().joinpath(f"{names}.yaml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(where).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RuleError(
+                f"{where}: the table of names cannot be read", why=str(error), fix="name a YAML file"
+            ) from error
+    data: Any = read_yaml(text, where)
+    there = brief(data)
+    if not isinstance(data, dict) or (found := cast("dict[str, Any]", data)).get("version") != VERSION:
+        raise RuleError(
+            f"{where}: not a table of names of version {VERSION}",
+            facts={"there": there},
+            why="a table is a mapping that begins with its version",
+            fix=f"begin with version: {VERSION}, then names:",
+        )
+    if unknown := next((key for key in found if key not in ("version", "names")), None):
+        raise _wrong(
+            where, text, unknown, f"it has a key {unknown!r}", "the keys are version and names", "delete it"
+        )
+    entries = found.get("names")
+    if not isinstance(entries, dict):
+        raise _wrong(
+            where, text, "names", "names is no mapping", f"it is {brief(entries)}", f"map {_LEFT} to a name"
+        )
+    return Names(where, tuple(_entries(where, text, cast("dict[str, Any]", entries))))
+
+
+def _folder() -> Any:
+    return files("layoutmap.checkpoint").joinpath("names")
+
+
+def _entries(where: str, text: str, found: dict[str, Any]) -> Iterator[Entry]:
+    for path, value in found.items():
+        try:
+            yield _entry(path, value)
+        except ValueError as error:
+            fix = 'write a: b, or a: {from: b, axes: "out in -> in out"}'
+            raise _wrong(where, text, path, f"{path!r} cannot be read", str(error), fix) from None
+
+
+def _entry(path: Any, value: Any) -> Entry:
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"{_LEFT} is text, and it is {kind_of(path)}")
+    ours = Template(path)
+    if not isinstance(value, Mapping):
+        value = {"from": value}
+    fields = dict(cast("Mapping[str, Any]", value))
+    names, axes = fields.pop("from", None), fields.pop("axes", None)
+    if fields:
+        raise ValueError(f"it has a key {next(iter(fields))!r}; the keys are from and axes")
+    several = isinstance(names, (list, tuple))
+    listed = list(cast("Sequence[Any]", names)) if several else [names]
+    if not listed or not all(isinstance(name, str) and name for name in listed):
+        raise ValueError(f"from is a name, or a list of names, and it is {brief(names)}")
+    theirs = [Template(name) for name in listed]
+    for each in theirs:
+        if each.stars != ours.stars:
+            raise ValueError(f"{each.text!r} has the stars {each.stars}, and the path has {ours.stars}")
+    if axes is None:
+        if several:
+            raise ValueError("of several names, axes says how they are joined, as in: out in -> both out in")
+        return Entry(ours, (Piece(theirs[0]),))
+    if not isinstance(axes, str):
+        raise ValueError(f"axes is text, as in: out in -> in out; it is {brief(axes)}")
+    there, here = parse(axes)
+    if not several:
+        check_sides(here, there)
+        return Entry(ours, (Piece(theirs[0], there, here),))
+    known = {atom for axis in there for atom in axis}
+    joined = [a for axis in here for a in axis if isinstance(a, str) and a not in known]
+    if len(joined) != 1:
+        raise ValueError(f"of several names, one axis is on the right side alone, and here are {len(joined)}")
+    pieces: list[Piece] = []
+    for number, each in enumerate(theirs):
+        part = Part(number, len(theirs))
+        side = tuple(tuple(part if atom == joined[0] else atom for atom in axis) for axis in here)
+        check_sides(side, there)
+        pieces.append(Piece(each, there, side))
+    return Entry(ours, tuple(pieces))
+
+
+def _wrong(where: str, text: str, key: Any, what: str, why: str, fix: str) -> RuleError:
+    lines = text.splitlines()
+    own = (n for n, line in enumerate(lines, 1) if line.strip().lstrip("\"'?").startswith(str(key)))
+    return RuleError(f"{where}: {what}", facts={"line": next(own, "")}, why=why, fix=fix)

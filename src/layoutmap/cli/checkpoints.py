@@ -1,0 +1,96 @@
+"""`layoutmap checkpoint describe | verify | relayout | export`: what the commands take.
+
+They run in `checkpoint_commands`, which loads numpy: that takes as long as all the rest of the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from layoutmap.cli.sizes import size_in_bytes
+
+_EXAMPLES = """examples:
+  layoutmap checkpoint describe runs/llama
+  layoutmap checkpoint describe runs/llama --step 1000 --match "blocks\\.0\\." --json - | jq .variables
+  layoutmap checkpoint describe runs/llama --html checkpoint.html
+  layoutmap checkpoint verify runs/llama --all     in a job at night: exit code 1 if a byte has changed
+  layoutmap checkpoint relayout runs/llama serving/llama --rules rules.yaml --mesh batch=1,model=8
+  layoutmap checkpoint export runs/llama llama-hf --names llama --max-shard 5GiB     for transformers and others
+  layoutmap checkpoint describe llama-hf     files of Hugging Face, Keras, orbax and DCP are described, too
+
+exit codes:
+  0  the output was printed, and all is well
+  1  something is damaged; stdout says which variables of which files
+  2  something went wrong; stderr says what
+"""
+
+
+def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
+    """What can be done with a checkpoint."""
+    parser.epilog = _EXAMPLES
+    commands = parser.add_subparsers(required=True, metavar="describe | verify | relayout | export")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
+        )
+        made.set_defaults(checkpoint_command=name)
+        made.add_argument(
+            "directory", metavar="DIRECTORY", help="what the checkpoint was saved to, or files of others"
+        )
+        made.add_argument("--step", metavar="N", type=int, help="the step; default: the last one")
+        return made
+
+    shown = command(
+        "describe",
+        "Print what is in a checkpoint: its facts and its variables, the largest first.",
+    )
+    shown.add_argument(
+        "--match", metavar="REGEX", help="only variables in whose paths the regex is found; bytes are theirs"
+    )
+    shown.add_argument("--json", metavar="FILE", help='also write it for programs; "-": to stdout')
+    shown.add_argument("--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout')
+    verify = command("verify", "Read all, and name each file and chunk that is not as it was written.")
+    verify.add_argument(
+        "--html",
+        metavar="FILE",
+        help='also write a page with what is in it and what is damaged; "-": to stdout',
+    )
+    verify.add_argument("--all", action="store_true", help="verify every step")
+    moved = command(
+        "relayout",
+        "Write a step once more, in the layouts of other rules: devices of their mesh then read whole chunks.",
+    )
+    moved.add_argument("new", metavar="NEW", help="the directory of the new checkpoint; it may exist")
+    moved.add_argument(
+        "--rules", metavar="FILE", required=True, help="the rules file, as LayoutMap.to_yaml writes it"
+    )
+    moved.add_argument(
+        "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; default: that of the rules file'
+    )
+    out = command(
+        "export",
+        "Write the weights as Hugging Face's libraries read them: safetensors and an index.",
+    )
+    out.add_argument("new", metavar="NEW", help="the folder to write; if it is there, it is empty")
+    out.add_argument(
+        "--names",
+        metavar="FILE|TABLE",
+        help='what the variables are called there: a YAML file, or a table of the library, such as "llama"; '
+        "default: as here",
+    )
+    out.add_argument(
+        "--max-shard",
+        metavar="SIZE",
+        type=size_in_bytes,
+        default=5 << 30,
+        help='how large a file becomes, as in "2GB"; default: 5GiB',
+    )
+
+
+def run_checkpoint_command(options: Any) -> int:
+    """Run the one that was named, and return the exit code."""
+    from layoutmap.cli import checkpoint_commands
+
+    return getattr(checkpoint_commands, options.checkpoint_command)(options)

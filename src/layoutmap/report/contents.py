@@ -1,0 +1,180 @@
+"""What is in a checkpoint: its facts and a table of its variables, as text, as HTML for notebooks, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from layoutmap.checkpoint.manifest import Manifest
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.checkpoint.specs import variable_specs
+from layoutmap.core.errors import aligned, listed
+from layoutmap.core.escaping import escaped
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.core.variables import Assignment, Kind
+from layoutmap.plan.table import PlanTable
+from layoutmap.report.rows import Row, plan_rows
+from layoutmap.report.text import shape_text
+
+COLUMNS = ("variable", "times", "shape", "dtype", "kind", "layout", "bytes")
+_RIGHT = {"times", "bytes"}
+_NAMES = {
+    Kind.WEIGHT: "weights",
+    Kind.STATE: "state",
+    Kind.SLOT: "slots",
+    Kind.RNG: "rng",
+    Kind.METRIC: "metrics",
+}
+_MOST_METADATA = 400  # characters of it that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint says of itself.
+
+    Args:
+        where: Its file or folder.
+        facts: What else is known of it, by name: texts to show, in order.
+        variables: Its variables, in order.
+        table: The same as a plan: each variable in the layout in which it was saved.
+    """
+
+    where: str
+    facts: Mapping[str, str]
+    variables: tuple[SavedVariable, ...]
+    table: PlanTable
+
+
+def contents_of(source: Source, variables: Iterable[SavedVariable]) -> Contents:
+    """Return what a source of values says of itself; reads no values.
+
+    Args:
+        source: A step of a checkpoint, or files that others have written.
+        variables: Those of its variables that are shown.
+    """
+    manifest: Manifest | None = getattr(source, "manifest", None)
+    facts = _facts_of_others(source) if manifest is None else _facts(manifest, getattr(source, "steps", ()))
+    shown = tuple(variables)
+    dims: Mapping[str, int] = (manifest.facts.get("mesh") if manifest else None) or {}
+    mesh = Mesh(None, list(dims.items()))
+    assignments = (
+        Assignment(
+            spec, Layout.replicated(mesh, len(v.shape)) if v.layout is None else Layout(v.layout, mesh)
+        )
+        for v, spec in zip(shown, variable_specs(shown), strict=True)
+    )
+    return Contents(source.where, facts, shown, PlanTable(mesh, tuple(assignments)))
+
+
+def contents_line(contents: Contents) -> str:
+    """A checkpoint in one line."""
+    count = len(contents.variables)
+    return (
+        f"{escaped(contents.where)}: {count} variable{'' if count == 1 else 's'}, "
+        f"{size(contents.table.global_bytes)}"
+    )
+
+
+def contents_text(contents: Contents) -> str:
+    """A checkpoint's facts, its variables in a table, the largest first, and its totals."""
+    facts = [(name, escaped(text)) for name, text in contents.facts.items()]
+    return "\n".join(
+        [
+            aligned(f"Checkpoint {contents_line(contents)}", facts),
+            "",
+            *text_table(COLUMNS, _cells(contents), _RIGHT),
+            "",
+            _totals(contents.table.assignments),
+        ]
+    )
+
+
+def contents_html(contents: Contents) -> str:
+    """The same as HTML: one table, no scripts."""
+    facts = aligned("", list(contents.facts.items()))
+    return (
+        html_table(f"Checkpoint {contents_line(contents)}", COLUMNS, _cells(contents))
+        + f"<pre>{escape(facts.lstrip())}\n{_totals(contents.table.assignments)}</pre>"
+    )
+
+
+def contents_json(contents: Contents, head: Mapping[str, Any]) -> str:
+    """The same for programs, a variable in each line.
+
+    Args:
+        contents: The checkpoint.
+        head: What is known of it, by name.
+    """
+    rows = [
+        {"path": v.path, "shape": v.shape, "dtype": v.dtype, "kind": v.kind, "layout": v.layout}
+        | {"bytes": a.variable.global_bytes, "aliases": v.aliases}
+        for v, a in zip(contents.variables, contents.table.assignments, strict=True)
+    ]
+    lines = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]
+    variables = ",".join(f"\n  {json.dumps(row)}" for row in rows)
+    return "{" + ",\n ".join([*lines, f'"variables": [{variables}\n ]']) + "}\n"
+
+
+def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
+    known = manifest.facts
+    mesh: Mapping[str, int] | None = known.get("mesh")
+    metrics: Mapping[str, float] = known.get("metrics") or {}
+    joined = {
+        "step": str(manifest.step),
+        "created": known.get("created"),
+        "by": known.get("writer"),
+        "model of": " on ".join(filter(None, (known.get("library"), known.get("engine")))),
+        "mesh": mesh and ", ".join(f"{name}={number}" for name, number in mesh.items()),
+        "plan": known.get("plan"),
+        "files": f"{len(manifest.files)}, {size(sum(file.num_bytes for file in manifest.files))}",
+        "metrics": ", ".join(f"{name} {value}" for name, value in metrics.items()),
+        "states": listed(list(manifest.states)),
+        "metadata": "" if manifest.metadata is None else _shown(manifest.metadata),
+        "steps": listed([str(each) for each in steps]) if len(steps) > 1 else "",
+    }
+    return {name: str(value) for name, value in joined.items() if value}
+
+
+def _facts_of_others(source: Source) -> dict[str, str]:
+    metadata = getattr(source, "metadata", None)
+    return {"checksums": "none: a changed value is not found"} | (
+        {"metadata": _shown(metadata)} if metadata else {}
+    )
+
+
+def _shown(metadata: Any) -> str:
+    text = json.dumps(metadata, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_METADATA else f"{text[:_MOST_METADATA]}..."
+
+
+def _cells(contents: Contents) -> list[tuple[str, ...]]:
+    plain = {v.path for v in contents.variables if v.layout is None}
+    rows = sorted(plan_rows(contents.table), key=lambda row: -row.global_bytes)
+    return [_cells_of(row, row.first.variable.path in plain) for row in rows]
+
+
+def _cells_of(row: Row, plain: bool) -> tuple[str, ...]:
+    a = row.first
+    layout = "" if plain else "replicated" if a.layout.is_fully_replicated() else str(a.layout)
+    return (
+        row.path,
+        str(len(row.assignments)) if len(row.assignments) > 1 else "",
+        "as its weight" if row.follows else shape_text(a.variable.shape),
+        a.variable.dtype,
+        str(a.variable.kind),
+        "as its weight" if row.follows and not plain else layout,
+        size(row.global_bytes),
+    )
+
+
+def _totals(assignments: Iterable[Assignment]) -> str:
+    found = dict.fromkeys(_NAMES.values(), 0)
+    for a in assignments:
+        found[_NAMES[a.variable.kind]] += a.variable.global_bytes
+    parts = [f"{name} {size(num_bytes)}" for name, num_bytes in found.items() if num_bytes]
+    return ", ".join(parts) + f"; {size(sum(found.values()))} in total"

@@ -1,0 +1,109 @@
+"""`export`: the weights of a model, or of a checkpoint, as files that Hugging Face's libraries read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from layoutmap.adapters import adapter_of_model
+from layoutmap.checkpoint.export import MOST_BYTES, export_source
+from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.core.blocks import Index, NumpyArray
+from layoutmap.core.errors import CheckpointError
+from layoutmap.engines import get_engine
+
+
+def export(
+    model: Any,
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    max_shard_bytes: int = MOST_BYTES,
+    progress: Callable[[str], object] | None = None,
+) -> str:
+    """Write the weights of a model as safetensors, under the names of Hugging Face's libraries if need be.
+
+    Weights and moving statistics are written, bit for bit; what an optimizer has is not. The folder is there when this
+    returns, and durable: all of it, or, whatever happens on the way, none of it.
+
+    Args:
+        model: A model, of which one weight at a time is gathered. Or the directory of a checkpoint, which is read in
+            blocks, without a model and without a framework.
+        directory: The folder to make. If it is there, it is empty. Add `config.json` and the tokenizer's files to it,
+            which say how the weights are used.
+        step: The step of a checkpoint; `None`: the last one.
+        names: What the variables are called in the files: a table of the library, such as `"llama"`, a YAML file, or a
+            mapping from paths to names; see `load`. `None`: their paths.
+        max_shard_bytes: The size of a file, in bytes, unless one tensor is larger. One file is `model.safetensors`;
+            several are `model-00001-of-00002.safetensors` and so on, with `model.safetensors.index.json`.
+        progress: Called with the name of each tensor when it is written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: The folder is there and not empty, something cannot be read or written, the table has no line
+            for a variable, or the mesh of the model is that of several processes.
+        RuleError: The table of names cannot be read.
+
+    Example:
+        >>> import keras, layoutmap as lm, tempfile
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")])
+        >>> names = {"d1.kernel": {"from": "fc.weight", "axes": "out in -> in out"}, "d1.bias": "fc.bias"}
+        >>> folder = lm.export(model, tempfile.mkdtemp(), names=names)
+        >>> lm.load(model, folder, names=names) is model
+        True
+    """
+    if isinstance(model, str | os.PathLike):
+        source: Source = open_source(os.fspath(cast("str | os.PathLike[str]", model)), step)
+    else:
+        source = _Values(model)
+    return export_source(source, directory, names=names, max_shard_bytes=max_shard_bytes, progress=progress)
+
+
+class _Values(Source):
+    """The values of a model; the last one that was read is kept, since it is read in blocks."""
+
+    def __init__(self, model: Any):
+        adapter = adapter_of_model(model)
+        self._engine = get_engine(adapter.engine_name)
+        self._arrays: dict[str, Any] = {}
+        self._variables: dict[str, SavedVariable] = {}
+        self._last: tuple[str, NumpyArray] | None = None
+        self.where = type(model).__name__
+        for stored in adapter.stored(model, None):
+            variable = stored.variable
+            layout = self._engine.layout_of(stored.array)
+            if layout is not None:
+                mesh = self._engine.bind(layout.mesh)
+                if len(mesh.local_device_ids) < mesh.size:
+                    raise CheckpointError(
+                        f"{variable.path}: other processes hold some of its shards",
+                        facts={"mesh": str(mesh)},
+                        why="one process exports a model, and it would have to gather each weight from all of them",
+                        fix="save it with layoutmap.save, and export that directory in one process",
+                    )
+            self._arrays[variable.path] = stored.array
+            self._variables[variable.path] = SavedVariable(
+                variable.path, variable.shape, variable.dtype, variable.kind, variable.aliases
+            )
+
+    @property
+    def variables(self) -> Mapping[str, SavedVariable]:
+        return self._variables
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        return {}
+
+    def read(self, path: str, index: Index | None = None) -> NumpyArray:
+        if self._last is None or self._last[0] != path:
+            self._last = None
+            self._last = path, self._engine.to_numpy(self._arrays[path])
+        return self._last[1][() if index is None else index]
+
+    def check(self, path: str, index: Index | None = None) -> None:
+        """Nothing can be wrong with it."""

@@ -1,0 +1,121 @@
+"""How much is read for a shard, whatever the mesh that its variable was saved on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint.test_format import random_values, saved
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
+from layoutmap.core.blocks import Index, assemble, block_shape, intersect
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+
+PROCESSES = ("core",)
+BOTH = ("x", "y")
+SPECS = ((None, None), ("x", None), (None, "x"), ("x", "y"), ("y", "x"), (BOTH, None), (None, BOTH))
+MIB = 1 << 20
+
+
+def chunks_saved(shape: tuple[int, ...], itemsize: int, layout: Layout) -> list[Index]:
+    """The chunks of a variable that is saved in a layout."""
+    num_bytes = math.prod(shape) * itemsize
+    most = chunk_bytes(num_bytes, num_bytes)
+    shards = {str(i): i for i in (layout.shard_slices(shape, d) for d in range(layout.mesh.size))}
+    return [
+        chunk
+        for index in shards.values()
+        for chunk in chunks_of(index, chunk_shape(block_shape(index), itemsize, most, shape))
+    ]
+
+
+def layouts_of(devices: int) -> st.SearchStrategy[Layout]:
+    """Layouts of a matrix on meshes of powers of two, of at most so many devices."""
+    sizes = [(2**i, 2**j) for i in range(6) for j in range(6) if 2 ** (i + j) <= devices]
+    return st.builds(
+        lambda size, specs: Layout(specs, Mesh(None, f"x={size[0]},y={size[1]}")),
+        st.sampled_from(sizes),
+        st.sampled_from(SPECS),
+    )
+
+
+@pytest.mark.parametrize(("least_bytes", "devices"), [(4 * MIB, 8), (16 * MIB, 16)])
+@given(data=st.data())
+def test_a_shard_on_another_mesh_consists_of_chunks(
+    least_bytes: int, devices: int, data: st.DataObject
+) -> None:
+    """For a shard of a matrix of 4 MiB on 8 devices, or 16 MiB on 16, no byte more is read than it has."""
+    shape = data.draw(
+        st.sampled_from([(1024, 1024), (4096, 1024), (512, 8192), (4096, 4096), (11008, 4096), (32000, 512)])
+    )
+    itemsize = data.draw(st.sampled_from((1, 2, 4)))
+    while math.prod(shape) * itemsize < least_bytes:
+        shape = (2 * shape[0], shape[1])
+    first, second = data.draw(layouts_of(devices)), data.draw(layouts_of(devices))
+    wanted = second.shard_slices(shape, data.draw(st.integers(0, second.mesh.size - 1)))
+    read = [chunk for chunk in chunks_saved(shape, itemsize, first) if intersect(chunk, wanted)]
+
+    assert math.prod(block_shape(wanted)) == sum(math.prod(block_shape(chunk)) for chunk in read)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((50257, 768), 1),
+        ((4096, 32, 128), 1),
+        ((8, 1024, 3584), 0),
+        ((3, 3, 512, 512), 3),
+        ((5_000_001,), None),
+    ],
+)
+def test_chunks_of_other_shapes(shape: tuple[int, ...], axis: int | None) -> None:
+    """Odd axes, heads, experts and convolutions are divided where 8 devices divide them, in chunks of some size."""
+    mesh = Mesh(None, "x=8")
+    plain = Layout.replicated(mesh, len(shape))
+    chunks = chunks_saved(shape, 4, plain)
+    sharded = Layout([("x" if each == axis else None) for each in range(len(shape))], mesh)
+    wanted = sharded.shard_slices(shape, 3)
+    read = [chunk for chunk in chunks if intersect(chunk, wanted)]
+
+    assert math.prod(block_shape(wanted)) == sum(math.prod(block_shape(chunk)) for chunk in read)
+    assert len(chunks) <= 1024
+    assert (1 << 14) <= min(4 * math.prod(block_shape(chunk)) for chunk in chunks)
+
+
+def test_bytes_read_are_those_of_the_shards(tmp_path: Path) -> None:
+    """What a step says that it has read is what the shards have, saved by rows and read by columns."""
+    value = random_values((1024, 1024), "float32")
+    rows, columns = (Layout(specs, Mesh(None, "x=8")) for specs in (("x", None), (None, "x")))
+    step = saved(str(tmp_path), {"w": value}, {"w": rows})
+    indices = [columns.shard_slices(value.shape, device) for device in range(8)]
+    blocks = [(index, step.read("w", index)) for index in indices]
+
+    assert value.nbytes == step.bytes_read
+    assert np.array_equal(value, assemble(blocks, value.shape, value.dtype))
+
+
+def test_a_chunk_of_which_parts_are_wanted_is_read_once(tmp_path: Path) -> None:
+    """Shards smaller than a chunk, wanted one after another, are one read."""
+    value = random_values((64, 64), "float32")
+    step = saved(str(tmp_path), {"w": value}, {"w": Layout.replicated(Mesh(None, "x=8"), 2)})
+    blocks = [step.read("w", (slice(8 * i, 8 * i + 8), slice(0, 64))) for i in range(8)]
+
+    assert np.array_equal(value, np.concatenate(blocks))
+    assert value.nbytes == step.bytes_read
+
+
+def test_memory_that_is_read_into_is_aligned(tmp_path: Path) -> None:
+    """Values begin where JAX and TensorFlow can keep them without a copy, and nobody else has their memory."""
+    values = {name: random_values((n, 7), "float32", n) for n, name in enumerate("abc", 1)}
+    plain = {name: Layout.replicated(Mesh(None, "x=2"), 2) for name in values}
+    step = saved(str(tmp_path), values, plain)
+    found = [step.read(name) for name in values for _ in range(2)]
+
+    assert [0] * 6 == [each.ctypes.data % 64 for each in found]
+    assert not any(np.shares_memory(a, b) for a in found for b in found if a is not b)
+    assert all(each.flags.c_contiguous and each.flags.writeable for each in found)

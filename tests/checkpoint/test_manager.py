@@ -1,0 +1,267 @@
+"""A manager saves beside the training: what was when `save` was called is there, errors are raised, nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from checkpoint.saves import names_in
+
+import layoutmap as lm
+from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.storage import LocalStorage
+from layoutmap.core.errors import CheckpointError
+from layoutmap.engines import get_engine
+
+PROCESSES = ("jax",)
+
+
+def layouts_of(kind: str) -> tuple[Any, ...]:
+    mesh = lm.create_mesh("x=2,y=4")
+    return {
+        "plain": (),
+        "sharded": (lm.Layout(["x", "y"], mesh),),
+        "replicated": (lm.Layout([None, None], mesh),),
+    }[kind]
+
+
+def model_of(value: float, kind: str = "plain") -> dict[str, Any]:
+    """A model of one weight, in a layout or plain."""
+    array = np.full((64, 64), value, np.float32)
+    return {
+        "w": get_engine("jax").relayout(array, *layouts_of(kind)) if kind != "plain" else jnp.asarray(array)
+    }
+
+
+def saved(directory: Path, step: int) -> float:
+    """The one value that all elements of a saved weight have."""
+    (value,) = np.unique(Step(LocalStorage(directory), step).read("w"))
+    return float(value)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk on which nothing is written until an event is set."""
+    may_write = threading.Event()
+    create = LocalStorage.create
+
+    def wait_and_create(self: LocalStorage, folder: str, name: str) -> Any:
+        may_write.wait(60)
+        return create(self, folder, name)
+
+    monkeypatch.setattr(LocalStorage, "create", wait_and_create)
+    yield may_write
+    may_write.set()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "plain", "replicated"])
+def test_a_donated_array_is_saved_as_it_was(tmp_path: Path, slow_disk: threading.Event, kind: str) -> None:
+    """An array that is donated to the next step, before it is written, is saved with the values it had."""
+    model = model_of(1, kind)
+    step = jax.jit(lambda w: w * 2 + 1, donate_argnums=0)
+    with lm.CheckpointManager(tmp_path) as manager:
+        assert manager.save(model, 1)
+        for _ in range(5):
+            model = {"w": step(model["w"])}
+        jax.block_until_ready(model)
+        assert [] == manager.steps
+        slow_disk.set()
+
+    assert 63 == float(np.asarray(model["w"])[0, 0])
+    assert 1 == saved(tmp_path, 1)
+
+
+def test_an_immutable_array_is_not_copied(tmp_path: Path, slow_disk: threading.Event) -> None:
+    """What waits to be written shares the memory of a JAX array on a CPU, which nothing can change."""
+    model = model_of(1, "sharded")
+    shards = [values for _, values in get_engine("jax").to_shards(model["w"])]
+    buffers = {shard.data.unsafe_buffer_pointer() for shard in model["w"].addressable_shards}
+
+    assert buffers == {values.ctypes.data for values in shards}
+    assert not any(values.flags.writeable for values in shards)
+
+
+def test_an_assigned_keras_variable_is_saved_as_it_was(tmp_path: Path, slow_disk: threading.Event) -> None:
+    """A weight of Keras that is assigned, before it is written, is saved with the value it had."""
+    layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {r".*\.kernel": (None, "model")})
+    model = layout_map.build(lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")]))
+    kernel = model.layers[0].kernel
+    expected = np.asarray(kernel)
+    with lm.CheckpointManager(tmp_path) as manager:
+        manager.save(model, 1)
+        kernel.assign(np.zeros((8, 16)))
+        slow_disk.set()
+
+    assert np.array_equal(expected, Step(LocalStorage(tmp_path), 1).read("d1.kernel"))
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, slow_disk: threading.Event) -> None:
+    """At most one save is in flight: the second returns when the first is there."""
+    manager = lm.CheckpointManager(tmp_path)
+    manager.save(model_of(1), 1)
+    second = threading.Thread(target=lambda: manager.save(model_of(2), 2))
+    second.start()
+    second.join(0.1)
+    waited, before = second.is_alive(), manager.steps
+    slow_disk.set()
+    second.join()
+    manager.close()
+
+    assert (True, []) == (waited, before)
+    assert [1.0, 2.0] == [saved(tmp_path, step) for step in manager.steps]
+
+
+def test_what_fails_on_the_thread_is_raised_once(tmp_path: Path, slow_disk: threading.Event) -> None:
+    """A save that fails on its thread raises in the next call, whichever that is, once; the step can be saved then."""
+    for call in ("save", "wait", "close", "load"):
+        slow_disk.clear()
+        directory = tmp_path / call
+        manager = lm.CheckpointManager(directory, every_steps=10)
+        manager.save(model_of(1), 10)
+        for folder in directory.iterdir():
+            folder.rename(directory / "moved")  # what is written then has no folder
+        slow_disk.set()
+        manager._flight._thread.join()  # type: ignore[union-attr]
+        calls = {
+            "save": lambda m=manager: m.save(model_of(1), 11),
+            "load": lambda m=manager: m.load(model_of(0)),
+        }
+        with pytest.raises(CheckpointError, match="the file cannot be written"):
+            calls.get(call, getattr(manager, call))()
+
+        assert [] == manager.steps
+        assert manager.save(model_of(2), 10, force=True)
+        manager.close()
+        assert 2 == saved(directory, 10)
+
+
+def test_an_error_in_a_with_block_is_not_hidden(tmp_path: Path, slow_disk: threading.Event) -> None:
+    """If a block raises and its last save failed, too, the block's error is raised, and notes the other."""
+
+    def block() -> None:
+        with lm.CheckpointManager(tmp_path) as manager:
+            manager.save(model_of(1), 10)
+            next(tmp_path.iterdir()).rename(tmp_path / "moved")
+            slow_disk.set()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError) as error:
+        block()
+    assert "And the last save has failed: " in "".join(error.value.__notes__)
+
+
+def test_steps_are_saved_when_due_and_the_rest_are_deleted(tmp_path: Path) -> None:
+    """The last two and the best are there in the end; a step that is not due, or was saved already, is not saved."""
+    with lm.CheckpointManager(tmp_path, keep_last=2, best="loss", every_steps=2, wait=True) as manager:
+        due = [
+            step for step in range(12) if manager.save(model_of(step), step, metrics={"loss": abs(step - 5)})
+        ]
+        again = manager.save(model_of(11), 10, force=True)
+        last = manager.save(model_of(11), 11, force=True)
+        loaded = manager.load(model_of(0), best=True)
+
+    assert ([2, 4, 6, 8, 10], False, True) == (due, again, last)
+    assert [6, 10, 11] == manager.steps
+    assert 6 == float(loaded["w"][0, 0])
+    assert {"loss": 1.0} == Step(LocalStorage(tmp_path), 6).metrics
+    assert f"<CheckpointManager of {tmp_path}: steps [6, 10, 11]>" == repr(manager)
+
+
+def test_another_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    """A manager made anew knows the steps and metrics of the one before, and the last step counts as saved."""
+    with lm.CheckpointManager(tmp_path, keep_last=1, best="loss", every_steps=10) as manager:
+        for step in (10, 20, 30):
+            manager.save(model_of(step), step, metrics={"loss": step})
+    with lm.CheckpointManager(tmp_path, keep_last=1, best="loss", every_steps=10) as manager:
+        model = manager.load(model_of(0))
+        saves = [manager.save(model, step, metrics={"loss": step}, force=step == 30) for step in (30, 31, 40)]
+
+    assert [False, False, True] == saves
+    assert [10, 40] == manager.steps
+    assert 30 == float(model["w"][0, 0])
+
+
+def test_a_damaged_step_is_skipped_only_if_asked(tmp_path: Path) -> None:
+    """A damaged step is an error; with damaged="skip" the one before is loaded, with a warning, and it is replaced."""
+    with lm.CheckpointManager(tmp_path, wait=True) as manager:
+        for step in (1, 2):
+            manager.save(model_of(step), step)
+    file = tmp_path / "step-2" / "data-00000.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    manager = lm.CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match="its values are not those that were saved"):
+        manager.load(model_of(0))
+    with pytest.warns(lm.LayoutMapWarning, match="step 2 is not loaded"):
+        model = manager.load(model_of(0), damaged="skip")
+    manager.save(model_of(5), 2)
+    manager.close()
+
+    assert 1 == float(model["w"][0, 0])
+    assert [1.0, 5.0] == [saved(tmp_path, step) for step in (1, 2)]
+
+
+def test_if_all_steps_are_damaged_it_is_an_error(tmp_path: Path) -> None:
+    """With nothing good left to load, the last step is refused as it is without damaged="skip"."""
+    with lm.CheckpointManager(tmp_path, wait=True) as manager:
+        manager.save(model_of(1), 1)
+        (tmp_path / "step-1" / "data-00000.safetensors").unlink()
+        warned = pytest.warns(lm.LayoutMapWarning, match="step 1 is not loaded")
+        with warned, pytest.raises(CheckpointError, match="the file is missing"):
+            manager.load(model_of(0), damaged="skip")
+        with pytest.raises(CheckpointError, match="no step is known to be the best"):
+            manager.load(model_of(0), best=True)
+
+
+PROGRAM = """
+import sys, time, jax.numpy as jnp, layoutmap as lm
+from layoutmap.checkpoint.storage import LocalStorage
+create = LocalStorage.create
+def slow(self, folder, name):
+    time.sleep(0.5)
+    return create(self, folder, name)
+LocalStorage.create = slow
+manager = lm.CheckpointManager(sys.argv[1])
+manager.save({"w": jnp.ones((8, 8))}, 1)
+print("saving", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(60)", "", "raise SystemExit(3)", "1 / 0"])
+def test_a_program_that_ends_waits_for_its_last_save(tmp_path: Path, end: str) -> None:
+    """However a program ends, by Ctrl-C too, its last save is there, and its exit status is what it was."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM + end, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None
+    assert "saving\n" == run.stdout.readline()
+    if "sleep" in end:
+        run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+
+    assert {"": 0, "raise": 3, "1": 1}.get(end.partition(" ")[0], -signal.SIGINT) == run.returncode
+    assert ["step-1"] == names_in(tmp_path)
+
+
+def test_a_failure_that_nobody_asked_for_is_said_at_the_end(tmp_path: Path) -> None:
+    """A program that ends without another call says on stderr that its last save has failed."""
+    end = "import os; [os.rename(f'{sys.argv[1]}/{n}', sys.argv[1] + '/x') for n in os.listdir(sys.argv[1])]"
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM + end, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+
+    assert "layoutmap: the last save has failed\n" in run.stderr
+    assert "data-00000.safetensors: the file cannot be written" in run.stderr

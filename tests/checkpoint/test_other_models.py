@@ -1,0 +1,153 @@
+"""A checkpoint of another model is refused with all differences, and the model stays as it was; Ctrl-C in a save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapters.interrupts import Interrupter
+from checkpoint.saves import names_in
+from flax import nnx
+
+import layoutmap as lm
+from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.storage import LocalStorage
+from layoutmap.core.errors import CheckpointError
+
+PROCESSES = ("jax",)
+
+FILES = ("checkpoint/step_writer.py", "scope/saving.py", "scope/manager.py")
+
+
+class Block(nnx.Module):
+    def __init__(self, *, names: tuple[str, ...], width: int, dtype: Any, seed: int):
+        rngs = nnx.Rngs(seed)
+        for name in names:
+            setattr(self, name, nnx.Linear(4, width, param_dtype=dtype, rngs=rngs))
+
+
+def make(
+    names: tuple[str, ...] = ("query", "value"), width: int = 4, dtype: Any = jnp.float32, seed: int = 0
+) -> Block:
+    return Block(names=names, width=width, dtype=dtype, seed=seed)
+
+
+def values_of(model: Block) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+OTHERS = {
+    "renamed": (
+        {"names": ("queries", "value")},
+        {
+            "queries.bias": "not in the checkpoint; it has query.bias",
+            "queries.kernel": "not in the checkpoint; it has query.kernel",
+            "query.bias": "in the checkpoint, and not in the model",
+            "query.kernel": "in the checkpoint, and not in the model",
+        },
+    ),
+    "extra": (
+        {"names": ("query",)},
+        {
+            "value.bias": "in the checkpoint, and not in the model",
+            "value.kernel": "in the checkpoint, and not in the model",
+        },
+    ),
+    "missing": (
+        {"names": ("query", "value", "gate")},
+        {"gate.bias": "not in the checkpoint", "gate.kernel": "not in the checkpoint"},
+    ),
+    "shape": (
+        {"width": 6},
+        {
+            **{f"{name}.bias": "shape (6,), in the checkpoint (4,)" for name in ("query", "value")},
+            **{f"{name}.kernel": "shape (4, 6), in the checkpoint (4, 4)" for name in ("query", "value")},
+        },
+    ),
+    "dtype": (
+        {"dtype": jnp.bfloat16},
+        {
+            f"{name}.{part}": "dtype bfloat16, in the checkpoint float32"
+            for name in ("query", "value")
+            for part in ("bias", "kernel")
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path, other: str) -> None:
+    """All variables that differ are named at once, with the nearest names; the model that exists keeps its values."""
+    lm.save(make(), tmp_path)
+    arguments, expected = OTHERS[other]
+    model = make(**arguments, seed=1)
+    before = values_of(model)
+    with pytest.raises(CheckpointError) as error:
+        lm.load(model, tmp_path)
+
+    lines = str(error.value).splitlines()
+    assert f"{tmp_path}/step-0: this is not the checkpoint of the model" == lines[0]
+    rows = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in lines[1:]}
+    assert expected == {name: text for name, text in rows.items() if name not in ("why", "fix")}
+    assert f"{len(expected)} variables differ; nothing has been loaded" == rows["why"]
+    assert all(np.array_equal(a, b) for a, b in zip(before, values_of(model), strict=True))
+
+
+@pytest.mark.parametrize("name", ["data-00000.safetensors", "manifest.json"])
+def test_a_damaged_step_changes_nothing(tmp_path: Path, name: str) -> None:
+    """Whichever of some bits is flipped, a model that exists keeps all of its values."""
+    lm.save(make(), tmp_path)
+    file = tmp_path / "step-0" / name
+    data = bytearray(file.read_bytes())
+    model = make(seed=1)
+    before = values_of(model)
+    for place in range(len(data) - 1, max(0, len(data) - 160), -7):
+        data[place] ^= 1 << place % 8
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError):
+            lm.load(model, tmp_path)
+        assert all(np.array_equal(a, b) for a, b in zip(before, values_of(model), strict=True))
+        data[place] ^= 1 << place % 8
+    file.write_bytes(data)
+    lm.load(model, tmp_path)
+    assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), values_of(model), strict=True))
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.5, "3", None, 10**18, np.float32(2)])
+def test_what_is_no_step_is_refused(tmp_path: Path, step: Any) -> None:
+    """A number that cannot be a step is refused by name, and nothing is written."""
+    with pytest.raises(CheckpointError) as error:
+        lm.save(make(), tmp_path / "new", step=step)
+
+    assert f"step={step!r}: this is no step" == str(error.value).splitlines()[0]
+    assert [] == names_in(tmp_path)
+
+
+def test_an_interrupt_before_any_line_of_a_save_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C before any line of `save`, of a manager's too, leaves the directory as it was or the step complete."""
+    model = {"w": jnp.ones((4, 4))}
+    manager = lm.CheckpointManager(tmp_path / "managed", wait=True)
+    saves = {
+        "saved": lambda step: lm.save(model, tmp_path / "saved", step=step),
+        "managed": lambda step: manager.save(model, step),
+    }
+    for name, save in saves.items():
+        save(0)
+        interrupter, line = Interrupter(FILES, ["__del__", "_abandon"]), 0
+        while True:
+            line += 1
+            was_interrupted = interrupter.interrupted(lambda save=save, step=line: save(step), line)
+            is_there = line in lm.CheckpointManager(tmp_path / name).steps
+            assert ["step-0", *[f"step-{line}"] * is_there] == names_in(tmp_path / name)
+            if is_there:
+                assert [] == list(Step(LocalStorage(tmp_path / name), line).problems())
+                for each in (tmp_path / name / f"step-{line}").iterdir():
+                    each.unlink()
+                (tmp_path / name / f"step-{line}").rmdir()
+            if not was_interrupted:
+                break
+        assert line > 50
