@@ -284,9 +284,8 @@ class Values:
     def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return what reads the shards of a variable; `None` if the checkpoint does not have it."""
         saved = None if self._closed or _is_key(variable) else self.find(variable)
-        if (
-            saved is None or saved.shape != variable.shape
-        ):  # one that is read before all are known may have another
+        # One that is read before all are known may have the path of another, and so its shape.
+        if saved is None or saved.shape != variable.shape:
             return None
         self.taken.add(variable.path)
         dtype = numpy_dtype(variable.dtype, variable.path)
@@ -294,12 +293,13 @@ class Values:
         def read(index: Index) -> NumpyArray:
             found = self.source.read(saved.path, index)
             values = found.astype(dtype, copy=False)
-            if variable.kind is Kind.RNG and not np.array_equal(values, found):
+            if _is_count(variable, saved) and not np.array_equal(values, found):
                 raise CheckpointError(
-                    f"{variable.path}: a random state does not fit",
+                    f"{variable.path}: {'a random state' if variable.kind is Kind.RNG else 'a count'} does not fit",
                     facts={"saved": f"{found.tolist()}, {saved.dtype}", "element type here": variable.dtype},
-                    why="libraries hold random states as integers of different types, and this one has no such number",
-                    fix="load it where it was saved, or seed the generator with a number below 2**31",
+                    why="libraries hold it as integers of different types, and this one has no such number",
+                    fix="load it where it was saved"
+                    + ", or seed the generator with a number below 2**31" * (variable.kind is Kind.RNG),
                 )
             return values
 
@@ -314,9 +314,17 @@ class Values:
             return None
         if saved.shape != variable.shape:
             return variable.path, f"shape {variable.shape}, in the checkpoint {saved.shape}"
-        if saved.dtype != variable.dtype and not self._cast and variable.kind is not Kind.RNG:
+        if saved.dtype != variable.dtype and not self._cast and not _is_count(variable, saved):
             return variable.path, f"dtype {variable.dtype}, in the checkpoint {saved.dtype}"
         return None
+
+
+def _is_count(variable: VariableSpec, saved: SavedVariable) -> bool:
+    """Whether it is a random state or a count, which libraries hold as integers of different types."""
+    if variable.kind is Kind.RNG:
+        return True
+    integers = all(each.dtype.lstrip("u").startswith("int") for each in (variable, saved))
+    return integers and variable.kind not in (Kind.WEIGHT, Kind.STATE)
 
 
 def _is_key(variable: VariableSpec) -> bool:
@@ -426,8 +434,8 @@ class _Loading:
             assert saved is not None
             layout = layouts[variable.path]
             read = self._values.reader(variable)
-            if variable.kind is Kind.RNG and read is not None:
-                read(full_index(saved.shape))
+            if _is_count(variable, saved) and read is not None:
+                read(full_index(saved.shape))  # it may not fit
             elif layout is None:
                 self._values.source.check(saved.path)
             else:
