@@ -68,7 +68,8 @@ def load(
             model: `lambda model: torch.optim.AdamW(model.parameters())`. What is returned then is a pair.
         data: What else goes on where it was: anything with `load_state_dict()` or `set_state()`, or the mapping of
             several that was saved. Each process gets the state that it saved. Where another number of processes loads,
-            all get the state that all had; if each had its own there is none for them, and an error says so.
+            all get the state that all had; if each had its own there is none for them, and an error says so. The random
+            states of Python, numpy and torch come back likewise, but where there is none they stay as they are.
         missing: What happens with weights of the model that are not in the checkpoint: `"error"`, or `"keep"`: they
             keep their values, or are initialized.
         extra: What happens with variables in the checkpoint that the model does not have: `"error"`, or `"ignore"`.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.errors import CheckpointError, listed
 
 
 def state_of(data: Any) -> Any:
@@ -93,22 +91,14 @@ def own_of(states: Sequence[Any], number: int, count: int) -> tuple[Any] | None:
 def random_states_of(states: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
     """The random states, by generator, that this process goes on with.
 
-    Where each process had another and there is now another number of them, none: then the generator is left as it is,
-    and a warning says so.
+    Where each process had another and there is now another number of them, none: the generator is left as it is. That
+    is so for any that the program has not seeded, so it is worth no warning.
     """
     found: dict[str, Any] = {}
     for name in states[0] if states else ():
         own = own_of([state.get(name) for state in states], number, count)
         if own is not None:
             found[name] = own[0]
-        else:
-            warning = LayoutMapWarning(
-                f"the random state of {name} is not restored",
-                facts={"saved": f"{len(states)} processes", "loading": f"{count} processes"},
-                why="each process that saved had a state of its own, and another number of them loads",
-                fix="seed it in each process as at the beginning",
-            )
-            warnings.warn(warning, stacklevel=level_of_user())
     return found
 
 
