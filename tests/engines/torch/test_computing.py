@@ -59,11 +59,11 @@ def tensors_in(results):
     return [tensor for each in results if each is not None for tensor in tensors_in(each)]
 
 
-def results_and_gradients(function, given, trained):
+def results_and_gradients(function, given, trained, scope=run_on):
     torch.manual_seed(3)
     for name in trained:
         given[name].requires_grad_()
-    with run_on() if any(hasattr(each, "placements") for each in given.values()) else torch.enable_grad():
+    with scope() if any(hasattr(each, "placements") for each in given.values()) else torch.enable_grad():
         results = tensors_in(function(*given.values()))
         found = [each for each in results if each.requires_grad]
         if found:
@@ -78,13 +78,13 @@ def results_and_gradients(function, given, trained):
     )
 
 
-def assert_as_plain(function, tensors, layout):
+def assert_as_plain(function, tensors, layout, scope=run_on):
     trained = [name for name, each in tensors.items() if name[0] in "xw" and each.is_floating_point()]
     expected = results_and_gradients(
         function, {name: each.clone() for name, each in tensors.items()}, trained
     )
     actual = results_and_gradients(
-        function, {name: argument(layout, name, each) for name, each in tensors.items()}, trained
+        function, {name: argument(layout, name, each) for name, each in tensors.items()}, trained, scope
     )
     compared = [*zip(expected[0], actual[0], strict=True)]
     compared += [tuple(each[1].get(name, torch.zeros(())) for each in (expected, actual)) for name in trained]

@@ -5,7 +5,7 @@ mode           looks each function up in the tables below; `unwrap_python` opens
 conversions    between DTensors and plain tensors that every device has in full
 shards         functions that each device computes on its own shards
 gathered       functions that are called on gathered tensors, and the warning
+upstream       what each of them corrects, and where torch's developers know of it
 sums           when sums over the mesh are made, for a batch that does not divide
-the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, along, joining, slices,
-               randomness
+the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """

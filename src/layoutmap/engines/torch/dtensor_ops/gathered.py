@@ -112,4 +112,6 @@ def _split(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 GATHERED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_gathered),
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),
+    # Their gradients compare values, which have to be exact: a sum that is written to is rounded.
+    **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), on_gathered),
 }

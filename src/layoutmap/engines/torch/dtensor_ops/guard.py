@@ -16,13 +16,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, replicated
 from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
-from layoutmap.engines.torch.dtensor_ops.proven import ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
+from layoutmap.engines.torch.dtensor_ops.proven import (
+    ALONG,
+    ANY_ORDER,
+    PROVEN,
+    QUIET,
+    REDUCTIONS,
+    SUMS_PASS,
+)
 from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,
     guard_operators,
     is_view,
     local_of,
+    overload_name,
     plainly,
     specs_of_answer,
     tree_leaves,
@@ -54,8 +62,10 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
     """
     if mesh not in _meshes:
         return own()
-    name = op.overloadpacket.__name__
-    name = name if name.endswith("__") else name.removesuffix("_")
+    full_name = op.overloadpacket.__name__
+    name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
+    if name in ALONG and name != full_name and isinstance(args[0], DTensor) and not _waits(args[0]):
+        return args[0].copy_(getattr(getattr(torch.ops.aten, name), overload_name(op))(*args, **kwargs))
     tensors = _dtensors((args, kwargs))
     why = "DTensor's own way is not known to be right"
     # How axes are split and joined, DTensor seeks for ever where there is no element.
@@ -90,8 +100,16 @@ def _is_proven(op: Any, name: str, args: Any, kwargs: Any) -> bool:
     if name in REDUCTIONS:
         place = argument_names(op).index("reduction")
         return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
+    if name in ALONG and not _is_aligned(args[0], args[1], args):
+        return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
     return (name in PROVEN and not changes_shape) or op.namespace != "aten"
+
+
+def _is_aligned(target: Any, axis: int, tensors: Any) -> bool:
+    """Whether the tensors of one rank have the same size in all axes but one."""
+    shapes = [list(e.shape) for e in tensors if isinstance(e, torch.Tensor) and 0 < e.ndim == target.ndim]
+    return all(shape[:axis] + shape[axis:][1:] == shapes[0][:axis] + shapes[0][axis:][1:] for shape in shapes)
 
 
 def _may_pass(tensors: list[Any], name: str) -> bool:

@@ -74,7 +74,6 @@ _TWO = "input target size_average reduce reduction"
 
 LOSSES = {
     F.mse_loss: _by_element(f"{_TWO} weight"),
-    F.l1_loss: _by_element(f"{_TWO} weight"),
     F.smooth_l1_loss: _by_element(f"{_TWO} beta"),
     F.huber_loss: _by_element("input target reduction delta weight"),
     F.soft_margin_loss: _by_element(_TWO),

@@ -10,7 +10,6 @@ convolutions  with output channels that are sharded
 recurrent     sharded along the batch
 randomness    dropout and its like draw what the plain program draws
 rows          what treats images or elements apart, and has no rule for its gradient
-along         what takes or puts along an axis, at an index
 slices        assignments to a part of a tensor
 gathered      values that are read, and what changes the shape of a tensor in place on its way
 
@@ -32,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.torch.dtensor_ops.along import ALONG
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, reduced
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
@@ -78,7 +76,6 @@ _HANDLERS: dict[Any, Handler] = {
     **RANDOM,
     **ROWS,
     **RECURRENT,
-    **ALONG,
     **GATHERED,
     **READS,
     torch.Tensor.__setitem__: assign,

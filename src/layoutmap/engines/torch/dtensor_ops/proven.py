@@ -30,6 +30,7 @@ _PARTS = """
 cat constant_pad_nd embedding embedding_dense_backward flip
 repeat roll select_backward slice_backward sort stack topk tril triu
 """
+_ALONG = "gather index_add index_copy index_fill index_select scatter scatter_add"
 _MADE = "empty_like fill full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like zero zeros_like"
 _OPTIMIZERS = """
 _amp_foreach_non_finite_check_and_unscale _foreach_abs _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_clamp_max
@@ -38,9 +39,12 @@ _foreach_reciprocal _foreach_sign _foreach_sqrt _foreach_sub _foreach_zero _fuse
 """
 
 PROVEN = frozenset(
-    f"{_ELEMENTWISE} {_VIEWS} {_REDUCTIONS} {_PRODUCTS} {_PARTS} {_MADE} {_OPTIMIZERS}".split()
+    f"{_ELEMENTWISE} {_VIEWS} {_REDUCTIONS} {_PRODUCTS} {_PARTS} {_ALONG} {_MADE} {_OPTIMIZERS}".split()
 )
 """Right, with sums that are still to be made over the mesh made first."""
+
+ALONG = frozenset(_ALONG.split())
+"""Right if all tensors of the target's rank have its size in each axis but that of the index, and not in place."""
 
 SUMS_PASS = frozenset(
     f"{_VIEWS} add alias bmm cat clone copy detach div mean mm mul neg stack sub sum zero".split()

@@ -5,31 +5,20 @@ DTensor has a rule for some of them, but none for their gradients.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.conversions import reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import apart
-from layoutmap.engines.torch.private import tree_map
 
 
 def _rms_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     return _but_last(len(shape))(function, args, kwargs)
-
-
-def _of_reduced(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Functions whose gradients DTensor can compute only where no sum is to be made, or not at all for the largest."""
-    if any(isinstance(each, float) and math.isinf(each) for each in (*args[1:], *kwargs.values())):
-        return on_gathered(function, args, kwargs)
-    args, kwargs = tree_map(reduced, (args, kwargs))
-    return function(*args, **kwargs)
 
 
 def _pad(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -71,19 +60,6 @@ ROWS: dict[Any, Callable[..., Any]] = {
     F.pad: _pad,
     F.unfold: _but_last(3),
     F.fold: _but_last(2),
-    **dict.fromkeys(
-        (
-            F.normalize,
-            F.cosine_similarity,
-            F.hinge_embedding_loss,
-            torch.norm,
-            torch.Tensor.norm,
-            torch.linalg.norm,
-            torch.linalg.vector_norm,
-            torch.linalg.matrix_norm,
-        ),
-        _of_reduced,
-    ),
     **dict.fromkeys(
         (F.hardtanh, F.relu6, F.hardswish, F.hardsigmoid, F.logsigmoid, F.hardshrink, F.softshrink), _ALL
     ),

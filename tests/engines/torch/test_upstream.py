@@ -1,0 +1,193 @@
+"""What DTensors compute wrongly without this package: a test that fails says which correction is no longer needed."""
+
+import re
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import few
+from engines.torch import test_computing
+from engines.torch.dtensors import MESH, alone, place, run_on, whole
+from engines.torch.function_cases import CASES
+from torch.distributed.tensor import distribute_tensor
+
+from layoutmap.core.layout import Layout
+from layoutmap.engines.torch.dtensor_ops.upstream import CORRECTIONS
+from layoutmap.engines.torch.engine import engine
+from layoutmap.engines.torch.private import set_replicates_plain_tensors
+
+PROCESSES = ("torch",)
+ROOT = Path(__file__).parents[3]
+TABLE = ROOT / "docs" / "torch-operators.md"
+SOURCE = ROOT / "src" / "layoutmap" / "engines" / "torch"
+# Modules that correct nothing by themselves; `sums` is about when, not what.
+MACHINERY = {"__init__", "mode", "proven", "shards", "sums", "unwrap_python", "upstream"}
+X = torch.arange(48.0).view(8, 6).sin()
+SECONDS = 60  # of a search that never ends
+BATCH, LAST, SUMS = "batch and channels", "last axes", "summands"
+
+
+def same(expected, actual):
+    return torch.equal(expected, actual)
+
+
+def assignment():
+    expected, changed = X.clone(), place(X, "batch", None)
+    expected[2:4] = 1
+    changed[2:4] = place(torch.ones(2, 6), None, None)
+    return same(expected, whole(changed))
+
+
+def changed_view():
+    changed = place(X, "batch", None)
+    changed[2:4].zero_()
+    return not bool(whole(changed)[2:4].any())
+
+
+def changed_gradient():
+    x = place(X, None, None).requires_grad_()
+    changed = x * 1
+    changed[2:4] = place(X[:2], None, None)
+    (changed * place(X, "batch", None)).sum().backward()
+    expected = X.clone()
+    expected[2:4] = 0
+    return torch.allclose(expected, whole(x.grad))
+
+
+def joined():
+    x = place(torch.ones(2, 4, 3), "batch", "model", None)
+    return (2, 4, 6) == tuple(torch.cat([place(torch.zeros(0), None), x, x], -1).shape)
+
+
+def plain_among_them():
+    x = place(X, "batch", None).requires_grad_()
+    loss = F.mse_loss(x, torch.ones(8, 6), reduction="sum")
+    set_replicates_plain_tensors(False)  # as where a scope has ended
+    loss.backward()
+    return True
+
+
+def view_without_elements():
+    signal.alarm(3)
+    return (0, 2, 2) == tuple(place(torch.zeros(0), None).reshape(0, 2, 2).shape)
+
+
+def narrow_index():
+    rows = torch.tensor([[0, 1], [2, 3]])
+    taken = torch.gather(place(X, None, "model"), 0, place(rows, None, "model"))
+    return same(torch.gather(X, 0, rows), whole(taken))
+
+
+def order_of_dims():
+    layout = Layout((("model", "batch"), None), MESH)
+    return same(X, whole(distribute_tensor(X, *engine().native(layout, 2))))
+
+
+# A case of `function_cases` and its layout, or what says whether DTensor is right.
+PROBES = {
+    "means of losses": ("mse_loss mean", BATCH),
+    "losses of classes": ("cross_entropy, labels ignored mean", BATCH),
+    "batch norm": ("batch_norm of rank 2", BATCH),
+    "instance norm": ("instance_norm, tracked", BATCH),
+    "group norm": ("group_norm", BATCH),
+    "attention": ("attention", BATCH),
+    "multi-head attention": ("multi_head_attention", BATCH),
+    "convolutions": ("conv1d", BATCH),
+    "recurrent layers": ("lstm", BATCH),
+    "random numbers": ("dropout", BATCH),
+    "activations": ("hardtanh", BATCH),
+    "pooling": ("avg_pool2d", BATCH),
+    "padding": ("pad reflect", BATCH),
+    "windows": ("unfold", BATCH),
+    "embeddings": ("embedding, used twice", BATCH),
+    "embeddings by frequency": ("embedding, scaled gradient", "batch over both"),
+    "joins with an empty tensor": joined,
+    "assignments": assignment,
+    "changes of views": changed_view,
+    "gradients of changed views": changed_gradient,
+    "values that are read": lambda: 28.0 == place(torch.arange(8.0), "batch").sum().item(),
+    "quantiles": ("quantile", BATCH),
+    "plain tensors": plain_among_them,
+    "sums through operators": ("lerp by itself", SUMS),
+    "changes of shape": ("reshaped twice", BATCH),
+    "views without elements": view_without_elements,
+    "narrow indices": narrow_index,
+    "changes at an index": ("index_add_", BATCH),
+    "gradients of the largest": ("vector_norm inf", BATCH),
+    "orders of mesh dims": order_of_dims,
+}
+SLOW = {"group norm", "attention", "multi-head attention", "recurrent layers", "changes of shape"}
+
+
+def is_right(probe, scope=alone):
+    """Whether DTensor computes in a scope what plain tensors do; not if it fails, or does not end."""
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(SECONDS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if isinstance(probe, tuple):
+                test_computing.assert_as_plain(*CASES[probe[0]], probe[1], scope=scope)
+                return True
+            with scope():
+                return probe()
+    except Exception:
+        return False
+    finally:
+        signal.alarm(0)
+
+
+def _stop(*_):
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("name", few(PROBES, *(name for name in PROBES if name not in SLOW)))
+def test_a_correction_is_needed(name):
+    """What a correction says that DTensor does wrongly, it does on this version of torch."""
+    known = CORRECTIONS[name]
+    assert not is_right(PROBES[name]), (
+        f"no longer needed: {name} (in {known.module}, pytorch/pytorch{known.upstream or ': no issue'}): "
+        f"torch {torch.__version__} computes it right, so delete it there and in upstream.py"
+    )
+
+
+HERE = (assignment, changed_gradient, joined, plain_among_them, view_without_elements, narrow_index)
+
+
+def test_probes_can_come_out_right():
+    """What DTensor computes right is no longer needed, and what a probe tries is right with this package."""
+    assert is_right(("l1_loss mean", BATCH))
+    assert [] == [probe.__name__ for probe in HERE if not is_right(probe, run_on)]
+
+
+def test_each_correction_has_a_probe():
+    """The probes are those of the corrections, and each module that corrects something says what and has a probe."""
+    modules = {path.stem for path in (SOURCE / "dtensor_ops").glob("*.py")} - MACHINERY
+    named = {each.module for each in CORRECTIONS.values()}
+
+    assert set(CORRECTIONS) == set(PROBES)
+    assert {f"dtensor_ops.{module}" for module in modules} <= named
+    assert [] == [module for module in named if not (SOURCE / f"{module.replace('.', '/')}.py").exists()]
+
+
+def rows():
+    """The rows of the table in the docs, as the source has them."""
+    link = "https://github.com/pytorch/pytorch/issues/"
+    return [
+        f"| {name} | `{each.module}` | {each.wrong} | "
+        + (f"[pytorch/pytorch{each.upstream}]({link}{each.upstream[1:]})" if each.upstream else "none found")
+        + f" | {each.seen_on} |"
+        for name, each in CORRECTIONS.items()
+    ]
+
+
+def test_the_docs_list_them():
+    """The docs show the corrections; what this prints is to be put there when it fails."""
+    shown = re.findall(r"^\| .*`(?:dtensor_ops\.)?\w+` \|.*$", TABLE.read_text(), re.MULTILINE)
+    print("\n".join(rows()))
+
+    assert len(rows()) == len(shown)
+    assert [] == [row for row in rows() if row not in TABLE.read_text()]
