@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import few
-from engines.torch import test_computing
+from engines.torch.beside_plain import assert_as_plain
 from engines.torch.dtensors import MESH, alone, place, run_on, whole
 from engines.torch.function_cases import CASES
 from torch.distributed.tensor import distribute_tensor
@@ -130,7 +130,7 @@ def is_right(probe, scope=alone):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if isinstance(probe, tuple):
-                test_computing.assert_as_plain(*CASES[probe[0]], probe[1], scope=scope)
+                assert_as_plain(*CASES[probe[0]], probe[1], scope=scope)
                 return True
             with scope():
                 return probe()
