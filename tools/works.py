@@ -52,6 +52,7 @@ GROUPS = {
     "same first values": ("test_values_do_not_depend_on_the_mesh",),
     "lay out what exists": ("test_an_existing_model_is_laid_out", "test_what_is_written_is_read"),
     "train like one device": ("test_it_trains_like_one_device",),
+    "save, load on any mesh": ("test_a_checkpoint_is_loaded_on_any_mesh",),
     "`with scope()`": ("test_nothing_stays_hooked", "test_the_inner_of_two_scopes_counts"),
 }
 ENGINES = {"TestJaxEngine": "JAX", "TestTensorFlowEngine": "TensorFlow", "TestTorchEngine": "PyTorch"}

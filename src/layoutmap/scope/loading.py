@@ -23,10 +23,10 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.engines import Engine, get_engine
+from layoutmap.engines import get_engine
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.scope.processes import Result, agreed, gather_texts
+from layoutmap.scope.group import Group
 from layoutmap.scope.progress import Progress
 from layoutmap.scope.scope import build
 from layoutmap.scope.states import check_data, random_states_of, restore_state
@@ -109,7 +109,7 @@ def load(
         if inputs is not None:
             adapter.complete(found, (inputs,))
         mesh = _mesh_of(adapter, found)
-    processes = _Processes(get_engine(adapter.engine_name), mesh)
+    processes = Group(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
@@ -143,7 +143,7 @@ def _with_weights(model: Any, source: KerasWeights) -> Any:
     return model
 
 
-def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Processes) -> Source:
+def _opened(directory: str | os.PathLike[str], step: int | None, processes: Group) -> Source:
     """The same source in all processes; the last step is that which is the last for the first process."""
     source = processes.agreed(lambda: open_source(directory, step))
     if not isinstance(source, Step):
@@ -161,37 +161,6 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: _Pro
         )
     processes.agreed(source.check_files)
     return source
-
-
-class _Processes:
-    """The processes that load together: those that have devices of the mesh.
-
-    Attributes:
-        number: The number of this process among them.
-        count: How many they are.
-    """
-
-    def __init__(self, engine: Engine, mesh: Mesh | None):
-        self._engine = engine
-        self._mesh = mesh
-        self.number, self.count = 0, 1
-        bound = None if mesh is None else engine.bind(mesh)
-        if bound is not None and 0 < len(bound.local_device_ids) < bound.size:
-            own = str(bound.local_device_ids)
-            texts = gather_texts(own, self._gather)
-            self.number, self.count = texts.index(own), len(texts)
-
-    def texts(self, text: str) -> list[str]:
-        """The text of each; they must all ask."""
-        return [text] if self.count == 1 else gather_texts(text, self._gather)
-
-    def agreed(self, function: Callable[[], Result]) -> Result:
-        """What a function returns that each calls by itself; where it raises in one it raises in all."""
-        return function() if self.count == 1 else agreed(function, self._gather)
-
-    def _gather(self, values: Any) -> Any:
-        assert self._mesh is not None
-        return self._engine.all_gather(values, self._mesh)
 
 
 class Values:
@@ -343,7 +312,7 @@ class _Loading:
         progress: See `load`.
     """
 
-    def __init__(self, adapter: Adapter, values: Values, processes: _Processes, progress: bool | None):
+    def __init__(self, adapter: Adapter, values: Values, processes: Group, progress: bool | None):
         self._adapter = adapter
         self._engine = get_engine(adapter.engine_name)
         self._values = values

@@ -14,7 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -58,33 +58,35 @@ def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[
     return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
 
 
-def agreed(function: Callable[[], Result], gather: Gather) -> Result:
+def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
     """Return what a function returns that each process calls by itself; where it raises in one, raise in all.
 
     Args:
         function: Exchanges nothing with other processes.
         gather: Gathers from all processes.
+        verb: What it is part of, for messages: `"load"` or `"save"`.
 
     Raises:
         CheckpointError: It raised in another process.
     """
-    result, error = None, None
+    result: Any = None
+    error: BaseException | None = None
     try:
         result = function()
-    except Exception as raised:
+    except BaseException as raised:
         error = raised
-    texts = gather_texts("" if error is None else str(error) or type(error).__name__, gather)
+    texts = gather_texts("" if error is None else str(error) or repr(error), gather)
     if error is not None:
         raise error
     failed = {f"process {number}": text for number, text in enumerate(texts) if text}
     if failed:
         raise CheckpointError(
-            f"{', '.join(failed)}: the checkpoint cannot be loaded there, and so it is not in this process either",
+            f"{', '.join(failed)} cannot {verb}",
             facts=failed,
-            why="all processes of a mesh load the same step, or none does",
-            fix="see what is said of that process",
+            why=f"all processes of a mesh {verb} a step, or none does",
+            fix=f"fix what {next(iter(failed))} says, and {verb} again",
         )
-    return cast("Result", result)
+    return result
 
 
 def check_options(options: Mapping[str, object], gather: Gather) -> None:

@@ -27,7 +27,8 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, get_engine
 from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
-from layoutmap.scope.processes import check_saves, check_values, gather_texts
+from layoutmap.scope.group import Group
+from layoutmap.scope.processes import check_saves, check_values
 from layoutmap.scope.progress import Progress
 from layoutmap.scope.states import state_of
 
@@ -146,7 +147,7 @@ def begin_save(
         number = check_step(step)
         return Manifest(number, facts, encode(metadata, "metadata"), states, (), variables, {}), own
 
-    manifest, own_states = group.all(prepare)
+    manifest, own_states = group.agreed(prepare, "save")
     if group.several:
         saved = {"directory": storage.where, "step": str(manifest.step)}
         saved["metadata"] = json.dumps(manifest.metadata)
@@ -163,7 +164,7 @@ def begin_save(
 
     try:
         token, folder = group.first(begin)
-        todo = group.shares(kept, layouts, variables)
+        todo = _shares(group, engine, kept, layouts, variables)
         manifest = replace(manifest, facts={"id": token, **manifest.facts})
         writer = StepWriter(
             storage,
@@ -182,110 +183,45 @@ def begin_save(
         raise
 
 
-class Group:
-    """The processes that save together: those that have devices of the mesh.
+def _shares(
+    group: Group,
+    engine: Engine,
+    kept: Sequence[Stored],
+    layouts: Mapping[str, Layout | None],
+    variables: Sequence[SavedVariable],
+) -> list[ToWrite]:
+    """What this process writes: of each shard that several hold, one writes it, who has the least to write."""
+    loads = [0] * group.count
+    todo: list[ToWrite] = []
+    for each, variable in zip(kept, variables, strict=True):
+        own: list[Index] = []
+        for holders, index, size in _shards(group, each.variable, layouts[variable.path]):
+            writer = min(holders, key=loads.__getitem__)
+            loads[writer] += size
+            if writer == group.number:
+                own.append(index)
+        if own:
+            todo.append(ToWrite(variable, own, _shards_of(engine, each.array)))
+    return todo
 
-    Args:
-        engine: What holds the arrays.
-        mesh: Their mesh; `None`: this process is alone.
 
-    Attributes:
-        number: The number of this process among them.
-        count: How many they are.
-    """
-
-    def __init__(self, engine: Engine, mesh: Mesh | None):
-        self._engine = engine
-        self._mesh = mesh
-        self.number, self.count = 0, 1
-        self._devices: list[tuple[int, ...]] = [tuple(range(mesh.size))] if mesh is not None else [()]
-        if mesh is not None:
-            bound = engine.bind(mesh)
-            if len(bound.local_device_ids) < bound.size:
-                own = ",".join(map(str, bound.local_device_ids))
-                texts = gather_texts(own, self.gather)
-                self._devices = [tuple(map(int, text.split(","))) for text in texts]
-                self.number, self.count = texts.index(own), len(texts)
-
-    @property
-    def several(self) -> bool:
-        """Whether there are other processes."""
-        return self.count > 1
-
-    def gather(self, values: Any) -> Any:
-        """The numpy values of each process, one row each; they must all ask."""
-        assert self._mesh is not None
-        return self._engine.all_gather(values, self._mesh)
-
-    def all(self, function: Callable[[], T]) -> T:
-        """What a function returns; where it raises in one process, all raise. They must all ask.
-
-        Raises:
-            CheckpointError: It raised in another process.
-        """
-        if not self.several:
-            return function()
-        result: Any = None
-        error: BaseException | None = None
-        try:
-            result = function()
-        except BaseException as raised:
-            error = raised
-        texts = gather_texts("" if error is None else str(error) or repr(error), self.gather)
-        if error is not None:
-            raise error
-        for number, text in enumerate(texts):
-            if text:
-                raise CheckpointError(
-                    f"process {number} cannot save",
-                    facts={f"process {number}": text},
-                    why="a step is there only if every process has written its part; nothing has been written",
-                    fix=f"fix what process {number} says, and save again",
-                )
-        return result
-
-    def first(self, function: Callable[[], list[str]]) -> list[str]:
-        """The texts that a function returns in the first process; raises in all if it does there. They must all ask."""
-        texts = self.all(lambda: function() if self.number == 0 else [])
-        return json.loads(gather_texts(json.dumps(texts), self.gather)[0]) if self.several else texts
-
-    def shares(
-        self,
-        kept: Sequence[Stored],
-        layouts: Mapping[str, Layout | None],
-        variables: Sequence[SavedVariable],
-    ) -> list[ToWrite]:
-        """What this process writes: of each shard that several hold, one writes it, who has the least to write."""
-        loads = [0] * self.count
-        todo: list[ToWrite] = []
-        for each, variable in zip(kept, variables, strict=True):
-            own: list[Index] = []
-            for holders, index, size in self._shards(each.variable, layouts[variable.path]):
-                writer = min(holders, key=loads.__getitem__)
-                loads[writer] += size
-                if writer == self.number:
-                    own.append(index)
-            if own:
-                todo.append(ToWrite(variable, own, _shards_of(self._engine, each.array)))
-        return todo
-
-    def _shards(
-        self, variable: VariableSpec, layout: Layout | None
-    ) -> Iterator[tuple[list[int], Index, int]]:
-        """Each different shard of a variable: the processes that hold it, its index, and its size."""
-        if layout is None:
-            yield [0], full_index(variable.shape), variable.global_bytes
-            return
-        found: dict[Ends, tuple[list[int], Index]] = {}
-        for process, devices in enumerate(self._devices):
-            for device in devices:
-                index = layout.shard_slices(variable.shape, device)
-                holders = found.setdefault(ends_of(index), ([], index))[0]
-                if process not in holders:
-                    holders.append(process)
-        size = variable.global_bytes // max(1, len(found))
-        for holders, index in found.values():
-            yield holders, index, size
+def _shards(
+    group: Group, variable: VariableSpec, layout: Layout | None
+) -> Iterator[tuple[list[int], Index, int]]:
+    """Each different shard of a variable: the processes that hold it, its index, and its size."""
+    if layout is None:
+        yield [0], full_index(variable.shape), variable.global_bytes
+        return
+    found: dict[Ends, tuple[list[int], Index]] = {}
+    for process, devices in enumerate(group.devices):
+        for device in devices:
+            index = layout.shard_slices(variable.shape, device)
+            holders = found.setdefault(ends_of(index), ([], index))[0]
+            if process not in holders:
+                holders.append(process)
+    size = variable.global_bytes // max(1, len(found))
+    for holders, index in found.values():
+        yield holders, index, size
 
 
 def group_of(model: Any) -> Group:
