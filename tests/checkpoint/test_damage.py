@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from checkpoint.saves import is_good, names_in, save, values_of, writers
 
-from layoutmap.checkpoint.manifest import NAME
+from layoutmap.checkpoint.manifest import NAME, checksum_of
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
@@ -287,3 +288,39 @@ def test_a_deleted_step_is_gone_at_once(tmp_path: Path) -> None:
     assert ["step-2"] == names_in(tmp_path)
     assert f"{tmp_path}: step 1 cannot be deleted" == message(lambda: LocalStorage(tmp_path).delete(1))[0]
     assert is_good(tmp_path, 2, NEW)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("files", 0, "name"), "../step-1/secret"),
+        (("files", 0, "name"), "/etc/hostname"),
+        (("files", 0, "header_bytes"), 1 << 40),
+        (("variables", 0, "chunks", 0, 0), 7),
+        (("variables", 0, "chunks", 0, 0), -1),
+        (("variables", 0, "chunks", 0, 1), -8),
+        (("variables", 0, "chunks", 0, 1), 1 << 40),
+        (("variables", 0, "chunks", 0, 2), [[0, 1 << 40]]),
+        (("variables", 0, "shape"), [-1]),
+        (("variables", 0, "dtype"), "object"),
+        (("variables",), 5),
+        (("version",), 99),
+    ],
+)
+def test_a_forged_manifest_is_refused_when_it_is_opened(
+    tmp_path: Path, place: tuple[str | int, ...], value: object
+) -> None:
+    """With the right checksum, too: it can name no file elsewhere, and no byte that a file does not have."""
+    save(tmp_path, 1, OLD)
+    manifest = tmp_path / "step-1" / NAME
+    found = json.loads(manifest.read_bytes())
+    *way, last = place
+    inner = found
+    for part in way:
+        inner = inner[part]
+    inner[last] = value
+    del found["checksum"]
+    body = json.dumps(found)[1:].encode()
+    manifest.write_bytes(f'{{"checksum": "xxh3_64:{checksum_of(body)}",\n'.encode() + body)
+    with pytest.raises(CheckpointError, match=r"this is no manifest|the format cannot be read"):
+        Step(LocalStorage(tmp_path))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -29,7 +30,7 @@ from typing import Any, cast
 from layoutmap.checkpoint.source import SavedVariable, Specs
 from layoutmap.core.blocks import Index
 from layoutmap.core.errors import CheckpointError, brief
-from layoutmap.core.variables import Kind
+from layoutmap.core.variables import Kind, itemsize
 
 NAME = "manifest.json"
 FORMAT = "layoutmap checkpoint"
@@ -157,14 +158,16 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
                 fix="upgrade: pip install -U layoutmap",
             )
         known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
-        return Manifest(
-            found["step"],
-            {name: value for name, value in found.items() if name not in known},
-            found["metadata"],
-            found["states"],
-            tuple(map(file_from_json, found["files"])),
-            tuple(map(_saved_variable, found["variables"])),
-            {each["path"]: tuple(map(chunk_from_json, each["chunks"])) for each in found["variables"]},
+        return _checked(
+            Manifest(
+                found["step"],
+                {name: value for name, value in found.items() if name not in known},
+                found["metadata"],
+                found["states"],
+                tuple(map(file_from_json, found["files"])),
+                tuple(map(_saved_variable, found["variables"])),
+                {each["path"]: tuple(map(chunk_from_json, each["chunks"])) for each in found["variables"]},
+            )
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
@@ -174,6 +177,31 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             why=f"it has the right checksum and not the right parts: {error!r}",
             fix="it was written by another program; load another step",
         ) from error
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """A manifest that names no file outside of its folder, and no byte outside of a file.
+
+    Raises:
+        ValueError: It does; whoever wrote it can have given it the right checksum.
+    """
+    for file in manifest.files:
+        if not all(part not in ("", ".", "..") for part in file.name.split("/")) or "\\" in file.name:
+            raise ValueError(f"{file.name!r} is no file of the folder")
+        if not 0 <= file.header_bytes <= file.num_bytes:
+            raise ValueError(f"{file.name}: {file.num_bytes} bytes")
+    for variable in manifest.variables:
+        size = itemsize(variable.dtype)
+        if min(variable.shape, default=0) < 0:
+            raise ValueError(f"{variable.path}: shape {variable.shape}")
+        for chunk in manifest.chunks[variable.path]:
+            ends = zip(chunk.index, variable.shape, strict=True)
+            within = all(0 <= part.start <= part.stop <= n for part, n in ends)
+            num_bytes = math.prod(part.stop - part.start for part in chunk.index) * size if within else 0
+            file = manifest.files[chunk.file] if 0 <= chunk.file < len(manifest.files) else None
+            if not within or file is None or not 0 <= chunk.start <= file.num_bytes - num_bytes:
+                raise ValueError(f"{variable.path}: chunk {chunk_to_json(chunk)}")
+    return manifest
 
 
 def part_to_bytes(part: Part) -> bytes:
