@@ -218,8 +218,8 @@ class StepWriter:
         return False
 
     def _wait_until(self, reached: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        pause, signs = _SHORTEST_SECONDS, list[int | None]()
-        look = last = time.monotonic()
+        signs = list[int | None]()
+        began = look = last = time.monotonic()
         while not reached():
             self._check_watched()
             if (now := time.monotonic()) >= look:
@@ -239,8 +239,8 @@ class StepWriter:
                         fix="read what they printed last, and start all processes again; the steps that are there "
                         "are as they were",
                     )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_SECONDS)
+            # A twentieth of the wait so far: nobody waits much longer than for the others' work.
+            time.sleep(min(max(_SHORTEST_SECONDS, (time.monotonic() - began) / 20), _LONGEST_SECONDS))
 
     def _check_watched(self) -> None:
         for number in self._watched:
