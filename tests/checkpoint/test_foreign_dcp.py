@@ -35,7 +35,7 @@ TENSORS = {
 def saved(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> DistributedCheckpoint:
     nested = {name.partition(".")[2]: t for name, t in tensors.items() if "." in name}
     plain: dict[str, Any] = {name: t for name, t in tensors.items() if "." not in name}
-    dcp.save(plain | {"nested": nested, "step": 3, "text": "as is"}, checkpoint_id=folder)
+    dcp.save(plain | {"nested": nested, "step": 3, "text": "as is"}, checkpoint_id=folder, no_dist=True)
     source = open_source(folder)
     assert isinstance(source, DistributedCheckpoint)
     return source
@@ -97,7 +97,7 @@ def test_shards_of_two_processes_are_one_tensor(tmp_path: Path) -> None:
 def test_a_module_is_loaded_from_torch_s_checkpoint(tmp_path: Path) -> None:
     """A module in layouts takes its weights from a checkpoint of DCP, with a prefix taken away by a table."""
     model = torch.nn.Linear(8, 16)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
     layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {"weight": ("model", None), "bias": ("model",)})
 
     found = lm.load(

@@ -1,6 +1,5 @@
 """Processes of JAX save a model, others load it and train on."""
 
-import os
 import random
 from pathlib import Path
 
@@ -16,8 +15,7 @@ PROCESSES = ("jax",)
 
 WORKER = Path(__file__).with_name("jax_chain_process.py")
 STAGES = [(2, "batch=2,model=4"), (1, "batch=1,model=8"), (4, "batch=4,model=2")]
-if not os.environ.get("LAYOUTMAP_TEST_ALL"):
-    del STAGES[1]
+pytestmark = pytest.mark.long  # test_torch_chain.py tries the same of load and save with other processes
 
 
 def ENVIRONMENT(size):

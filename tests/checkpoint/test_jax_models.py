@@ -60,12 +60,12 @@ def test_a_model_with_its_optimizer_goes_on_on_another_mesh(tmp_path: Path, name
     """A model that is trained on one mesh and loaded on another has the same values, in the layouts of its rules."""
     first = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES[name])
     second = lm.LayoutMap(lm.create_mesh("batch=4,model=2"), RULES[name])
-    model = first.build(MODELS[name], batch_dim="batch")
+    model = first.build(MODELS[name], batch_dim="batch", library="jax")
     for _ in range(2):
         model.steps.step(batch(name))
     lm.save(model, tmp_path)
-    fresh = second.build(MODELS[name], batch_dim="batch")
-    loaded = lm.load(MODELS[name], tmp_path, layout_map=second, batch_dim="batch")
+    fresh = second.build(MODELS[name], batch_dim="batch", library="jax")
+    loaded = lm.load(MODELS[name], tmp_path, layout_map=second, batch_dim="batch", library="jax")
 
     expected, actual = contents(model), contents(loaded)
     assert expected == actual
@@ -100,7 +100,7 @@ def test_no_initializer_computes_what_is_loaded(tmp_path: Path, monkeypatch: pyt
         return create(self, assignments, initializers, progress)
 
     monkeypatch.setattr(engine, "create", noting)
-    lm.load(lambda: Language(nnx.Rngs(1)), tmp_path, layout_map=layout_map)
+    lm.load(lambda: Language(nnx.Rngs(1)), tmp_path, layout_map=layout_map, library="jax")
     assert [] == created
 
 
@@ -301,7 +301,7 @@ def test_an_optimizer_is_made_in_the_same_call(tmp_path: Path) -> None:
     first = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES["feedforward"])
     second = lm.LayoutMap(lm.create_mesh("model=8"), {r".*\.up\.kernel": (None, "model")})
     make: Callable[[], Any] = lambda: MODELS["feedforward"]().model  # noqa: E731
-    model = first.build(make)
+    model = first.build(make, library="jax")
     optimizer = first.build_optimizer(optax.adam(1e-3), model)
     optimizer.step.set_raw_value(optimizer.step.get_raw_value() + 5)
     nnx.update(optimizer.opt_state[0].mu, changed(optimizer.opt_state[0].mu))
@@ -310,6 +310,7 @@ def test_an_optimizer_is_made_in_the_same_call(tmp_path: Path) -> None:
         make,
         tmp_path,
         layout_map=second,
+        library="jax",
         optimizer=lambda model: second.build_optimizer(optax.adam(1e-3), model),
     )
     assert all_bits(nnx.state(model)) == all_bits(nnx.state(other))

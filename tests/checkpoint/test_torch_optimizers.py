@@ -131,7 +131,7 @@ def trained_on_mesh(tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("saved")
     layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES)
     torch.manual_seed(0)
-    model = layout_map.build(Net, batch_dim="batch")
+    model = layout_map.build(Net, batch_dim="batch", library="torch")
     optimizer = OPTIMIZERS["adamw"](trained(model))
     train(model, optimizer, range(2))
     optimizer.param_groups[0]["lr"] = 0.5
@@ -173,6 +173,7 @@ def test_a_model_is_built_and_its_optimizer_made_in_one_call(trained_on_mesh) ->
         Net,
         directory,
         layout_map=layout_map,
+        library="torch",
         batch_dim="batch",
         optimizer=lambda model: OPTIMIZERS["adamw"](trained(model)),
     )
@@ -195,7 +196,7 @@ def test_no_initializer_computes_what_is_loaded(trained_on_mesh, monkeypatch: py
         return create(self, assignments, initializers, progress)
 
     monkeypatch.setattr(type(engine), "create", noting)
-    lm.load(Net, directory, layout_map=lm.LayoutMap(lm.create_mesh("model=8"), RULES))
+    lm.load(Net, directory, layout_map=lm.LayoutMap(lm.create_mesh("model=8"), RULES), library="torch")
     assert {"passing"} >= set(created)
 
 

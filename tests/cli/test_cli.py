@@ -238,12 +238,13 @@ down.kernel  shape  (16, 8) -> (32, 8)
 HELP = {
     ("--help",): """\
 usage: layoutmap [-h] [--version]
-                 plan | explain | lint | diff | devices | presets | schema | completion ...
+                 plan | explain | lint | diff | checkpoint | devices | presets | schema |
+                 completion ...
 
 See where every weight of a model is placed, before a byte is allocated.
 
 positional arguments:
-  plan | explain | lint | diff | devices | presets | schema | completion
+  plan | explain | lint | diff | checkpoint | devices | presets | schema | completion
     plan                Print the plan of a model: every variable with its layout and bytes, and
                         all problems.
     explain             Explain why a variable has its layout, and what to type to change it.
@@ -251,6 +252,7 @@ positional arguments:
                         evidence.
     diff                Show what changes from one plan to another; the exit code is 1 if anything
                         does.
+    checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
     devices             List the devices of this machine.
     presets             List the presets of rules, and the published models that can be planned by
                         name.

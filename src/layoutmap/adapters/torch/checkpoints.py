@@ -19,6 +19,7 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.element_types import to_numpy, to_torch
+from layoutmap.engines.torch.private import left_out_of_state_dicts
 
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """What a group says of the tensors of this process and of how they are computed with: it is kept as it is."""
@@ -123,7 +124,7 @@ def restore_settings(
 def _kept(model: torch.nn.Module) -> Iterator[Found]:
     model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
     for each in find_tensors(model):
-        if not all(place.name in place.module._non_persistent_buffers_set for place in each.places):
+        if not all(place.name in left_out_of_state_dicts(place.module) for place in each.places):
             yield each
 
 

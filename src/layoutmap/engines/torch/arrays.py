@@ -118,7 +118,10 @@ def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyAr
 
 def _shared(tensor: torch.Tensor) -> NumpyArray:
     """The values of a plain tensor in its own memory; a copy where numpy cannot reach that, which is read-only."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if (
+        tensor.device.type == "cpu" and plain and tensor.numel() > 1
+    ):  # the strides of one element may be anything
         dtype = to_numpy(tensor.new_empty(0)).dtype
         return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
     values = to_numpy(tensor)

@@ -88,6 +88,7 @@ _WANTED: list[tuple[Any, tuple[str, ...]]] = [
     (DTensor, ("_local_tensor", "_spec", "from_local", "redistribute", "full_tensor")),
     (LocalTensorMode, ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_random_functions")),
     (LocalTensorMode, ("_unpatch_random_functions", "__torch_dispatch__")),
+    (torch.nn.Module(), ("_non_persistent_buffers_set",)),
     (local_tensors, ("_PROCESS_MODE", "_THREAD_LOCAL_TENSOR_MODE", "_for_each_rank_run_func")),
 ]
 _missing = [
@@ -95,6 +96,11 @@ _missing = [
 ]
 if _missing:
     raise _moved(", ".join(_missing))
+
+
+def left_out_of_state_dicts(module: torch.nn.Module) -> set[str]:
+    """The names of a module's buffers that are not persistent."""
+    return module._non_persistent_buffers_set
 
 
 def local_of(array: Any) -> torch.Tensor:
