@@ -60,7 +60,7 @@ def encode(value: Any, where: str) -> Any:
         f"{where}: it cannot be saved",
         facts={"it is": kind_of(value)},
         why="a checkpoint is data and never code: numbers, texts, bytes, arrays of up to 16 MiB, lists and mappings",
-        fix="return such values from state_dict() or get_state()",
+        fix="keep such values only; an iterator returns them from state_dict() or get_state()",
     )
 
 
