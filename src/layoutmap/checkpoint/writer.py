@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
 from layoutmap.checkpoint.dtypes import header_dtype, numpy_dtype
 from layoutmap.checkpoint.manifest import Chunk, DataFile, Part, checksum_of
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.storage import Storage
+from layoutmap.checkpoint.storage import Sink, Storage
 from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, full_index, within
 from layoutmap.core.errors import CheckpointError
 
@@ -75,12 +78,9 @@ def write_part(
     planned = {each.variable.path: list(_planned(each, total_bytes)) for each in todo}
     header, starts = _header(todo, planned)
     found: dict[str, list[Chunk]] = {}
-    place, filled = len(header), 0
-    buffer = np.empty(
-        _BUFFER_BYTES, np.uint8
-    )  # one for all chunks: fresh memory costs more than to copy into it
-    with storage.create(folder, name) as sink:
-        sink.write(header)
+    place = len(header)
+    with storage.create(folder, name) as sink, _Behind(sink) as behind:
+        behind.room(len(header))[...] = np.frombuffer(header, np.uint8)
         for each in todo:
             path = each.variable.path
             chunks = found.setdefault(path, [])
@@ -89,22 +89,63 @@ def write_part(
                     if not _inside(chunk, index):
                         break
                     part = values[within(chunk, index)]
-                    if filled + part.nbytes > buffer.size:
-                        sink.write(buffer[:filled].data)
-                        filled = 0
-                        if part.nbytes > buffer.size:
-                            buffer = np.empty(part.nbytes, np.uint8)
-                    data = buffer[filled : filled + part.nbytes]
+                    data = behind.room(part.nbytes)
                     data.view(part.dtype).reshape(part.shape)[...] = part
                     chunks.append(Chunk(0, place, chunk, checksum_of(data.data)))
-                    filled += part.nbytes
                     place += part.nbytes
             assert len(chunks) == len(planned[path])
             if progress is not None:
                 progress(path)
-        sink.write(buffer[:filled].data)
     assert place == len(header) + starts
     return Part([DataFile(name, place, len(header), checksum_of(header))], found)
+
+
+class _Behind:
+    """Writes what was put together while the next is put together: one buffer is filled, the other is written.
+
+    Args:
+        sink: Where to.
+    """
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+        self._filled, self._written = (np.empty(_BUFFER_BYTES, np.uint8) for _ in range(2))
+        self._num_bytes = 0
+        self._pool = ThreadPoolExecutor(1, "layoutmap-writer")
+        self._pending: Future[object] | None = None
+
+    def room(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Memory for the next bytes of the file, to be filled before more is asked for."""
+        if self._num_bytes + num_bytes > self._filled.size:
+            self._pass_on()
+            if num_bytes > self._filled.size:
+                self._filled = np.empty(num_bytes, np.uint8)
+        start, self._num_bytes = self._num_bytes, self._num_bytes + num_bytes
+        return self._filled[start : self._num_bytes]
+
+    def _pass_on(self) -> None:
+        self._wait()
+        self._pending = self._pool.submit(self._sink.write, self._filled[: self._num_bytes].data)
+        self._filled, self._written = self._written, self._filled
+        self._num_bytes = 0
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        try:
+            if kind is None:
+                self._pass_on()
+                self._wait()
+        finally:
+            self._pool.shutdown()  # waits: nothing is written to a file that is closed
 
 
 def data_name(number: int) -> str:
