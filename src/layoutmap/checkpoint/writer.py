@@ -101,7 +101,7 @@ def write_part(
 
 
 class _Behind:
-    """Writes what was put together while the next is put together: one buffer is filled, the other is written.
+    """Writes one buffer while the other is filled.
 
     Args:
         sink: Where to.
