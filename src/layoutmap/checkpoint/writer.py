@@ -125,7 +125,11 @@ class _Behind:
 
     def _pass_on(self) -> None:
         self._wait()
-        self._pending = self._pool.submit(self._sink.write, self._filled[: self._num_bytes].data)
+        data = self._filled[: self._num_bytes].data
+        try:
+            self._pending = self._pool.submit(self._sink.write, data)
+        except RuntimeError:  # the program ends, and no thread can be started any more
+            self._sink.write(data)
         self._filled, self._written = self._written, self._filled
         self._num_bytes = 0
 
