@@ -110,3 +110,18 @@ def test_a_model_is_loaded_from_its_weight_file(tmp_path: Path) -> None:
     assert ("unsharded", "model") == found.layers[0].kernel.layout.sharding_specs
     with pytest.raises(CheckpointError, match=r"a weight file of Keras, and no model of Keras: dict"):
         lm.load({"w": jnp.zeros(3)}, tmp_path / "x.weights.h5")
+
+
+@pytest.mark.parametrize("name", ["optimizer", "data", "missing", "extra", "cast"])
+def test_what_a_weight_file_cannot_be_told_is_refused(tmp_path: Path, name: str) -> None:
+    """Keras reads such a file itself, so what would have no effect is an error, and the model is as it was."""
+    model = trained()
+    model.save_weights(tmp_path / "x.weights.h5")
+    model.layers[0].kernel.assign(model.layers[0].kernel + 1)
+    expected = np.asarray(model.layers[0].kernel)
+    value = {"missing": "keep", "extra": "ignore"}.get(name, True)
+    with pytest.raises(
+        CheckpointError, match=rf"(?s)x\.weights\.h5: {name}= has no effect.*fix  +leave it out"
+    ):
+        lm.load(model, tmp_path / "x.weights.h5", **{name: value})
+    assert np.array_equal(expected, model.layers[0].kernel)

@@ -117,6 +117,28 @@ def test_a_damaged_step_changes_nothing(tmp_path: Path, name: str) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), values_of(model), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"missing": "kepp"}, "missing='kepp': there is no such choice"),
+        ({"extra": "keep"}, "extra='keep': there is no such choice"),
+        ({"batch_dim": "batch"}, "load: batch_dim= has no effect without layout_map="),
+        (
+            {"layout_map": lm.LayoutMap("model=4")},
+            "load: Block is a model, and layout_map= is for a function",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    """A misspelled choice, and an argument of another way to load, are errors that say so; nothing is loaded."""
+    lm.save(make(), tmp_path)
+    model = make(seed=1)
+    expected = values_of(model)
+    with pytest.raises(CheckpointError, match=text):
+        lm.load(model, tmp_path, **options)
+    assert all(map(np.array_equal, expected, values_of(model)))
+
+
 @pytest.mark.parametrize("step", [-1, True, 1.5, "3", None, 10**18, np.float32(2)])
 def test_what_is_no_step_is_refused(tmp_path: Path, step: Any) -> None:
     """A number that cannot be a step is refused by name, and nothing is written."""

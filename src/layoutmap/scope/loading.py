@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -99,6 +99,7 @@ def load(
         >>> lm.load(make_model, directory, layout_map=layout_map).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
+    _check_arguments(model, layout_map, options, missing, extra)
     if layout_map is not None:
         library = options.get("library")
         adapter = get_adapter(library) if library else imported_adapter()
@@ -114,6 +115,12 @@ def load(
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     if isinstance(source, KerasWeights) and table is None:
+        given = {"optimizer": optimizer, "data": data, "cast": cast or None}
+        given |= {
+            "missing": None if missing == "error" else missing,
+            "extra": None if extra == "error" else extra,
+        }
+        _check_unused(source, [name for name, value in given.items() if value is not None])
         if layout_map is not None:
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _with_weights(found, source)
@@ -128,6 +135,41 @@ def load(
     values.close()
     loading.restore_states(*loaded, data, state)
     return loaded if optimizer is not None else loaded[0]
+
+
+def _check_arguments(
+    model: Any, layout_map: RuleSet | None, options: Mapping[str, Any], missing: Any, extra: Any
+) -> None:
+    """Refuse what would have no effect, or another one than was meant."""
+    for name, value, known in (("missing", missing, get_args(Missing)), ("extra", extra, get_args(Extra))):
+        if value not in known:
+            raise CheckpointError(
+                f"{name}={value!r}: there is no such choice",
+                why=f"it is one of {', '.join(map(repr, known))}",
+                fix=f"leave {name} out, or pass {name}={known[1]!r}",
+            )
+    if layout_map is None and options:
+        names = ", ".join(f"{name}=" for name in options)
+        raise CheckpointError(
+            f"load: {names} has no effect without layout_map=",
+            why="it says how a model is built in a scope, and none is opened",
+            fix="pass a function that makes the model, and layout_map=",
+        )
+    if layout_map is not None and find_adapter(model) is not None:
+        raise CheckpointError(
+            f"load: {type(model).__name__} is a model, and layout_map= is for a function that makes one",
+            why="a model that exists has its layouts, and keeps them",
+            fix="leave layout_map out, or pass the function; layout_map.apply(model) lays a model out",
+        )
+
+
+def _check_unused(source: KerasWeights, given: Sequence[str]) -> None:
+    if given:
+        raise CheckpointError(
+            f"{source.where}: {', '.join(f'{name}=' for name in given)} has no effect on a weight file of Keras",
+            why="the model's own load_weights reads it, by the places that layers have in it",
+            fix="leave it out; model.load_weights(path, skip_mismatch=True) leaves out what does not fit",
+        )
 
 
 def _with_weights(model: Any, source: KerasWeights) -> Any:

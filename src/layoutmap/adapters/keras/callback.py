@@ -41,7 +41,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         manager: The manager, which knows the directory, when steps are due and which are kept.
         every_epochs: Save at the end of each epoch whose number is a multiple of it, and at no other time; `None`:
             save when the manager says that a step is due, inside of epochs, too.
-        data: An iterator over the data, whose state is saved and restored along: see `layoutmap.save`.
+        data: An iterator over the data, whose state is saved and restored along: anything with `state_dict()` and
+            `load_state_dict()`.
 
     Attributes:
         epoch: The epoch in which `fit` is to go on: its `initial_epoch`.

@@ -19,7 +19,7 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.element_types import to_numpy, to_torch
-from layoutmap.engines.torch.private import left_out_of_state_dicts
+from layoutmap.engines.torch.private import left_out_of_state_dicts, uncompiled
 
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """What a group says of the tensors of this process and of how they are computed with: it is kept as it is."""
@@ -122,8 +122,7 @@ def restore_settings(
 
 
 def _kept(model: torch.nn.Module) -> Iterator[Found]:
-    model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
-    for each in find_tensors(model):
+    for each in find_tensors(uncompiled(model)):
         if not all(place.name in left_out_of_state_dicts(place.module) for place in each.places):
             yield each
 

@@ -103,6 +103,11 @@ def left_out_of_state_dicts(module: torch.nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that was passed to `torch.compile`, of what that returned; any other as it is."""
+    return getattr(model, "_orig_mod", model)
+
+
 def local_of(array: Any) -> torch.Tensor:
     """The local tensor of a `DTensor`, without a step of autograd."""
     return array._local_tensor
