@@ -1,0 +1,78 @@
+"""What one training step does on each device: what it sends, computes and holds; a value that engines make.
+
+All sizes are in bytes and those of one device. Time is not in here: it depends on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from layoutmap.core.mesh import Mesh
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
+Phase = Literal["forward", "backward", "optimizer", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Equal collectives of a step: of one kind, over the same mesh dims, for one reason.
+
+    Args:
+        kind: What they do.
+        dims: The mesh dims over which devices exchange, the major one first.
+        calls: How often a step does this.
+        tensor_bytes: Size of the tensor of one call where it is largest: what an all-gather returns, what a
+            reduce-scatter or an all-reduce takes.
+        cause: Path of the weight that is gathered or whose gradient is summed, or of the layer whose activation it is;
+            empty if it is not known.
+        phase: The part of the step; empty if it is not known.
+    """
+
+    kind: CollectiveKind
+    dims: tuple[str, ...]
+    calls: int
+    tensor_bytes: int
+    cause: str = ""
+    phase: Phase = ""
+
+    def sent_bytes(self, mesh: Mesh) -> int:
+        """Bytes that each device sends in a step for all calls, on rings over the dims."""
+        size = 1
+        for dim in self.dims:
+            size *= mesh.dim_size(dim)
+        if self.kind == "permute":
+            return self.calls * self.tensor_bytes
+        one = self.tensor_bytes * (size - 1) // size
+        if self.kind == "all_to_all":  # each device has one part of the tensor, and keeps one part of that
+            one //= size
+        return self.calls * one * (2 if self.kind == "all_reduce" else 1)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one training step does on each device.
+
+    Args:
+        mesh: The mesh.
+        collectives: What travels between devices.
+        flops: Floating-point operations of matrix products and convolutions, by the element type of their operands.
+        traffic_bytes: What is read from and written to the device's own memory.
+        argument_bytes: What the step is given: weights, state, slots and the batch.
+        peak_bytes: What the device holds at most at one time, arguments included.
+        notes: What the figures assume, in sentences.
+    """
+
+    mesh: Mesh
+    collectives: tuple[Collective, ...]
+    flops: Mapping[str, int]
+    traffic_bytes: int
+    argument_bytes: int
+    peak_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each device sends in a step."""
+        return sum(each.sent_bytes(self.mesh) for each in self.collectives)
