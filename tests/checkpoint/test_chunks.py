@@ -109,6 +109,23 @@ def test_a_chunk_of_which_parts_are_wanted_is_read_once(tmp_path: Path) -> None:
     assert value.nbytes == step.bytes_read
 
 
+@pytest.mark.parametrize(("room", "times"), [(0, 2), (64 * 64 * 2, 1.5), (64 * 64 * 4, 1)])
+def test_what_was_checked_is_read_once_while_there_is_room(tmp_path: Path, room: int, times: float) -> None:
+    """Of shards that are checked and then read, as many are read once as fit into the room."""
+    value = random_values((64, 64), "float32")
+    layout = Layout(("x", None), Mesh(None, "x=8"))
+    step = saved(str(tmp_path), {"w": value}, {"w": layout})
+    indices = [layout.shard_slices(value.shape, device) for device in range(8)]
+    step.room = room
+    for index in indices:
+        step.check("w", index)
+    first, second = ([step.read("w", index) for index in indices] for _ in range(2))
+
+    assert (times + 1) * value.nbytes == step.bytes_read
+    assert np.array_equal(value, np.concatenate(first))
+    assert np.array_equal(value, np.concatenate(second))
+
+
 def test_memory_that_is_read_into_is_aligned(tmp_path: Path) -> None:
     """Values begin where JAX and TensorFlow can keep them without a copy, and nobody else has their memory."""
     values = {name: random_values((n, 7), "float32", n) for n, name in enumerate("abc", 1)}

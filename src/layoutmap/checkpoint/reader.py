@@ -17,7 +17,17 @@ from layoutmap.checkpoint.manifest import NAME, Chunk, DataFile, Manifest, check
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import decode
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.core.blocks import Index, NumpyArray, block_shape, full_index, intersect, with_ends, within
+from layoutmap.core.blocks import (
+    Ends,
+    Index,
+    NumpyArray,
+    block_shape,
+    ends_of,
+    full_index,
+    intersect,
+    with_ends,
+    within,
+)
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import itemsize
 
@@ -47,6 +57,7 @@ class Step:
         where: The folder of the step.
         manifest: What is in it.
         bytes_read: How many bytes of values have been read so far.
+        room: Of how many bytes that `check` reads the values are kept, until `read` returns them.
 
     Raises:
         CheckpointError: There is no such step, or its manifest is not as it was written.
@@ -69,7 +80,8 @@ class Step:
         storage.read_into(self._folder, NAME, 0, data.data)
         self.manifest: Manifest = manifest_from_bytes(data.tobytes(), f"{self.where}/{NAME}")
         self._variables = {each.path: each for each in self.manifest.variables}
-        self.bytes_read = 0
+        self.bytes_read = self.room = 0
+        self._checked: dict[tuple[str, Ends], NumpyArray] = {}
         self._kept: OrderedDict[tuple[int, int], NumpyArray] = OrderedDict()
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -143,6 +155,9 @@ class Step:
             CheckpointError: There is no such variable, or bytes are missing or are not those that were written.
         """
         variable, wanted = self._wanted(path, index)
+        checked = self._checked.pop((path, ends_of(wanted)), None)
+        if checked is not None:
+            return checked
         result = _empty(block_shape(wanted), numpy_dtype(variable.dtype, path))
 
         def take(chunk: Chunk, both: Index, values: NumpyArray) -> int:
@@ -160,8 +175,13 @@ class Step:
         return result
 
     def check(self, path: str, index: Index | None = None) -> None:
-        """Raise what `read` would raise; keeps no value."""
+        """Raise what `read` would raise; keeps the values for it while there is `room`, and else none."""
         variable, wanted = self._wanted(path, index)
+        num_bytes = math.prod(block_shape(wanted)) * numpy_dtype(variable.dtype, path).itemsize
+        if num_bytes <= self.room:
+            self._checked[path, ends_of(wanted)] = self.read(path, index)
+            self.room -= num_bytes
+            return
         for _ in self._each_chunk(variable, wanted, lambda chunk, both, values: 0):
             pass
 

@@ -59,5 +59,5 @@ class Source(Protocol):
         ...
 
     def check(self, path: str, index: Index | None = None) -> None:
-        """Raise what `read` would raise; keeps no value."""
+        """Raise what `read` would raise."""
         ...

@@ -34,6 +34,8 @@ from layoutmap.scope.states import check_data, random_states_of, restore_state
 Missing = Literal["error", "keep"]
 Extra = Literal["error", "ignore"]
 
+_ROOM = 2**30  # bytes of what was checked that a process keeps, so as not to read it again
+
 
 def load(
     model: Any,
@@ -55,8 +57,9 @@ def load(
 
     Args:
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
-            straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: what it
-            needs is read and checked once, and then read into it, so that a damaged file changes nothing.
+            straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: all that it
+            needs is read and checked before a value of it changes, so that a damaged file changes nothing. Of more
+            than 1 GiB for a process, the rest is read a second time.
         directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
             Face has it, a directory of orbax or of `torch.distributed.checkpoint`, or `*.weights.h5`, which a model of
             Keras reads by `load_weights`. These have no checksums: a changed value in them cannot be seen.
@@ -202,6 +205,7 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
             fix="pass a directory that all processes share, or copies of one",
         )
     processes.agreed(source.check_files)
+    source.room = _ROOM
     return source
 
 
