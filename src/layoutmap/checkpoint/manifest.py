@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable, chunk_from_json, chunk_to_json
 from layoutmap.checkpoint.source import SavedVariable, Specs
-from layoutmap.core.blocks import Index
 from layoutmap.core.errors import CheckpointError, brief
 from layoutmap.core.variables import Kind, itemsize
 
@@ -37,23 +36,6 @@ FORMAT = "layoutmap checkpoint"
 VERSION = 1
 _FIRST = '{{"checksum": "xxh3_64:{}",\n'
 _FIRST_LENGTH = len(_FIRST.format("0" * 16))
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A block of a variable in a file.
-
-    Args:
-        file: The number of the file.
-        start: The byte of the file at which it begins.
-        index: Where it is in the variable.
-        checksum: Its checksum.
-    """
-
-    file: int
-    start: int
-    index: Index
-    checksum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +148,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
                 found["states"],
                 tuple(map(file_from_json, found["files"])),
                 tuple(map(_saved_variable, found["variables"])),
-                {each["path"]: tuple(map(chunk_from_json, each["chunks"])) for each in found["variables"]},
+                {each["path"]: ChunkTable(each["chunks"], len(each["shape"])) for each in found["variables"]},
             )
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -190,17 +172,13 @@ def _checked(manifest: Manifest) -> Manifest:
             raise ValueError(f"{file.name!r} is no file of the folder")
         if not 0 <= file.header_bytes <= file.num_bytes:
             raise ValueError(f"{file.name}: {file.num_bytes} bytes")
+    sizes = [file.num_bytes for file in manifest.files]
     for variable in manifest.variables:
-        size = itemsize(variable.dtype)
         if min(variable.shape, default=0) < 0:
             raise ValueError(f"{variable.path}: shape {variable.shape}")
-        for chunk in manifest.chunks[variable.path]:
-            ends = zip(chunk.index, variable.shape, strict=True)
-            within = all(0 <= part.start <= part.stop <= n for part, n in ends)
-            num_bytes = math.prod(part.stop - part.start for part in chunk.index) * size if within else 0
-            file = manifest.files[chunk.file] if 0 <= chunk.file < len(manifest.files) else None
-            if not within or file is None or not 0 <= chunk.start <= file.num_bytes - num_bytes:
-                raise ValueError(f"{variable.path}: chunk {chunk_to_json(chunk)}")
+        found = manifest.chunks[variable.path]
+        assert isinstance(found, ChunkTable)
+        found.check(variable.shape, itemsize(variable.dtype), sizes)
     return manifest
 
 
@@ -235,17 +213,6 @@ def file_to_json(file: DataFile) -> dict[str, Any]:
 def file_from_json(found: Mapping[str, Any]) -> DataFile:
     """Read what `file_to_json` wrote."""
     return DataFile(found["name"], found["bytes"], found["header_bytes"], found["header"])
-
-
-def chunk_to_json(chunk: Chunk) -> list[Any]:
-    """A chunk as JSON has it."""
-    return [chunk.file, chunk.start, [[part.start, part.stop] for part in chunk.index], chunk.checksum]
-
-
-def chunk_from_json(found: Sequence[Any]) -> Chunk:
-    """Read what `chunk_to_json` wrote."""
-    file, start, index, checksum = found
-    return Chunk(file, start, tuple(slice(begin, end) for begin, end in index), checksum)
 
 
 def _variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable
 from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.manifest import NAME, Chunk, DataFile, Manifest, checksum_of, manifest_from_bytes
+from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, checksum_of, manifest_from_bytes
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import decode
 from layoutmap.checkpoint.storage import Storage
@@ -248,10 +249,11 @@ class Step:
         """
         dtype = numpy_dtype(variable.dtype, variable.path)
         rest: list[_Found] = []
-        for chunk in self.manifest.chunks[variable.path]:
+        chunks = self.manifest.chunks[variable.path]
+        assert isinstance(chunks, ChunkTable)
+        for chunk in chunks.overlapping(wanted):
             both = intersect(chunk.index, wanted)
-            if both is None:
-                continue
+            assert both is not None
             with self._lock:
                 kept = self._kept.get((chunk.file, chunk.start))
             if kept is None:

@@ -18,9 +18,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from layoutmap.checkpoint.chunk_table import Chunk
 from layoutmap.checkpoint.manifest import (
     NAME,
-    Chunk,
     DataFile,
     Manifest,
     Part,

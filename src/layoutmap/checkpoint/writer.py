@@ -17,9 +17,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from layoutmap.checkpoint.chunk_table import Chunk
 from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
 from layoutmap.checkpoint.dtypes import header_dtype, numpy_dtype
-from layoutmap.checkpoint.manifest import Chunk, DataFile, Part, checksum_of
+from layoutmap.checkpoint.manifest import DataFile, Part, checksum_of
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.storage import Sink, Storage
 from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, full_index, within

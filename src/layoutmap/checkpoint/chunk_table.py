@@ -1,0 +1,112 @@
+"""The chunks of a variable as columns of numbers: a manifest may have half a million, and few of them are wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from layoutmap.core.blocks import Index, NumpyArray, ends_of
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A block of a variable in a file.
+
+    Args:
+        file: The number of the file.
+        start: The byte of the file at which it begins.
+        index: Where it is in the variable.
+        checksum: Its checksum.
+    """
+
+    file: int
+    start: int
+    index: Index
+    checksum: str
+
+
+class ChunkTable(Sequence[Chunk]):
+    """The chunks of a variable, as a manifest has them.
+
+    Args:
+        rows: Each as `chunk_to_json` returns it.
+        rank: The number of axes of the variable.
+
+    Raises:
+        ValueError: They are not rows of chunks.
+    """
+
+    def __init__(self, rows: Sequence[Any], rank: int):
+        files, starts, indices, self._checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
+        self._files, self._starts = _integers(files, (len(rows),)), _integers(starts, (len(rows),))
+        ends = _integers(indices, (len(rows), rank, 2))
+        self._begins, self._ends = ends[..., 0], ends[..., 1]
+
+    def check(self, shape: tuple[int, ...], itemsize: float, file_sizes: Sequence[int]) -> None:
+        """Raise if a chunk is outside of its variable, or of its file.
+
+        Args:
+            shape: The shape of the variable.
+            itemsize: Bytes of one element.
+            file_sizes: The sizes of the files in bytes.
+
+        Raises:
+            ValueError: One is.
+        """
+        if not len(self):
+            return
+        if math.prod(shape) * itemsize >= 2**63:
+            raise ValueError(f"shape {shape}")
+        begins, ends, files = self._begins, self._ends, self._files
+        right = ((begins >= 0) & (begins <= ends) & (ends <= np.array(shape, np.int64))).all(axis=1)
+        right &= (files >= 0) & (files < len(file_sizes))
+        if right.all():
+            num_bytes = np.prod(ends - begins, axis=1) * itemsize
+            right = (self._starts >= 0) & (self._starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
+        if not right.all():
+            raise ValueError(f"chunk {chunk_to_json(self[int(np.argmin(right))])}")
+
+    def overlapping(self, index: Index) -> list[Chunk]:
+        """Return the chunks that have something of a block, in order."""
+        if not len(self):
+            return []
+        begins, ends = (np.array([part[i] for part in ends_of(index)], np.int64) for i in (0, 1))
+        shared = (np.maximum(self._begins, begins) < np.minimum(self._ends, ends)).all(axis=1)
+        return [self[int(row)] for row in np.flatnonzero(shared)]
+
+    def __len__(self) -> int:
+        return len(self._checksums)
+
+    @overload
+    def __getitem__(self, row: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Chunk]: ...
+    def __getitem__(self, row: int | slice) -> Chunk | list[Chunk]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        ends = zip(self._begins[row].tolist(), self._ends[row].tolist(), strict=True)
+        index = tuple(slice(begin, end) for begin, end in ends)
+        return Chunk(int(self._files[row]), int(self._starts[row]), index, self._checksums[row])
+
+
+def _integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
+    """Whole numbers of JSON as an array of a shape."""
+    found = np.array(values)
+    if found.size and found.dtype != np.int64:  # text, fractions, numbers beyond it
+        raise ValueError(f"{found.dtype} where whole numbers belong")
+    return found.reshape(shape).astype(np.int64, copy=False)
+
+
+def chunk_to_json(chunk: Chunk) -> list[Any]:
+    """A chunk as JSON has it."""
+    return [chunk.file, chunk.start, [[part.start, part.stop] for part in chunk.index], chunk.checksum]
+
+
+def chunk_from_json(found: Sequence[Any]) -> Chunk:
+    """Read what `chunk_to_json` wrote."""
+    file, start, index, checksum = found
+    return Chunk(file, start, tuple(slice(begin, end) for begin, end in index), checksum)
