@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from cases import few
 from torch import nn
 from torch.nn import functional as F
 from torch_models import Lion, Transformer, token_loss
@@ -76,16 +75,10 @@ def batch(name):
     return random.normal(size=(8, 16)).astype("float32"), random.normal(size=(8, 16)).astype("float32")
 
 
-@pytest.mark.parametrize("model", few(MODELS, next(iter(MODELS))))
+@pytest.mark.long  # that a model trains as on one device is a law of the contract
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("optimizer", "mesh"),
-    few(
-        [
-            *((name, mesh) for name in OPTIMIZERS for mesh in MESHES),
-            ("adamw", "batch=8"),
-        ],
-        ("adamw", "batch=2,model=4"),
-    ),
+    ("optimizer", "mesh"), [*((name, mesh) for name in OPTIMIZERS for mesh in MESHES), ("adamw", "batch=8")]
 )
 def test_five_steps_give_the_numbers_of_one_device(model, optimizer, mesh):
     """First weights bit for bit; outputs, gradients, and losses, weights and slots of each step within 1e-5."""

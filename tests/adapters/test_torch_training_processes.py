@@ -33,6 +33,7 @@ def test_processes_train_one_model(tmp_path, number):
             assert what["saved"]
 
 
+@pytest.mark.long  # processes train one model in the test above
 def test_the_example_runs_under_torchrun():
     """Started by torchrun in two processes, it trains, and only the first process prints."""
     example = Path(__file__).parents[2] / "examples" / "train_torch_llama.py"
