@@ -30,7 +30,7 @@ QUICK_COMPILING = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensi
 pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else []
 
 # The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
-pytest.register_assert_rewrite("layoutmap.testing")
+pytest.register_assert_rewrite("layoutmap.testing", "checkpoint.chain_laws")
 
 if RUNNING and RUNNING not in frameworks.PROCESSES:
     raise pytest.UsageError(

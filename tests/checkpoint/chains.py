@@ -1,6 +1,6 @@
 """Several processes save a model, another number of them loads it and trains on: for any engine.
 
-A test runs `chain` with a worker file, whose processes call `Worker.work`.
+What the processes do is in `Worker.work`; what holds for them, in `chain_laws`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import json
 import random
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import several_processes
 
 import layoutmap as lm
 from layoutmap.checkpoint.reader import Step
@@ -166,18 +165,3 @@ class Worker:
 
 
 # -- in a test
-
-
-def chain(
-    worker: Path, folder: Path, stages: Sequence[tuple[int, str]], environment: Any
-) -> list[list[dict[str, Any]]]:
-    """What the processes of each stage told; a stage is how many there are, and their mesh."""
-    told: list[list[dict[str, Any]]] = []
-    for number, (size, mesh) in enumerate(stages):
-        (port,) = several_processes.free_ports(1)
-        out = folder / f"stage-{number}"
-        out.mkdir()
-        arguments = [str(port), str(size), str(folder / "run" / "steps"), str(number), mesh]
-        results = several_processes.run(worker, out, [environment(size)] * size, *arguments)
-        told.append([each for each, _ in results])
-    return told
