@@ -121,23 +121,64 @@ def place(
 
 def partition(placed: Any) -> Any:
     """Have Shardy partition a module with layouts, in place; returns it."""
-    with placed.context, _ir.Location.unknown():
-        for each in PASSES:
-            _PassManager.parse(each).run(placed)
+    with placed.context:
+        for op in _operations(placed, "chlo."):
+            _replace_chlo(op)
+        with _ir.Location.unknown():
+            for each in PASSES:
+                _PassManager.parse(each).run(placed)
         return placed
 
 
-def marks(module: Any) -> list[Any]:
-    """Return the marks of a module, in order."""
+def _operations(module: Any, prefix: str) -> list[Any]:
     found: list[Any] = []
 
     def look(op: Any) -> Any:
-        if op.name == "sdy.sharding_constraint" and _mesh_of(op) in _mark_meshes(module):
+        if op.name.startswith(prefix):
             found.append(op)
         return _ir.WalkResult.ADVANCE
 
     module.operation.walk(look)
     return found
+
+
+def _replace_chlo(op: Any) -> None:
+    """Have operations of CHLO, for which Shardy has no rules, stand there as others of StableHLO that cost as much."""
+    operands, results = list(op.operands), [result.type for result in op.results]
+    shapes = [tuple(each.type.shape) for each in operands]
+    attributes: dict[str, Any] = {}
+    if op.name == "chlo.top_k":
+        name = "stablehlo.custom_call"
+        symbols = _SYMBOLS[: len(shapes[0]) + 1]
+        *kept, last, taken = symbols
+        sizes = [f"{s}={n}" for s, n in zip(symbols, (*shapes[0], results[0].shape[-1]), strict=True)]
+        given, made = (f"[{', '.join((*kept, each))}]" for each in (last, taken))
+        rule = f"<({given})->({made}, {made}) {{{', '.join(sizes)}}} need_replication={{{last}, {taken}}}, custom>"
+        attributes["sdy.sharding_rule"] = _ir.Attribute.parse(f"#sdy.op_sharding_rule{rule}")
+        attributes["call_target_name"] = _ir.StringAttr.get("top_k")
+    elif any(shape != tuple(result.shape) for shape in shapes for result in results):
+        return
+    elif len(operands) == 2:
+        name = "stablehlo.add"
+    elif operands[0].type == results[0]:
+        name = "stablehlo.tanh"
+    else:
+        name = "stablehlo.is_finite"
+    made_op = _ir.Operation.create(
+        name, results, operands, attributes, loc=op.location, ip=_ir.InsertionPoint(op)
+    )
+    for old, new in zip(op.results, made_op.results, strict=True):
+        old.replace_all_uses_with(new)
+    op.erase()
+
+
+_SYMBOLS = "ijklmnopq"
+
+
+def marks(module: Any) -> list[Any]:
+    """Return the marks of a module, in order."""
+    meshes = _mark_meshes(module)
+    return [op for op in _operations(module, "sdy.sharding_constraint") if _mesh_of(op) in meshes]
 
 
 def _mesh_of(op: Any) -> str:
