@@ -79,7 +79,7 @@ class LoweredStep:
     def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Counts:
         tied = self._tied(layouts, policy)
         try:
-            low = self._count(tied, {number: _KEPT for number in tied}, layouts, policy)
+            low = self._count(tied, dict.fromkeys(tied, _KEPT), layouts, policy)
             total = low
             for size in sorted({len(self._step.blocks[number]) for number in tied}):
                 same = {number for number in tied if len(self._step.blocks[number]) == size}
@@ -103,22 +103,32 @@ class LoweredStep:
         return [
             number
             for number, stack in enumerate(self._step.blocks)
-            if number not in self._loose and all(below[path] == below[stack[0]] for path in stack)
+            if number not in self._loose
+            and all(below[path] == below[stack[0]] for path in stack)
             and all(self._same_outputs(stack[0], path, policy) for path in stack)
         ]
 
     def _same_outputs(self, first: str, path: str, policy: LayoutPolicy) -> bool:
         if policy.activations is None:
             return True
-        below = {p[len(first) :] for lowered in self._modules.values() for p in lowered.outputs if _is_in(p, first)}
+        below = {
+            p[len(first) :] for lowered in self._modules.values() for p in lowered.outputs if _is_in(p, first)
+        }
         return all(
-            policy.activation_layout(f"{first}{p}") == policy.activation_layout(f"{path}{p}") for p in {"", *below}
+            policy.activation_layout(f"{first}{p}") == policy.activation_layout(f"{path}{p}")
+            for p in {"", *below}
         )
 
     def _count(
-        self, tied: Sequence[int], kept: Mapping[int, int], layouts: Mapping[Key, Layout], policy: LayoutPolicy
+        self,
+        tied: Sequence[int],
+        kept: Mapping[int, int],
+        layouts: Mapping[Key, Layout],
+        policy: LayoutPolicy,
     ) -> Counts:
-        skipped = {path: self._step.blocks[n][0] for n in tied for path in _left_out(self._step.blocks[n], kept[n])}
+        skipped = {
+            path: self._step.blocks[n][0] for n in tied for path in _left_out(self._step.blocks[n], kept[n])
+        }
         lowered = self._lowered(skipped)
         given = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.batch_layout(each.shape) for each in self._step.batch]
@@ -139,14 +149,14 @@ class LoweredStep:
         return self._modules[key]
 
 
-class _Unequal(Exception):  # noqa: N818 - it is caught here
+class _Unequal(Exception):
     """What a block returns is not like what it is given, so it cannot be left out."""
 
     def __init__(self, path: str):
         self.path = path
 
 
-class _NotTied(Exception):  # noqa: N818 - it is caught here
+class _NotTied(Exception):
     def __init__(self, stack: int):
         self.stack = stack
 
@@ -200,7 +210,7 @@ def _lower(step: TrainingStep, skipped: Mapping[str, str]) -> _Lowered:
 
     values = [jax.ShapeDtypeStruct(v.shape, _dtype(v.dtype)) for v in variables]
     batch = [jax.ShapeDtypeStruct(each.shape, _dtype(each.dtype)) for each in step.batch]
-    with undisturbed(), _failures(step):
+    with undisturbed(), _failures(step, tracer):
         traced = jax.jit(run, keep_unused=True).trace(values, batch)
         module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
     num_others = len(jax.tree.leaves(traced.out_info)) - len(keys)
@@ -212,12 +222,14 @@ def _dtype(name: str) -> Any:
 
 
 @contextmanager
-def _failures(step: TrainingStep) -> Generator[None]:
+def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
     try:
         yield
-    except (_Unequal, LayoutMapError):
+    except LayoutMapError:
         raise
     except Exception as error:
+        if tracer.unequal:  # the library may have made another exception of it
+            raise _Unequal(tracer.unequal) from None
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
             f"{step.name}: its training step fails when it is traced",
@@ -233,17 +245,21 @@ class _Tracer:
 
     skipped: Mapping[str, str]
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
+    unequal: str = ""
     _is_same: dict[str, bool] = field(default_factory=dict[str, bool])
 
-    def call(self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         if path in self.skipped:
             if not args or not self._is_same.get(self.skipped[path], False):
+                self.unequal = path
                 raise _Unequal(path)
             return args[0]
         with jax.named_scope(f"{LAYER}{path}"):
             found = function(*args, **kwargs)
             leaves, tree = jax.tree.flatten(found)
-            self._is_same[path] = bool(args) and _shapes([found]) == _shapes(args[:1])
+            self._is_same[path] = bool(args) and _shapes(found) == _shapes(args[0])
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.outputs[path] = [tuple(each.shape) for each in arrays]
             return jax.tree.unflatten(tree, [_marked(each) for each in leaves])
@@ -275,7 +291,12 @@ def _merged(collectives: Sequence[Collective]) -> list[Collective]:
         groups.setdefault(key, []).append(each)
     return [
         Collective(
-            kind, dims, sum(each.calls for each in same), size, cause if len(same) > 1 else same[0].cause, phase
+            kind,
+            dims,
+            sum(each.calls for each in same),
+            size,
+            cause if len(same) > 1 else same[0].cause,
+            phase,
         )
         for (kind, dims, size, cause, phase), same in groups.items()
     ]

@@ -2,7 +2,7 @@
 
 Tested on jaxlib 0.10.2.
 
-    jaxlib.mlir.ir, jaxlib.mlir.passmanager, jaxlib.mlir.dialects.sdy       MLIR's Python bindings
+    jaxlib.mlir.ir, jaxlib.mlir.passmanager         MLIR's Python bindings
     sdy-propagation-pipeline                        gives each value a layout, from those of arguments and results
     sdy-insert-explicit-reshards{enable-full-version=true}, sdy-reshard-to-collectives
                                                     say what travels, with dims of the mesh
@@ -23,7 +23,6 @@ from layoutmap.core.mesh import Mesh
 
 try:
     from jaxlib.mlir import ir as _ir
-    from jaxlib.mlir.dialects import sdy as _sdy
     from jaxlib.mlir.passmanager import PassManager as _PassManager
 except ImportError as _error:
     _missing = str(_error)
@@ -92,14 +91,12 @@ def partition(
         mesh: The mesh.
         arguments: The layout of each argument of its function; `None`: the partitioner chooses.
         results: The same for what it returns.
-        outputs: Returns the layout of a mark, by the text of its location and its shape; without one it is removed.
+        outputs: Returns the layout of a mark, by the name of its operation and its shape; without one it is removed.
     """
     check()
     with module.context, _ir.Location.unknown():
         copy = module.operation.clone()
-        dims = ", ".join(
-            f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
-        )
+        dims = ", ".join(f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
         block = copy.regions[0].blocks[0]
         functions = [op for op in block if op.operation.name == "func.func"]
         named = {
@@ -114,7 +111,7 @@ def partition(
         ):
             main.attributes[name] = _with_shardings(main.attributes, name, layouts, types)
         for op in marks(copy):
-            _replace(op, outputs(str(op.location), tuple(op.results[0].type.shape)))
+            _replace(op, outputs(getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)))
         for each in PASSES:
             _PassManager.parse(each).run(copy)
         return copy
@@ -154,7 +151,9 @@ def _replace(op: Any, layout: Layout | None) -> None:
         op.attributes["sharding"] = _ir.Attribute.parse(f"#sdy.sharding{sharding_text(layout, rank)}")
 
 
-def _with_shardings(attributes: Any, name: str, layouts: Sequence[Layout | None], types: Sequence[Any]) -> Any:
+def _with_shardings(
+    attributes: Any, name: str, layouts: Sequence[Layout | None], types: Sequence[Any]
+) -> Any:
     before = attributes[name] if name in attributes else [{}] * len(types)
     after: list[Any] = []
     for each, layout, kind in zip(before, layouts, types, strict=True):
