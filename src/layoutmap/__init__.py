@@ -29,6 +29,7 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
+    from layoutmap.scope.cost import lower_step, step_cost
     from layoutmap.scope.describing import Checkpoint, describe
     from layoutmap.scope.exporting import export
     from layoutmap.scope.loading import load
@@ -77,9 +78,11 @@ __all__ = [
     "jit_step",
     "layout_map_scope",
     "load",
+    "lower_step",
     "plan",
     "save",
     "scope",
+    "step_cost",
 ]
 
 _LATE = {
@@ -92,6 +95,8 @@ _LATE = {
     "export": "layoutmap.scope.exporting",
     "jit_step": "layoutmap.adapters.jax.steps",
     "load": "layoutmap.scope.loading",
+    "lower_step": "layoutmap.scope.cost",
+    "step_cost": "layoutmap.scope.cost",
     "save": "layoutmap.scope.saving",
 }
 """Names whose modules load numpy or a framework, which takes long: they are imported when first asked for."""

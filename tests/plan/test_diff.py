@@ -4,6 +4,7 @@ import json
 import textwrap
 from dataclasses import replace
 
+import costs
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -277,3 +278,31 @@ def test_slots_that_change_as_their_weights_do_are_one_row():
 
         9 changes; per device 3.0 KiB -> 3.8 KiB
         """) == str(trained(32).diff(trained(64, "bfloat16")))
+
+
+def test_what_a_rule_does_to_a_step_is_shown():
+    """The time, what travels and what waits, where it differs; it counts as no change of its own."""
+    before = costs.plan()
+    rest = [c for c in costs.collectives() if c.dims == ("model",)]
+    after = costs.plan(
+        {r".*up\.kernel": (None, "model"), "tokens": ("model", None)}, rest, peak_bytes=40 * 2**30
+    )
+
+    assert text("""
+        blocks.{0..1}.up.kernel  layout  (data, model) -> (unsharded, model)
+
+        of a step                                       before     after
+        -----------------------------------  -----------------  --------
+        sent                                           3.6 GiB   3.5 GiB
+        all-gather of weights over data      49.0 MiB, 1.03 ms         -
+        reduce-scatter of weights over data   24.5 MiB, 514 us         -
+        memory at the peak                            30.0 GiB  40.0 GiB
+
+        2 changes; per device 128.8 MiB -> 153.2 MiB
+        """) == str(before.diff(after))
+    assert "all-gather of weights over data" in before.diff(after)._repr_html_()
+    slower = before.diff(costs.plan(on="a100:64"))
+    assert ("machine", "h100:64", "a100:64") == slower.costs[0]
+    assert ("time of a step", "18.0 ms", "38.2 ms") == slower.costs[1]
+    assert not slower
+    assert [] == before.diff(replace(before, cost=None)).costs

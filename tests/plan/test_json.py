@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import costs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +110,9 @@ def changed(**changes):
         ("{", "plan file: it is no JSON"),
         ("[]", "plan file: it is no plan"),
         (changed(format="other"), "plan file: it is no plan"),
-        (changed(version=2), "plan file: version 2\n  why   this layoutmap reads version 1"),
+        (changed(version=3), "plan file: version 3\n  why   this layoutmap reads versions 1 to 2"),
+        (changed(version=2), "plan file: plan has no 'collectives'"),
+        (changed(cost={}), "plan file: plan: 'cost' is not known"),
         (changed(mesh=None), "plan file: mesh is no object"),
         (changed(mesh={}), "plan file: mesh has no 'dims'"),
         (changed(mesh={"dims": {"x": 0}}), "plan file: mesh: "),
@@ -265,3 +268,53 @@ def test_one_path_in_two_layouts_has_a_fingerprint():
     twice = [Assignment(spec, lm.Layout([of], MESH)) for of in (None, "model", ("model", "batch"))]
 
     assert lm.Plan(MESH, tuple(twice)).fingerprint == lm.Plan(MESH, tuple(twice[::-1])).fingerprint
+
+
+def with_cost(**changes):
+    """The JSON of a plan with a cost, some of its fields changed: `machine.fast` is one of an object inside."""
+    data = json.loads(costs.plan().to_json())
+    for names, value in changes.items():
+        *inside, last = names.split("__")
+        item = data
+        for name in inside:
+            item = item[name]
+        item[last] = value
+    return json.dumps(data)
+
+
+def test_a_cost_comes_back_with_its_machine():
+    """As it was, in a file of version 2; that of a plan without one is of version 1."""
+    plan = costs.plan()
+    again = lm.Plan.from_json(plan.to_json())
+
+    assert plan == again
+    assert str(plan.cost) == str(again.cost)
+    assert plan.to_json() == again.to_json()
+    assert [2, 1] == [json.loads(p.to_json())["version"] for p in (plan, make())]
+    assert '\n  ["all_gather", ["data"], 2, 14680064, "blocks.0.up.kernel", "forward"],\n' in plan.to_json()
+    assert make().fingerprint == replace(make(), cost=plan.cost).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"collectives": [["gather"]]}, r"collectives\[0\] is no list of 6"),
+        ({"collectives": [["gather", [], 1, 1, "", ""]]}, r"collectives\[0\]\[0\] is not known"),
+        ({"collectives": [["permute", ["row"], 1, 1, "", ""]]}, r"collectives\[0\]: 'row' is no mesh dim"),
+        ({"collectives": [["permute", [], -1, 1, "", ""]]}, r"collectives\[0\]\[2\] is no whole number"),
+        ({"cost": []}, "cost is no object"),
+        ({"cost__flops": {"float32": 1.5}}, "cost.flops.float32 is no whole number"),
+        ({"cost__peak": 1}, "cost: 'peak' is not known"),
+        ({"cost__machine": {}}, "cost.machine has no 'name'"),
+        ({"cost__machine__node_size": 0}, "cost.machine.node_size is no whole number above 0"),
+        ({"cost__machine__devices": 0}, "cost.machine.devices is no whole number above 0"),
+        ({"cost__machine__flops": {}}, "cost.machine.flops has no type"),
+        ({"cost__machine__fast__bandwidth": 0}, "cost.machine.fast.bandwidth is no number above 0"),
+        ({"cost__machine__memory_bandwidth": 1e999}, "cost.machine.memory_bandwidth is no number above 0"),
+    ],
+)
+def test_what_is_no_cost_is_refused(changes, message):
+    """With the place in the file, why, and a fix."""
+    with pytest.raises(lm.PlanError, match=f"^plan file: {message}") as caught:
+        lm.Plan.from_json(with_cost(**changes))
+    assert caught.value.fix

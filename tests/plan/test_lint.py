@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import costs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutmap import LayoutMap, Mesh, Plan, PlanError
 from layoutmap.core.variables import Use, VariableSpec
+from layoutmap.cost.table import Collective
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -285,3 +287,43 @@ def test_slips_are_found_in_a_plan_that_was_written_and_read(name, free):
     plan = plan_of(but(SLIPS[name][0]), free_activations=free)
 
     assert str(plan.lint()) == str(Plan.from_json(plan.to_json()).lint())
+
+
+KERNEL, BIG = "blocks.0.up.kernel", 2**28
+
+
+@pytest.mark.parametrize(
+    ("collective", "kinds"),
+    [
+        (Collective("all_gather", ("model",), 2, BIG, KERNEL), {"gathered weight", "dim that only costs"}),
+        (Collective("all_gather", ("data",), 2, BIG, KERNEL), set()),  # the batch is sharded over it
+        (Collective("all_gather", ("model",), 2, 2**10, KERNEL), {"dim that only costs"}),  # too little
+        (Collective("all_reduce", ("data",), 2, BIG, "blocks.0.up"), {"summed activation"}),
+        (Collective("all_reduce", ("data",), 1, BIG, KERNEL), set()),  # its gradient
+        (Collective("all_reduce", ("data",), 1, 4), set()),  # the loss
+        (Collective("all_gather", ("model",), 2, BIG, "blocks.0.up"), set()),  # what was computed in parts
+    ],
+)
+def test_what_travels_without_need_is_reported(collective, kinds):
+    """A gathered weight that could compute in parts, rows summed over all devices; and nothing that must be."""
+    rules = {r"blocks\.0\.up\.kernel": ("data", "model"), "tokens|blocks": ("data", None)}
+    fsdp = [*costs.collectives()][:2]
+    plan = costs.plan(rules, [*fsdp, collective, Collective("permute", ("data",), 1, BIG)])
+
+    assert kinds == {problem.kind for problem in plan.lint()} - {"sum over the batch dim"}
+
+
+def test_a_finding_of_a_step_says_what_it_costs():
+    """In bytes and time, with the rules to add."""
+    plan = costs.plan(None, [Collective("all_gather", ("model",), 2, BIG, KERNEL, "forward")])
+    finding = next(p for p in plan.lint() if p.kind == "gathered weight")
+
+    why = "the batch is not sharded over model, so its devices compute the same with the gathered weight"
+    fix = "lay out what its layer and the one before it output, so that each device computes with its part: "
+    assert (
+        "blocks.0.up.kernel: it is gathered over model in each step\n"
+        "  layout     (data, model)     rule 1  .*up\\.kernel\n"
+        "  in a step  448.0 MiB of the 448.0 MiB sent (100 %), 1.04 ms\n"
+        f"  why        {why}\n"
+        f"  fix        {fix}layout_map.activations[r\"...\"] = ('data', ..., 'model')"
+    ) == str(finding)

@@ -2,6 +2,7 @@
 
 import textwrap
 
+import costs
 import pytest
 
 import layoutmap as lm
@@ -102,3 +103,19 @@ def test_a_path_that_is_not_there(plan):
     """Those that come close are named."""
     with pytest.raises(KeyError, match=r"no variable 'd1.kernal'; near misses: d1.kernel"):
         plan.explain("d1.kernal")
+
+
+def test_what_a_layout_costs_in_a_step_is_said():
+    """What travels because of the weight, and because of what its layer outputs; or that nothing does."""
+    plan = costs.plan()
+
+    assert textwrap.dedent("""
+          in a step   all-gather of 14.0 MiB over data, 2 times (forward): sends 24.5 MiB in 514 us on InfiniBand
+          in a step   reduce-scatter of 14.0 MiB over data, once (backward): sends 12.2 MiB in 257 us on InfiniBand
+          its layer   all-reduce of 256.0 MiB over model, 4 times (forward): sends 1.8 GiB in 4.18 ms on NVLink
+        """) == "\n" + "".join(
+        f"{line[2:]}\n"
+        for line in plan.explain("blocks.0.up.kernel").splitlines()
+        if "step" in line[:12] or "its layer" in line
+    )
+    assert "in a step   nothing travels because of it" in plan.explain("tokens.embeddings")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import TrainingStep
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.protocol import Engine
@@ -162,6 +163,17 @@ class Session(Protocol):
         """Have a model make what it would make at its first call and training step; computes nothing."""
         ...
 
+    def step(self, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None) -> TrainingStep:
+        """Return a training step of a model that was made in a dry run, for engines that count what it does.
+
+        Args:
+            model: The model.
+            inputs: What it is called with, or like.
+            optimizer: What updates its weights; `None`: the model's own, or nothing.
+            loss: Called with what it returns, returns a number; `None`: the model's own, or one that stands for it.
+        """
+        ...
+
 
 class Adapter(Protocol):
     """Knows one model library."""
@@ -210,6 +222,10 @@ class Adapter(Protocol):
 
     def complete(self, model: Any, batch: Any) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""
+        ...
+
+    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+        """Return a model with an optimizer, where models of the library carry one and it has none."""
         ...
 
     def variables(self, model: Any) -> dict[str, Any]:

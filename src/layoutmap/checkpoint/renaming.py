@@ -28,8 +28,8 @@ from typing import Any, cast
 from layoutmap.checkpoint.axes import Part, Side, check_sides, parse
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import RuleError, brief
+from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.rules.near_misses import nearest
-from layoutmap.rules.strict_yaml import read_yaml
 
 VERSION = 1
 """The version of the form."""

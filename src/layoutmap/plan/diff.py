@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from layoutmap.core.escaping import escaped
 from layoutmap.core.match import Match
 from layoutmap.core.paths import merge_paths, path_shape
-from layoutmap.core.text_table import html_table, size
+from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
+from layoutmap.cost.cost import Cost, duration
 from layoutmap.plan.table import PlanTable
+
+COST_COLUMNS = ("of a step", "before", "after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class Change:
 class PlanDiff:
     """What differs between two plans; true if anything does.
 
-    Which rule gave a layout, and what devices a mesh names, are no differences.
+    Which rule gave a layout, and what devices a mesh names, are no differences; nor is what a step costs, which follows
+    from the layouts, but it is shown.
 
     Args:
         before: The first plan.
@@ -66,10 +70,23 @@ class PlanDiff:
         rows = [tuple(map(escaped, row)) for row in self._cells]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
-        return "\n".join([*lines, *([""] if lines else []), self._line])
+        costs = text_table(COST_COLUMNS, self.costs, COST_COLUMNS[1:]) if self.costs else []
+        parts = (lines, costs, [self._line])
+        return "\n\n".join("\n".join(part) for part in parts if part)
 
     def _repr_html_(self) -> str:
-        return html_table(f"Plan: {self._line}", ("variable", "changed", "how"), self._cells)
+        costs = html_table("A step", COST_COLUMNS, self.costs) if self.costs else ""
+        return html_table(f"Plan: {self._line}", ("variable", "changed", "how"), self._cells) + costs
+
+    @property
+    def costs(self) -> list[tuple[str, str, str]]:
+        """What a step takes, sends and holds before and after, where that differs; empty unless both plans know it."""
+        before, after = self.before.cost, self.after.cost
+        if before is None or after is None:
+            return []
+        old, new = _figures(before), _figures(after)
+        rows = [(what, old.get(what, "-"), new.get(what, "-")) for what in dict.fromkeys((*old, *new))]
+        return [row for row in rows if row[1] != row[2]]
 
     @property
     def _line(self) -> str:
@@ -95,6 +112,24 @@ class PlanDiff:
             key = (slot, each.what) if slot else (path_shape(each.path), each.what, each.before, each.after)
             groups.setdefault(key, []).append(each)
         return [(len(group), _as_one(group)) for group in groups.values()]
+
+
+def _figures(cost: Cost) -> dict[str, str]:
+    """What is compared of two costs, by what it is."""
+    sent: dict[str, list[float]] = {}
+    for c in cost.step.collectives:
+        of = "weights" if cost.overlaps(c) else "activations"
+        sums = sent.setdefault(f"{c.kind.replace('_', '-')} of {of} over {', '.join(c.dims)}", [0, 0])
+        sums[0] += c.sent_bytes(cost.step.mesh)
+        sums[1] += cost.seconds_of(c)
+    return {
+        "machine": str(cost.machine),
+        "time of a step": duration(cost.step_seconds),
+        **{wait.what: duration(wait.seconds) for wait in cost.waits},
+        "sent": size(cost.step.sent_bytes),
+        **{what: f"{size(num_bytes)}, {duration(seconds)}" for what, (num_bytes, seconds) in sent.items()},
+        "memory at the peak": size(cost.step.peak_bytes),
+    }
 
 
 def _as_one(group: list[Change]) -> Change:

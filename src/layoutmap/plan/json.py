@@ -11,43 +11,53 @@
 Each variable has a line of its own, so that a version control system shows what moved. What is as usual is left out:
 the kind of a weight, aliases that there are none of. Where a variable's layout is not the one that its rule asks for,
 since an axis does not divide, that one is there as `asked`. Which of a mesh's devices are this process's is not written
-down.
+down. A plan with the cost of a step (see `json_cost`) is of version 2, and all others are of version 1.
 
-Writer and reader are in one file, a little longer than others, so that a field is added to both or to none.
+Writer and reader are in one file, so that a field is added to both or to none.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
-from layoutmap.core.errors import LayoutMapError, PlanError, brief
+from layoutmap.core.errors import LayoutMapError, brief
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsize
+from layoutmap.plan.json_cost import cost_fields, read_cost
+from layoutmap.plan.json_fields import (
+    MOST,
+    Fields,
+    JsonObject,
+    Read,
+    a_flag,
+    a_number,
+    a_row,
+    a_text,
+    an_object,
+    list_of,
+    one_of,
+    or_null,
+    refused,
+    wrong,
+)
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
 
 FORMAT = "layoutmap plan"
-VERSION = 1
+VERSION = 2
 _OTHERWISE = Match("", None).otherwise
 _ERROR: Uneven = "error"  # what a rule says of an axis that does not divide, if it says nothing
-_MOST = 2**63 - 1  # of elements, in one axis and in all; what tensors can have
 _DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*")
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates; no encoding can write it
-_MISSING: Any = object()
-
-T = TypeVar("T")
-Read = Callable[[Any, str], T]
-"""Makes a value of a part of the file; the text is the place of that part, for messages."""
 
 
 def plan_to_json(plan: PlanTable) -> str:
@@ -57,14 +67,18 @@ def plan_to_json(plan: PlanTable) -> str:
         mesh["name"] = plan.mesh.name
     if plan.mesh.devices is not None:
         mesh["devices"] = plan.mesh.devices
-    lists = {
+    lists: dict[str, Iterable[Any]] = {
         "variables": map(_variable, plan.assignments),
         "activations": map(_match, plan.activations),
         "problems": map(_problem, plan.problems),
     }
-    head = [f'"format": {_line(FORMAT)}, "version": {VERSION}', f'"mesh": {_line(mesh)}']
+    version = VERSION if plan.cost else 1
+    head = [f'"format": {_line(FORMAT)}, "version": {version}', f'"mesh": {_line(mesh)}']
     if plan.free_activations:
         head.append('"free_activations": true')
+    if plan.cost:
+        lists["collectives"], cost = cost_fields(plan.cost)
+        head.append(f'"cost": {_line(cost)}')
     parts = head + [f'"{name}": {_lines([_line(each) for each in items])}' for name, items in lists.items()]
     return "{" + ",\n ".join(parts) + "}\n"
 
@@ -76,33 +90,35 @@ def plan_from_json(text: str) -> PlanTable:
         PlanError: The text is no plan, or of a newer version; says where.
     """
     try:
-        data: Any = json.loads(text, object_pairs_hook=_Object)
+        data: Any = json.loads(text, object_pairs_hook=JsonObject)
     except (ValueError, TypeError) as error:
-        raise _refused("it is no JSON", str(error)) from error
+        raise refused("it is no JSON", str(error)) from error
     except RecursionError:
-        raise _refused("it is no JSON of a plan", "it is nested too deeply to be read") from None
-    if not isinstance(data, _Object) or data.get("format") != FORMAT:
-        raise _refused("it is no plan", f'it does not say "format": "{FORMAT}"')
-    top = _Fields(data, "plan")
-    version: Any = top("format", _text) and top("version", lambda each, _: each, None)
-    if type(version) is not int or version != VERSION:
-        why = f"this layoutmap reads version {VERSION}"
-        raise _refused(f"version {brief(version)}", why, "write it again with this layoutmap")
+        raise refused("it is no JSON of a plan", "it is nested too deeply to be read") from None
+    if not isinstance(data, JsonObject) or data.get("format") != FORMAT:
+        raise refused("it is no plan", f'it does not say "format": "{FORMAT}"')
+    top = Fields(data, "plan")
+    version: Any = top("format", a_text) and top("version", lambda each, _: each, None)
+    if type(version) is not int or version not in range(1, VERSION + 1):
+        why = f"this layoutmap reads versions 1 to {VERSION}"
+        raise refused(f"version {brief(version)}", why, "write it again with this layoutmap")
     mesh = top("mesh", _mesh)
     plan = PlanTable(
         mesh,
-        top("variables", _list_of(lambda each, place: _read_variable(each, place, mesh))),
-        top("problems", _list_of(_read_problem)),
-        top("activations", _list_of(lambda each, place: _read_activation(each, place, mesh))),
-        top("free_activations", _flag, False),
+        top("variables", list_of(lambda each, place: _read_variable(each, place, mesh))),
+        top("problems", list_of(_read_problem)),
+        top("activations", list_of(lambda each, place: _read_activation(each, place, mesh))),
+        top("free_activations", a_flag, False),
     )
+    if version > 1:
+        plan = plan.with_cost(*read_cost(top, mesh))
     top.check()
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):
         first = at.setdefault((variable.model, variable.path), i)
         if first != i:
             why = f"variables[{first}] is the same one, and each is counted once"
-            raise _refused(f"variables[{i}]: {variable.path!r} is there twice", why, "delete one of the two")
+            raise refused(f"variables[{i}]: {variable.path!r} is there twice", why, "delete one of the two")
     return plan
 
 
@@ -195,143 +211,46 @@ def _problem(problem: Problem) -> dict[str, Any]:
 # -- reading
 
 
-class _Object(dict[str, Any]):
-    """An object of the file; knows a key that is there twice, of which JSON itself keeps the last."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]):
-        super().__init__(pairs)
-        seen: set[str] = set()
-        self.twice = next((key for key, _ in pairs if key in seen or seen.add(key)), None)
-
-
-class _Fields:
-    """The fields of one object, each read by its key; what is missing, wrong or not known is refused with its place."""
-
-    def __init__(self, item: Any, place: str):
-        self._item, self._place, self._asked = _object(item, place), place, list[str]()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._item
-
-    def __call__(self, key: str, read: Read[T], default: Any = _MISSING) -> T:
-        self._asked.append(key)
-        if key in self._item:
-            return read(self._item[key], key if self._place == "plan" else f"{self._place}.{key}")
-        if default is _MISSING:
-            raise _refused(f"{self._place} has no {key!r}", "every plan has one")
-        return default
-
-    def check(self) -> None:
-        """Raise if the object has a key that nobody has asked for."""
-        for key in self._item:
-            if key not in self._asked:
-                near = difflib.get_close_matches(key, self._asked, 1)
-                fix = (
-                    f"did you mean {near[0]!r}?" if near else "delete it, or use the layoutmap that wrote it"
-                )
-                raise _refused(f"{self._place}: {brief(key)} is not known", "a plan has no such key", fix)
-
-
-def _refused(what: str, why: str, fix: str = "write it with plan.to_json()") -> PlanError:
-    return PlanError(f"plan file: {what}", why=why, fix=fix)
-
-
-def _wrong(place: str, value: Any, wanted: str) -> PlanError:
-    return _refused(f"{place} is no {wanted}", f"it is {brief(value)}")
-
-
-def _object(value: Any, place: str) -> _Object:
-    if not isinstance(value, _Object):
-        raise _wrong(place, value, "object")
-    if value.twice is not None:
-        why = "which of the two values is meant is not known"
-        raise _refused(f"{place}: key {value.twice!r} is there twice", why, "delete one of the two")
-    return value
-
-
-def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(place, value, "text")
-    return value
-
-
-def _flag(value: Any, place: str) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(place, value, "true or false")
-    return value
-
-
-def _number(value: Any, place: str) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST:  # a bool is an int
-        raise _wrong(place, value, "whole number of 0 or more")
-    return value
-
-
-def _list_of(read: Read[T]) -> Read[tuple[T, ...]]:
-    def read_all(value: Any, place: str) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise _wrong(place, value, "list")
-        return tuple(read(each, f"{place}[{i}]") for i, each in enumerate(cast("list[Any]", value)))
-
-    return read_all
-
-
-def _one_of(*known: T) -> Read[T]:
-    def read(value: Any, place: str) -> T:
-        if isinstance(value, str):
-            for each in known:
-                if value == each:
-                    return each
-        why = f"it is {brief(value)}"
-        raise _refused(f"{place} is not known", why, f"use one of {', '.join(map(str, known))}")
-
-    return read
-
-
-def _or_null(read: Read[T]) -> Read[T | None]:
-    return lambda value, place: None if value is None else read(value, place)
-
-
-_texts, _shape_of_any = _list_of(_text), _list_of(_number)
-_uneven: Read[Uneven] = _one_of(*get_args(Uneven))
+_texts, _shape_of_any = list_of(a_text), list_of(a_number)
+_uneven: Read[Uneven] = one_of(*get_args(Uneven))
 
 
 def _shape(value: Any, place: str) -> tuple[int, ...]:
     shape = _shape_of_any(value, place)
-    if math.prod(n for n in shape if n) > _MOST:
-        raise _wrong(place, value, "shape: it has too many elements")
+    if math.prod(n for n in shape if n) > MOST:
+        raise wrong(place, value, "shape: it has too many elements")
     return shape
 
 
 def _dtype(value: Any, place: str) -> str:
     try:
-        if not _DTYPE.fullmatch(_text(value, place)):
+        if not _DTYPE.fullmatch(a_text(value, place)):
             raise TypeError
         itemsize(value)
     except (TypeError, ValueError):
-        raise _wrong(place, value, "dtype") from None
+        raise wrong(place, value, "dtype") from None
     return value
 
 
 def _mesh(item: Any, place: str) -> Mesh:
-    read = _Fields(item, place)
-    sizes = read("dims", _object)
-    dims = {name: _number(size, f"{place}.dims.{name}") for name, size in sizes.items()}
-    devices, name = read("devices", _or_null(_texts), None), read("name", _text, "")
+    read = Fields(item, place)
+    sizes = read("dims", an_object)
+    dims = {name: a_number(size, f"{place}.dims.{name}") for name, size in sizes.items()}
+    devices, name = read("devices", or_null(_texts), None), read("name", a_text, "")
     read.check()
     try:
         return Mesh(devices, dims, name)
     except LayoutMapError as error:
-        raise _refused(f"{place}: {error.what}", error.why, error.fix) from error
+        raise refused(f"{place}: {error.what}", error.why, error.fix) from error
 
 
 def _layout(mesh: Mesh) -> Read[Layout]:
     def read(value: Any, place: str) -> Layout:
-        specs = _list_of(_spec)(value, place)
+        specs = list_of(_spec)(value, place)
         try:
             return Layout(specs, mesh)
         except LayoutMapError as error:
-            raise _refused(f"{place}: {error.what}", error.why, error.fix) from error
+            raise refused(f"{place}: {error.what}", error.why, error.fix) from error
 
     return read
 
@@ -341,84 +260,70 @@ def _spec(value: Any, place: str) -> str | tuple[str, ...] | None:
 
 
 def _read_variable(item: Any, place: str, mesh: Mesh) -> Assignment:
-    read = _Fields(item, place)
-    use = read("use", _or_null(_texts), None)
+    read = Fields(item, place)
+    use = read("use", or_null(_texts), None)
     shape = read("shape", _shape)
-    axes = read("axes", _or_null(_list_of(_shape_of_any)), None)
+    axes = read("axes", or_null(list_of(_shape_of_any)), None)
     for name, each in (("use", use), ("axes", axes)):
         if each is not None and len(each) != len(shape):
             why = f"it is for {len(each)} axes, and the shape has {len(shape)}"
-            raise _refused(f"{place}.{name} does not fit the shape", why)
+            raise refused(f"{place}.{name} does not fit the shape", why)
     variable = VariableSpec(
-        read("path", _text),
+        read("path", a_text),
         shape,
         read("dtype", _dtype),
-        read("kind", _one_of(*Kind), Kind.WEIGHT),
+        read("kind", one_of(*Kind), Kind.WEIGHT),
         read("aliases", _texts, ()),
-        read("parent", _or_null(_text), None),
+        read("parent", or_null(a_text), None),
         axes,
-        read("parent_shape", _or_null(_shape), None),
-        read("model", _text, ""),
-        None if use is None else Use(use, read("head_size", _or_null(_number), None)),
-        read("trainable", _flag, True),
+        read("parent_shape", or_null(_shape), None),
+        read("model", a_text, ""),
+        None if use is None else Use(use, read("head_size", or_null(a_number), None)),
+        read("trainable", a_flag, True),
     )
     layout = read("layout", _layout(mesh))
     match = _read_match(variable.path, read, mesh, layout) if "rule" in read else None
-    global_init = read("global_init", _text, "")
+    global_init = read("global_init", a_text, "")
     read.check()
     return Assignment(variable, layout, match, global_init)
 
 
 def _read_activation(item: Any, place: str, mesh: Mesh) -> Match:
-    read = _Fields(item, place)
+    read = Fields(item, place)
     layout = read("layout", _layout(mesh), None)
-    match = _read_match(read("path", _text), read, mesh, layout)
+    match = _read_match(read("path", a_text), read, mesh, layout)
     read.check()
     return match
 
 
-def _read_match(path: str, read: _Fields, mesh: Mesh, layout: Layout | None) -> Match:
+def _read_match(path: str, read: Fields, mesh: Mesh, layout: Layout | None) -> Match:
     rule = None
-    won = read("rule", _or_null(_row(_number, _text)))
+    won = read("rule", or_null(a_row(a_number, a_text)))
     if won is not None:
         asked = read("asked", _layout(mesh), layout) or read("layout", _layout(mesh))
         rule = Rule(won[0], won[1], asked, read("uneven", _uneven, _ERROR))
-    others = read("others", _list_of(_row(_number, _text, _layout(mesh), _uneven, least=3)), ())
+    others = read("others", list_of(a_row(a_number, a_text, _layout(mesh), _uneven, least=3)), ())
     return Match(
         path,
         rule,
         tuple(Rule(*other) for other in others),
         read("near_misses", _texts, ()),
-        read("otherwise", _text, _OTHERWISE),
+        read("otherwise", a_text, _OTHERWISE),
     )
 
 
-def _row(*reads: Read[Any], least: int = 2) -> Read[list[Any]]:
-    """Reads a list whose places have types of their own; those after the first `least` may be left out."""
-
-    def read(value: Any, place: str) -> list[Any]:
-        items = cast("list[Any]", value) if isinstance(value, list) else []
-        if not least <= len(items) <= len(reads):
-            raise _wrong(
-                place, value, f"list of {least}" + (f" to {len(reads)}" if least < len(reads) else "")
-            )
-        return [of(each, f"{place}[{i}]") for i, (of, each) in enumerate(zip(reads, items, strict=False))]
-
-    return read
-
-
 def _read_problem(item: Any, place: str) -> Problem:
-    read = _Fields(item, place)
-    facts = read("facts", _list_of(_row(_text, _text)), ())
+    read = Fields(item, place)
+    facts = read("facts", list_of(a_row(a_text, a_text)), ())
     problem = Problem(
-        read("kind", _text, ""),
-        read("severity", _one_of(*get_args(Severity))),
-        read("subject", _text),
-        read("what", _text),
+        read("kind", a_text, ""),
+        read("severity", one_of(*get_args(Severity))),
+        read("subject", a_text),
+        read("what", a_text),
         tuple((name, value) for name, value in facts),
-        read("why", _text, ""),
-        read("fix", _text, ""),
-        read("model", _text, ""),
+        read("why", a_text, ""),
+        read("fix", a_text, ""),
+        read("model", a_text, ""),
     )
     read.check()
     return problem

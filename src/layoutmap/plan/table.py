@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -15,6 +15,9 @@ from layoutmap.core.errors import PlanError, listed
 from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.variables import Assignment, Kind
+from layoutmap.cost.cost import Cost
+from layoutmap.cost.machine import Machine
+from layoutmap.cost.table import StepCost
 from layoutmap.plan.problems import Problem, group_problems, in_order
 from layoutmap.rules.near_misses import nearest
 
@@ -30,6 +33,7 @@ class PlanTable(Mapping[str, Assignment]):
     problems: tuple[Problem, ...] = ()
     activations: tuple[Match, ...] = ()
     free_activations: bool = False
+    cost: Cost | None = field(default=None, hash=False)
 
     @cached_property
     def _by_key(self) -> dict[str, Assignment]:
@@ -128,6 +132,11 @@ class PlanTable(Mapping[str, Assignment]):
     def with_problems(self, problems: Sequence[Problem]) -> Self:
         """The same plan with more problems."""
         return replace(self, problems=in_order([*self.problems, *problems]))
+
+    def with_cost(self, step: StepCost, machine: Machine) -> Self:
+        """The same plan with what a training step costs on a machine."""
+        paths = frozenset(path for a in self.assignments for path in (a.variable.path, *a.variable.aliases))
+        return replace(self, cost=Cost(step, machine, paths))
 
     def check(self, *, strict: bool = False) -> Self:
         """Raise once, with every error; give the plan back if there is none.

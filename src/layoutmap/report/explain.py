@@ -25,7 +25,8 @@ def explain_text(plan: PlanTable, path: str) -> str:
         [(name, escaped(text)) for name, text in rows]
         for rows in (_what(assignment), _why(assignment), _how(assignment))
     )
-    rows = [*what, *why, *_problems(plan, assignment), *how]
+    step = [(name, escaped(text)) for name, text in in_a_step(plan, assignment)]
+    rows = [*what, *why, *step, *_problems(plan, assignment), *how]
     return aligned(escaped(assignment.variable.path), rows)
 
 
@@ -72,6 +73,19 @@ def _axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
     if variable.axes:
         texts = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
         yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(texts))
+
+
+def in_a_step(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:
+    """What travels in a step because of a variable's layout; nothing if the plan has no cost, or it takes no part."""
+    cost, variable = plan.cost, assignment.variable
+    if cost is None or variable.kind is not Kind.WEIGHT:
+        return
+    paths = (variable.path, *variable.aliases)
+    layers = {path.rpartition(".")[0] for path in paths} - {""}
+    found = [("in a step", each) for each in cost.rows_of(paths)]
+    yield from found or [("in a step", "nothing travels because of it")]
+    for each in cost.rows_of(layers):
+        yield "its layer", each
 
 
 def _problems(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:

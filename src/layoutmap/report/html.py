@@ -18,4 +18,5 @@ def plan_html(plan: PlanTable) -> str:
         f"<pre>{p.severity}: {escape(str(p))}</pre>" for p in group_problems(plan.errors + plan.warnings)
     )
     activations = html_table("", ACTIVATION_COLUMNS, activation_cells(plan)) if plan.activations else ""
-    return html_table(f"Plan: {plan_line(plan)}", COLUMNS, rows) + activations + found
+    cost = plan.cost.to_html() if plan.cost else ""
+    return html_table(f"Plan: {plan_line(plan)}", COLUMNS, rows) + activations + cost + found

@@ -45,6 +45,8 @@ def plan_text(plan: PlanTable) -> str:
     if plan.activations:
         lines += ["", *text_table(ACTIVATION_COLUMNS, activation_cells(plan), _RIGHT)]
     lines += ["", f"Plan: {plan_line(plan)}"]
+    if plan.cost:
+        lines.append(f"Cost: {plan.cost.line}")
     largest = plan.largest_global_init
     if largest:
         names = zip(full_names([a.variable for a in plan.assignments]), plan.assignments, strict=True)

@@ -14,7 +14,7 @@
 A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
 
 Comments are for people, who edit the file as text: a map does not keep them, and `to_yaml` writes none. What of YAML a
-file may use is in `layoutmap.rules.strict_yaml`.
+file may use is in `layoutmap.core.strict_yaml`.
 
 `layoutmap schema > rules.schema.json` writes a JSON Schema of the form. Editors check a file by it that begins with
 
@@ -33,8 +33,8 @@ from layoutmap.core.errors import RuleError, brief
 from layoutmap.core.layout import UNSHARDED
 from layoutmap.core.match import Rest, as_rest
 from layoutmap.core.specs import ShardingSpec
+from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.core.uneven import Uneven, as_uneven
-from layoutmap.rules.strict_yaml import read_yaml
 
 VERSION = 1
 """The version of the form."""

@@ -48,7 +48,7 @@ class Plan(PlanTable):
     @classmethod
     def of(cls, table: PlanTable) -> Plan:
         """Make the plan of a pure table."""
-        return cls(table.mesh, table.assignments, table.problems, table.activations, table.free_activations)
+        return cls(**table.__getstate__())
 
     @property
     def memory(self) -> Memory:

@@ -158,7 +158,7 @@ def build(
     check_maker(make_model, layout_map, "build")
     opened = _open(layout_map, _adapter(library), **options)
     opened.values = values
-    return _make(opened, make_model, inputs)
+    return make_in(opened, make_model, inputs)
 
 
 def plan(
@@ -199,7 +199,7 @@ def plan(
     adapter = _adapter(library)
     dry = Scope(layout_map, adapter, None)
     with adapter.undisturbed():
-        model = _make(dry, make_model, inputs)
+        model = make_in(dry, make_model, inputs)
     unbuilt = dry.session.unbuilt()
     found = dry.plan
     final = make_plan(
@@ -320,7 +320,9 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
     return opened
 
 
-def _make(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+def make_in(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+    """Return the model that a function makes, made in a scope and complete."""
+
     def make() -> Any:
         with others_refused(opened.adapter):
             return _made(opened, make_model, inputs)

@@ -83,6 +83,12 @@ class KerasAdapter:
         """Have a model make what it would make at its first call and training step; computes nothing."""
         complete(model, _x_of(batch))
 
+    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+        """Return a model with an optimizer, if it has none."""
+        if optimizer is not None and getattr(model, "optimizer", None) is None:
+            model.compile(optimizer=optimizer() if callable(optimizer) else optimizer)
+        return model
+
     def variables(self, model: Any) -> dict[str, Any]:
         """The variables of a model by path: its own, then those of its optimizer."""
         found = find_variables(model)

@@ -44,6 +44,7 @@ from layoutmap.core.checksums import checksum
 from layoutmap.core.current import entered, is_entered
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
+from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.engines.protocol import Engine
 
@@ -432,3 +433,9 @@ class Session(KerasSession):
     def complete(self, model: Any, inputs: Any) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""
         complete(model, inputs)
+
+    def step(self, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None) -> TrainingStep:
+        """Return a training step of a model that was made in a dry run; see `ScopeContext`."""
+        from layoutmap.adapters.keras.backends.jax_cost import training_step  # late: it imports JAX
+
+        return training_step(self, model, inputs, loss)

@@ -8,6 +8,12 @@
     "contradicts its kernel" a bias, or the scale of a quantized weight, is sharded differently from its kernel
     "unused dim"             nothing is sharded over a dim of the mesh
 
+and, where the plan has the cost of a step:
+
+    "gathered weight"        a weight is gathered over a dim that does not shard the batch
+    "summed activation"      activations are summed over the dim of the batch
+    "dim that only costs"    bytes travel over a dim, whose devices compute the same
+
 Most of them need to know what a layer does with the axes of its weights (`Use`), which adapters know for the layers of
 their libraries. What is not known is not judged.
 """
@@ -21,7 +27,7 @@ from dataclasses import dataclass
 from layoutmap.core.errors import PlanError
 from layoutmap.core.escaping import escaped
 from layoutmap.core.text_table import html_table
-from layoutmap.plan.lint.checks import CHECKS
+from layoutmap.plan.lint import checks, steps
 from layoutmap.plan.lint.weights import Linted
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.table import PlanTable
@@ -84,7 +90,7 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
             fix=f"use one of {', '.join(map(repr, plan.mesh.dim_names))}",
         )
     linted = Linted(plan, batch_dim or _batch_dim(plan))
-    found = [problem for check in CHECKS for problem in check(linted)]
+    found = [problem for check in (*checks.CHECKS, *steps.CHECKS) for problem in check(linted)]
     return Findings(tuple(found), linted.batch_dim)
 
 

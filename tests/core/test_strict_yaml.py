@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layoutmap as lm
-from layoutmap.rules.strict_yaml import read_yaml
+from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.testing import strategies
 
 HEAD = "version: 1\nmesh: {dims: {batch: 2, model: 4}}\n"

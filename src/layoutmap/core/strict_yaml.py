@@ -18,7 +18,7 @@ _DEEPEST = 10  # a rules file needs 5
 _MOST_BY_ALIAS = 100_000
 _STR, _INT, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null", "merge"))
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
-_KNOWN = "a rules file holds text, whole numbers and null, in mappings and lists"
+_KNOWN = "such a file holds text, whole numbers and null, in mappings and lists"
 
 
 def read_yaml(text: str, where: str = "rules file") -> Any:
@@ -75,7 +75,7 @@ class _Reader:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    why = "one file is one map"
+                    why = "one file holds one document"
                     raise _refused(
                         event, "it has a second document", why, "delete the line --- and all after it"
                     )

@@ -1,0 +1,226 @@
+"""A training step of a Keras model on JAX, whose variables have no values: Keras computes it with those it is given."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from layoutmap.adapters.keras.describing import Entry, describe, layer_paths
+from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.training import has_own_step
+from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
+from layoutmap.core.variables import Kind
+
+Loss = Callable[..., Any]
+
+_NO_LOSS = "the model has no loss: the mean of its squared outputs stands for one"
+_NO_OPTIMIZER = "the model has no optimizer: weights are updated by none, and there are no slots"
+_OWN_STEP = "the model's own train_step is not counted, but the usual step of Keras"
+_NO_METRICS = "metrics are not counted"
+
+
+def training_step(session: KerasSession, model: Any, inputs: Any, loss: Loss | None) -> TrainingStep:
+    """Return the training step of a model that was made in a dry run.
+
+    Args:
+        session: Its scope.
+        model: The model, with all its weights and slots.
+        inputs: What it is called with, or like.
+        loss: Called with what the model returns, returns a number; `None`: the loss that it was compiled with.
+    """
+    entries = [entry for entry in describe(session.registry) if entry.spec.kind is not Kind.METRIC]
+    layers = _paths(session)
+    x, tree = jax.tree.flatten(inputs)
+    batch = [Shape(_name(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in _with_paths(inputs)]
+    step = _Step(model, entries, layers, loss, tree, len(x))
+    compiled = loss is None and getattr(model, "loss", None) is not None
+    notes = [] if compiled or loss is not None else [_NO_LOSS]
+    if compiled:
+        targets = step.targets(batch)
+        batch += [Shape(f"targets{_name(p)}", tuple(t.shape), str(t.dtype)) for p, t in _with_paths(targets)]
+        step.target_tree = jax.tree.structure(targets)
+        notes.append(_NO_METRICS)
+    notes += [_NO_OPTIMIZER] * (step.optimizer is None) + [_OWN_STEP] * has_own_step(model)
+    variables = [entry.spec for entry in entries]
+    return TrainingStep(model.name, variables, batch, _stacks(entries, layers), step.run, notes)
+
+
+class _Step:
+    def __init__(
+        self,
+        model: Any,
+        entries: Sequence[Entry],
+        layers: Sequence[tuple[str, Any]],
+        loss: Loss | None,
+        tree: Any,
+        num_inputs: int,
+    ):
+        self._model = model
+        self._entries = entries
+        self._layers = layers
+        self._loss = loss
+        self._tree = tree
+        self._num_inputs = num_inputs
+        self.target_tree: Any = None
+        self.optimizer = getattr(model, "optimizer", None)
+        self._trained = {id(variable) for variable in model.trainable_variables}
+
+    def targets(self, batch: Sequence[Shape]) -> Any:
+        """Return targets for the loss that a model was compiled with."""
+
+        def outputs(values: Any, inputs: Any) -> Any:
+            with keras.StatelessScope(state_mapping=list(zip([e.variable for e in self._entries], values, strict=True))):
+                return self._call(inputs)
+
+        values = [jax.ShapeDtypeStruct(e.spec.shape, e.spec.dtype) for e in self._entries]
+        inputs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in batch]
+        found = jax.eval_shape(outputs, values, inputs)
+        return jax.tree.map(self._target, found)
+
+    def _target(self, output: Any) -> Any:
+        loss = self._model.loss
+        name = loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__)
+        if "sparse" in str(name).lower():
+            return jax.ShapeDtypeStruct(output.shape[:-1], "int32")
+        return jax.ShapeDtypeStruct(output.shape, output.dtype)
+
+    def _call(self, inputs: Sequence[Any]) -> Any:
+        more = {"training": True} if self._model._call_has_training_arg else {}
+        return self._model(jax.tree.unflatten(self._tree, inputs), **more)
+
+    def run(self, tracer: Tracer, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
+        """Return new values of variables."""
+        given = {e.spec.key: e.variable for e in self._entries if e.spec.key in values}
+        trained = [key for key, variable in given.items() if id(variable) in self._trained]
+        frozen = [key for key in given if key not in set(trained)]
+
+        def loss_of(weights: Sequence[Any]) -> tuple[Any, Any]:
+            state = dict(zip(trained, weights, strict=True)) | {key: values[key] for key in frozen}
+            mapping = [(given[key], value) for key, value in state.items()]
+            with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+                found = self._loss_value(self._call(batch[: self._num_inputs]), batch)
+                if self.optimizer is not None:
+                    found = self.optimizer.scale_loss(found)
+            return found, [scope.get_current_value(given[key]) for key in frozen]
+
+        with _traced(tracer, self._layers):
+            (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)([values[k] for k in trained])
+        after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
+        if self.optimizer is None:
+            return after | {("", f"gradient {n}"): each for n, each in enumerate(gradients)}
+        with tracer.updating(), keras.StatelessScope(state_mapping=[(given[k], after[k]) for k in given]) as scope:
+            self.optimizer.apply(gradients, [given[key] for key in trained])
+        return after | {key: scope.get_current_value(variable) for key, variable in given.items()}
+
+    def _loss_value(self, outputs: Any, batch: Sequence[Any]) -> Any:
+        if self._loss is not None:
+            return self._loss(outputs)
+        if self.target_tree is None:
+            found = [jnp.mean(jnp.square(each.astype("float32"))) for each in jax.tree.leaves(outputs)]
+            return functools.reduce(jnp.add, found)
+        targets = jax.tree.unflatten(self.target_tree, batch[self._num_inputs :])
+        x = jax.tree.unflatten(self._tree, batch[: self._num_inputs])
+        return self._model.compute_loss(x=x, y=targets, y_pred=outputs, training=True)
+
+
+def _with_paths(tree: Any) -> Sequence[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "inputs"
+
+
+@contextmanager
+def _traced(tracer: Tracer, layers: Sequence[tuple[str, Any]]) -> Generator[None]:
+    """While open, a tracer hears of each call of a layer, under the first of its paths."""
+    before: list[tuple[Any, Any]] = []
+    try:
+        for path, layer in layers:
+            own = layer.__dict__
+            before.append((layer, own.get("call")))
+            own["call"] = _telling(tracer, path, layer.call)
+        yield
+    finally:
+        for layer, call in before:
+            if call is None:
+                layer.__dict__.pop("call", None)
+            else:
+                layer.__dict__["call"] = call
+
+
+def _telling(tracer: Tracer, path: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return tracer.call(path, plain, args, kwargs)
+
+    return call
+
+
+def _paths(session: KerasSession) -> list[tuple[str, Any]]:
+    """Each layer with the path under which rules find it: the first one that a rule for activations is for."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, layer in layer_paths(session.registry.layers()):
+        found.setdefault(id(layer), (path, layer))
+    return list(found.values())
+
+
+# -- equal blocks
+
+
+def _stacks(entries: Sequence[Entry], layers: Sequence[tuple[str, Any]]) -> list[list[str]]:
+    """The paths of layers that are equal but for their number, outermost ones only."""
+    weights: dict[str, list[Any]] = {}
+    for entry in entries:
+        spec = entry.spec
+        if spec.parent is None:
+            parts = spec.path.split(".")
+            for n in range(1, len(parts)):
+                rest = ".".join(parts[n:]), spec.shape, spec.dtype, spec.trainable, spec.kind
+                weights.setdefault(".".join(parts[:n]), []).append(rest)
+    groups: dict[Any, list[str]] = {}
+    for path, layer in layers:
+        if path in weights and re.search(r"\d", path):
+            groups.setdefault((_collapsed(path), type(layer), tuple(weights[path])), []).append(path)
+    found: list[list[str]] = []
+    by_path = dict(layers)
+    for (_, kind, _), paths in groups.items():
+        inside = any(p.startswith(f"{outer}.") for stack in found for outer in stack for p in paths)
+        if len(paths) > _FEWEST and not inside:
+            found += [stack for stack in _equal(paths, by_path) if len(stack) > _FEWEST]
+    return found
+
+
+_FEWEST = 3
+
+
+def _equal(paths: Sequence[str], layers: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Lists of paths whose layers have the same configuration, but for names."""
+    texts = sorted(((_configuration(layers[path]), number) for number, path in enumerate(paths)))
+    for _, same in itertools.groupby(texts, key=lambda pair: pair[0]):
+        yield [paths[number] for _, number in sorted(same, key=lambda pair: pair[1])]
+
+
+def _configuration(layer: Any) -> str:
+    try:
+        config = layer.get_config()
+    except Exception:  # of a user's layer, which may have none
+        return repr(id(layer))
+    return re.sub(r'"name": "[^"]*"', "", json.dumps(config, default=_collapsed_repr, sort_keys=True))
+
+
+def _collapsed_repr(value: Any) -> str:
+    return re.sub(r"\d+", "#", repr(value))
+
+
+def _collapsed(path: str) -> str:
+    return re.sub(r"\d+", "#", path)

@@ -1,0 +1,69 @@
+"""A training step of a model that has shapes and no values: what adapters describe, and engines count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from layoutmap.core.variables import VariableSpec
+
+Key = tuple[str, str]
+"""The model and the path of a variable."""
+
+
+class Tracer(Protocol):
+    """What a step tells while it is traced."""
+
+    def call(self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a layer returns; an engine may put its input in its place.
+
+        Args:
+            path: The layer's path.
+            function: Calls the layer.
+            args: Its arguments; a block of a stack has what the block before it returned as the first one.
+            kwargs: Its arguments by name.
+        """
+        ...
+
+    def updating(self) -> AbstractContextManager[None]:
+        """While open, the optimizer updates the variables."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array of a batch.
+
+    Args:
+        name: What it is called.
+        shape: Its global shape.
+        dtype: The name of its element type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A training step: loss, gradients and the optimizer's update.
+
+    Args:
+        name: What the model is called.
+        variables: What it changes or reads, in the order of the model.
+        batch: The arrays of a batch, in their order.
+        blocks: Paths of layers that are equal, one list for each stack, in their order.
+        run: Called with a tracer, the values of variables and a batch, returns new values; variables that are not
+            given are those of blocks that were left out.
+        notes: What it assumes, in sentences.
+    """
+
+    name: str
+    variables: Sequence[VariableSpec]
+    batch: Sequence[Shape]
+    blocks: Sequence[Sequence[str]]
+    run: Callable[[Tracer, Mapping[Key, Any], Sequence[Any]], Mapping[Key, Any]]
+    notes: Sequence[str] = ()

@@ -1,0 +1,323 @@
+"""The cost of a training step on a machine: what was counted, and how long it takes at least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.cost.machine import Group, Machine
+from layoutmap.cost.table import Collective, StepCost
+
+OVERLAP = (
+    "gathering weights and summing gradients overlaps with computing, as far as computing takes; "
+    "exchanging activations does not overlap: the next layer waits for them"
+)
+PEAK = "all figures of the machine are its peak, and starting a collective takes no time: a measured step takes longer"
+COLUMNS = ("collective", "times", "over", "network", "tensor", "sent", "takes", "because of", "phase")
+_RIGHT = ("times", "tensor", "sent", "takes")
+_MOST_ROWS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A part of a step's time.
+
+    Args:
+        what: What the device does, or waits for.
+        seconds: How long.
+        kind: `"computing"`, `"memory"`, `"weights"` or `"activations"`.
+        dims: The mesh dims over which is exchanged what it waits for.
+    """
+
+    what: str
+    seconds: float
+    kind: str
+    dims: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """Equal collectives of repeated blocks.
+
+    Args:
+        first: The first of them.
+        cause: The paths of all their causes in one.
+        calls: How often a step does this, in all.
+        sent_bytes: What each device sends in a step, in all.
+        seconds: How long they take in a step, in all.
+        network: What they run over, in words.
+        overlaps: Whether they overlap with computing.
+    """
+
+    first: Collective
+    cause: str
+    calls: int
+    sent_bytes: int
+    seconds: float
+    network: str
+    overlaps: bool
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A text for each of `COLUMNS`."""
+        c = self.first
+        sizes = size(c.tensor_bytes), size(self.sent_bytes), duration(self.seconds)
+        kind, over, why = c.kind.replace("_", "-"), ", ".join(c.dims), self.cause or "?"
+        return kind, f"{self.calls:,}", over, self.network, *sizes, why, c.phase
+
+    @property
+    def text(self) -> str:
+        """It in a sentence, without its cause."""
+        kind, times, over, network, tensor, sent, seconds, _, phase = self.cells
+        often = "once" if times == "1" else f"{times} times"
+        where = f" ({phase})" if phase else ""
+        return f"{kind} of {tensor} over {over}, {often}{where}: sends {sent} in {seconds} on {network}"
+
+
+@dataclass(frozen=True, repr=False)
+class Cost:
+    """The cost of a training step on a machine; printed, it says what travels, and what the step waits for.
+
+    Args:
+        step: What each device sends, computes and holds.
+        machine: What it does that on.
+        weights: Paths of the variables: what is exchanged because of one is a weight or a gradient, and all else are
+            activations.
+
+    Attributes:
+        step: See above.
+        machine: See above.
+    """
+
+    step: StepCost
+    machine: Machine
+    weights: frozenset[str] = field(default=frozenset(), compare=False)
+
+    # -- seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Matrix products and convolutions, at the device's peak."""
+        return sum(count / self.machine.device.rate(dtype) for dtype, count in self.step.flops.items())
+
+    @property
+    def memory_seconds(self) -> float:
+        """Reading and writing the device's own memory, at its peak."""
+        return self.step.traffic_bytes / self.machine.device.memory_bandwidth
+
+    @property
+    def device_seconds(self) -> float:
+        """What a device is busy for without the others: computing and memory overlap."""
+        return max(self.compute_seconds, self.memory_seconds)
+
+    def seconds_of(self, collective: Collective) -> float:
+        """How long all calls of a collective take in a step."""
+        group = self._groups[collective.dims]
+        return collective.calls * self.machine.seconds(collective.kind, collective.tensor_bytes, group)
+
+    def overlaps(self, collective: Collective) -> bool:
+        """Whether a collective overlaps with computing: that of a weight or of its gradient."""
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        return collective.kind in kinds and collective.cause in self.weights
+
+    @property
+    def weights_seconds(self) -> float:
+        """Gathering weights and summing gradients."""
+        return sum(self.seconds_of(c) for c in self.step.collectives if self.overlaps(c))
+
+    @property
+    def activations_seconds(self) -> float:
+        """Exchanging activations."""
+        return sum(self.seconds_of(c) for c in self.step.collectives if not self.overlaps(c))
+
+    @property
+    def step_seconds(self) -> float:
+        """A step, where the collectives of weights overlap with computing."""
+        return max(self.device_seconds, self.weights_seconds) + self.activations_seconds
+
+    @property
+    def serial_seconds(self) -> float:
+        """A step, where no collective overlaps with computing."""
+        return self.device_seconds + self.weights_seconds + self.activations_seconds
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """The parts of a step's time, which add up to `step_seconds`; the longest waits first."""
+        computing, memory = self.compute_seconds, self.memory_seconds
+        waits: list[Wait] = []
+        for overlaps, kind in ((True, "weights"), (False, "activations")):
+            by_dims: dict[tuple[str, ...], float] = {}
+            for c in self.step.collectives:
+                if self.overlaps(c) is overlaps:
+                    by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.seconds_of(c)
+            # What overlaps is taken from all of them alike.
+            share = 1.0 - min(1.0, self.device_seconds / (self.weights_seconds or 1.0)) if overlaps else 1.0
+            waits += [
+                Wait(f"waiting for {kind} over {', '.join(dims)}", seconds * share, kind, dims)
+                for dims, seconds in by_dims.items()
+            ]
+        waits.sort(key=lambda wait: -wait.seconds)
+        own = [
+            Wait("computing", computing, "computing"),
+            Wait("waiting for its own memory", max(0.0, memory - computing), "memory"),
+        ]
+        return tuple(wait for wait in (*own, *waits) if wait.seconds > 0)
+
+    # -- memory
+
+    @property
+    def activation_bytes(self) -> int:
+        """What a device holds at most beside what the step is given: activations, gradients, what is gathered."""
+        return max(0, self.step.peak_bytes - self.step.argument_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory."""
+        return self.step.peak_bytes <= self.machine.device.memory_bytes
+
+    # -- where
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, ...], Group]:
+        mesh = self.step.mesh
+        return {c.dims: self.machine.group(mesh, c.dims) for c in self.step.collectives}
+
+    @property
+    def networks(self) -> dict[str, str]:
+        """The network that each mesh dim runs over, by its name; dims of size 1 run over none."""
+        mesh, machine = self.step.mesh, self.machine
+        return {
+            dim.name: machine.network_text(machine.group(mesh, [dim.name]))
+            for dim in mesh.mesh_dims
+            if dim.size > 1
+        }
+
+    @cached_property
+    def rows(self) -> tuple[CollectiveRow, ...]:
+        """The collectives with those of repeated blocks in one row, the longest first."""
+        return self._merged(self.step.collectives)
+
+    def _merged(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
+        groups: dict[object, list[Collective]] = {}
+        for c in collectives:
+            groups.setdefault((c.kind, c.dims, c.tensor_bytes, path_shape(c.cause), c.phase), []).append(c)
+        rows = [
+            CollectiveRow(
+                group[0],
+                merge_paths(list(dict.fromkeys(c.cause for c in group))),
+                sum(c.calls for c in group),
+                sum(c.sent_bytes(self.step.mesh) for c in group),
+                sum(map(self.seconds_of, group)),
+                self.machine.network_text(self._groups[group[0].dims]),
+                self.overlaps(group[0]),
+            )
+            for group in groups.values()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+    @cached_property
+    def _by_cause(self) -> dict[str, list[Collective]]:
+        found: dict[str, list[Collective]] = {}
+        for c in self.step.collectives:
+            found.setdefault(c.cause, []).append(c)
+        return found
+
+    def rows_of(self, causes: Iterable[str]) -> list[str]:
+        """What some variable or layer causes, a text for each row."""
+        return [
+            row.text for row in self._merged(c for cause in causes for c in self._by_cause.get(cause, ()))
+        ]
+
+    # -- texts
+
+    @property
+    def line(self) -> str:
+        """It in one line."""
+        fits = "fits" if self.fits else "does not fit"
+        sizes = f"{size(self.step.peak_bytes)} of {size(self.machine.device.memory_bytes)}"
+        return f"{duration(self.step_seconds)} a step on {self.machine}; {sizes} at the peak: {fits}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the time assumes, and what the count does, in sentences."""
+        device = self.machine.device
+        slowest = min(device.flops, key=lambda dtype: device.flops[dtype])
+        unknown = [dtype for dtype in self.step.flops if dtype not in device.flops]
+        found = (
+            [f"{device.name} has no figure for {', '.join(unknown)}: that of {slowest} counts"]
+            if unknown
+            else []
+        )
+        return (OVERLAP, PEAK, *found, *self.step.notes)
+
+    def _parts(self) -> Iterator[tuple[str, str, str]]:
+        total = self.step_seconds
+        for wait in self.waits:
+            yield wait.what, duration(wait.seconds), f"{100 * wait.seconds / total:.0f} %"
+
+    def __str__(self) -> str:
+        step, device = self.step, self.machine.device
+        lines = [
+            f"Cost: {self.line}",
+            f"{device.about}; no overlap at all: {duration(self.serial_seconds)}",
+            "",
+        ]
+        lines += text_table(("of the step", "takes", "share"), self._parts(), ("takes", "share"))
+        if self.rows:
+            lines += ["", *text_table(COLUMNS, (row.cells for row in self.rows[:_MOST_ROWS]), _RIGHT)]
+        if len(self.rows) > _MOST_ROWS:
+            rest = self.rows[_MOST_ROWS:]
+            seconds, sent = sum(row.seconds for row in rest), sum(row.sent_bytes for row in rest)
+            lines.append(f"... and {len(rest)} more, which take {duration(seconds)} and send {size(sent)}")
+        flops = ", ".join(f"{count_text(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
+        mesh = ", ".join(f"{name} over {network}" for name, network in self.networks.items())
+        sent, moved = size(step.sent_bytes), size(step.traffic_bytes)
+        given, beside = size(step.argument_bytes), size(self.activation_bytes)
+        lines += [
+            "",
+            f"each device computes {flops or 'nothing'}, sends {sent}, and reads and writes {moved}",
+            f"it holds {given} of weights, state, slots and batch, and at the peak {beside} beside them",
+            *([f"devices in the order of the mesh: {mesh}"] if mesh else []),
+            *(f"assumed: {each}" for each in self.assumptions),
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Cost: {self.line}>"
+
+    def to_html(self) -> str:
+        """It as two tables, for a notebook."""
+        parts = html_table(f"Cost: {self.line}", ("of the step", "takes", "share"), self._parts())
+        return parts + html_table("Collectives", COLUMNS, (row.cells for row in self.rows))
+
+    _repr_html_ = to_html
+
+
+def duration(seconds: float) -> str:
+    """A time as people read it.
+
+    Example:
+        >>> duration(0.0314), duration(2.5), duration(0)
+        ('31.4 ms', '2.50 s', '0 s')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * scale:
+            return f"{seconds / scale:.{max(0, 2 - len(str(int(seconds / scale))) + 1)}f} {unit}"
+    return "0 s" if seconds <= 0 else "< 1 us"
+
+
+def count_text(count: float) -> str:
+    """A large count as people read it, before its unit.
+
+    Example:
+        >>> count_text(1.97e14) + "FLOP"
+        '197 TFLOP'
+    """
+    for prefix in ("", "K", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.3g} {prefix}"
+        count /= 1000
+    return f"{count:.3g} P"

@@ -1,0 +1,154 @@
+"""The machine that a step runs on: how much its devices hold, how fast they compute, and what connects them.
+
+Devices are numbered as those of the mesh, row-major. As many neighbours as share the fast network are one node.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from layoutmap.core.mesh import Mesh
+from layoutmap.cost.table import CollectiveKind
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What connects devices.
+
+    Args:
+        name: What it is called.
+        bandwidth: Bytes that one device can send per second; of a ring, in both directions.
+        ring_from: The devices are connected one to the next, a mesh dim of so many is a ring, and one of fewer is a
+            line, in which half the bandwidth counts; `0`: a switch connects each with each.
+    """
+
+    name: str
+    bandwidth: float
+    ring_from: int = 0
+
+    def bandwidth_among(self, num_devices: int) -> float:
+        """Bytes per second that each of so many devices in a row can send."""
+        return self.bandwidth / 2 if num_devices < self.ring_from else self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device, at its peak figures.
+
+    Args:
+        name: As in `"h100"`.
+        about: What it is.
+        memory_bytes: Memory of a device.
+        memory_bandwidth: Bytes per second from and to that.
+        flops: Floating-point operations per second of matrix products, by the element type of their operands.
+        fast: The network inside a node.
+        slow: The network between nodes.
+        node_size: How many devices share the fast network.
+        sources: Where the figures are from, with versions.
+    """
+
+    name: str
+    about: str
+    memory_bytes: int
+    memory_bandwidth: float
+    flops: Mapping[str, float] = field(hash=False)
+    fast: Network
+    slow: Network
+    node_size: int
+    sources: tuple[str, ...] = ()
+
+    def rate(self, dtype: str) -> float:
+        """Floating-point operations per second in a type; where there is no figure, those of the slowest type."""
+        return self.flops.get(dtype) or min(self.flops.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The devices among which one collective runs.
+
+    Args:
+        size: How many they are.
+        nodes: In how many nodes they are, at most.
+    """
+
+    size: int
+    nodes: int
+
+    @property
+    def near(self) -> int:
+        """How many of them are in one node, at least."""
+        return max(1, self.size // self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """So many devices of a kind.
+
+    Args:
+        device: The kind.
+        num_devices: How many.
+    """
+
+    device: Device
+    num_devices: int
+
+    def __str__(self) -> str:
+        return f"{self.device.name}:{self.num_devices}"
+
+    def group(self, mesh: Mesh, dims: Iterable[str]) -> Group:
+        """The devices that exchange in a collective over mesh dims: those that differ in nothing else.
+
+        Example:
+            >>> from layoutmap.core.mesh import Mesh
+            >>> from layoutmap.cost.machines import machine_named
+            >>> machine_named("h100:64").group(Mesh(None, "data=16,model=4"), ["data"])
+            Group(size=16, nodes=8)
+        """
+        inside = set(dims)
+        steps: dict[bool, list[range]] = {True: [], False: []}
+        for dim, stride in zip(mesh.mesh_dims, mesh.strides, strict=True):
+            steps[dim.name in inside].append(range(0, dim.size * stride, stride))
+        offsets = [sum(each) for each in itertools.product(*steps[True])]
+        # Groups that begin at the same place of a node reach equally many.
+        starts = {sum(each) % self.device.node_size for each in itertools.product(*steps[False])}
+        nodes = max(
+            len({(start + offset) // self.device.node_size for offset in offsets}) for start in starts
+        )
+        return Group(len(offsets), nodes)
+
+    def network_text(self, group: Group) -> str:
+        """Which network connects a group, in words."""
+        fast, slow = self.device.fast.name, self.device.slow.name
+        if group.nodes == 1:
+            return fast
+        return slow if group.near == 1 else f"{fast} among {group.near}, {slow} beyond"
+
+    def seconds(self, kind: CollectiveKind, tensor_bytes: float, group: Group) -> float:
+        """How long one collective takes at least, at the peak of the network that takes longer.
+
+        In a node each device passes on what the others of the node hold. Between nodes each device of a node sends its
+        part, all of them at once, so that every byte leaves a node once.
+
+        Args:
+            kind: What it does.
+            tensor_bytes: Its tensor where that is largest: what an all-gather returns, what a reduce-scatter or an
+                all-reduce takes, and of an all-to-all the parts of all devices.
+            group: The devices.
+        """
+        size, near, nodes = group.size, group.near, group.nodes
+        if size == 1:
+            return 0.0
+        fast, slow = self.device.fast.bandwidth_among(near), self.device.slow.bandwidth
+        if kind == "permute":
+            one_way = fast / 2 if 0 < self.device.fast.ring_from <= near else fast
+            return tensor_bytes / (slow if nodes > 1 else one_way)
+        if kind == "all_to_all":
+            part = tensor_bytes / size
+            # In a ring a part passes a quarter of the devices on its way, and both directions are used.
+            hops = max(1.0, near / 4) if self.device.fast.ring_from else 1.0
+            return max(part * (near - 1) / size * hops / fast, part * (size - near) / size / slow)
+        inside = tensor_bytes * (near - 1) / near / fast
+        beyond = tensor_bytes * (nodes - 1) / nodes / (near * slow)
+        return max(inside, beyond) * (2 if kind == "all_reduce" else 1)

@@ -1,0 +1,196 @@
+"""Machines by name: `h100:64` is one of those in `machines.yaml`, `mine.yaml:big:64` one of a file of that form."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+from layoutmap.core.arguments import as_int, kind_of
+from layoutmap.core.errors import LayoutMapError, brief
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.strict_yaml import read_yaml
+from layoutmap.cost.machine import Device, Machine, Network
+
+_NAMED = re.compile(r"(?:(?P<file>.+\.ya?ml):)?(?P<device>[^:]+)(?::(?P<count>[0-9]{1,7}))?")
+_PREFIXES = {"": 1, **{prefix: 1000**i for i, prefix in enumerate("KMGTP", 1)}}
+_PREFIXES |= {f"{prefix}i": 1024**i for i, prefix in enumerate("KMGTP", 1)}
+_EXAMPLE = {"B": "80 GB", "B/s": "450 GB/s", "FLOP/s": "989 TFLOP/s"}
+_KEYS = ("about", "memory", "memory_bandwidth", "flops", "fast", "slow", "sources")
+_MOST = 10**18
+
+
+def machine_named(name: str) -> Machine:
+    """The machine that a name stands for.
+
+    Args:
+        name: As in `"h100:64"`, or `"mine.yaml:big:64"` for a device that a file describes. Without a number, one.
+
+    Raises:
+        LayoutMapError: There is no such device, or the file says something else than it should.
+
+    Example:
+        >>> machine_named("h100:64").device.about
+        'NVIDIA H100 SXM, 80 GB'
+    """
+    found = _NAMED.fullmatch(name)
+    if found is None or (found["count"] and not int(found["count"])):
+        raise LayoutMapError(
+            f"on={name!r} names no machine",
+            why="a machine is a device and how many of it there are",
+            fix="write it as in h100:64, or mine.yaml:my_device:64 with a file of your own",
+        )
+    devices = _devices_of_file(found["file"]) if found["file"] else known_devices()
+    device = devices.get(found["device"]) or devices.get(found["device"].lower())
+    if device is None:
+        near = difflib.get_close_matches(found["device"].lower(), devices, 1)
+        raise LayoutMapError(
+            f"on={name!r}: there is no device {found['device']!r}",
+            facts={"devices": ", ".join(devices)},
+            why=f"{found['file'] or 'layoutmap'} has no figures of it",
+            fix=f"did you mean {near[0]!r}?"
+            if near
+            else "describe it in a file, as in on='mine.yaml:my_device:64'",
+        )
+    return Machine(device, int(found["count"] or 1))
+
+
+def machine_for(on: Any, mesh: Mesh) -> Machine:
+    """The machine of a mesh: one that is named, or is one already; a name without a number has the mesh's devices.
+
+    Raises:
+        LayoutMapError: There is no such machine, or it has not as many devices as the mesh.
+    """
+    if not isinstance(on, str | Machine):
+        raise LayoutMapError(
+            f"on={brief(on)} names no machine", why=f"it is {kind_of(on)}", fix='write it as in on="h100:64"'
+        )
+    machine = machine_named(on) if isinstance(on, str) else on
+    if isinstance(on, str) and not re.search(r":[0-9]+$", on):
+        return Machine(machine.device, mesh.size)
+    if machine.num_devices != mesh.size:
+        raise LayoutMapError(
+            f"on={str(on)!r}: the machine has {machine.num_devices:,} devices, and the mesh {mesh.size:,}",
+            facts={"mesh": str(mesh)},
+            why="each device of the machine has one place in the mesh",
+            fix=f"use {str(on).rpartition(':')[0]}:{mesh.size}, or a mesh of {machine.num_devices:,} devices",
+        )
+    return machine
+
+
+@functools.cache
+def known_devices() -> Mapping[str, Device]:
+    """All devices whose figures this library has, by name.
+
+    Example:
+        >>> list(known_devices())
+        ['h100', 'h200', 'b200', 'a100', 'v5e', 'v5p', 'v6e']
+    """
+    text = files("layoutmap.cost").joinpath("machines.yaml").read_text(encoding="utf-8")
+    return devices_of_text(text, "machines.yaml")
+
+
+def _devices_of_file(path: str) -> Mapping[str, Device]:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LayoutMapError(
+            f"{path} cannot be read", why=str(error), fix="name a file of devices, written as UTF-8"
+        ) from error
+    return devices_of_text(text, path)
+
+
+def devices_of_text(text: str, where: str) -> Mapping[str, Device]:
+    """The devices that a file describes, by name.
+
+    Args:
+        text: What the file says.
+        where: What it is, as messages name it.
+
+    Raises:
+        LayoutMapError: It says something else; says where.
+    """
+    top = _Fields(read_yaml(text, where), where, ("version", "devices"))
+    if top.data["version"] != 1:
+        raise _refused(where, f"version {brief(top.data['version'])}", "this layoutmap reads version 1")
+    devices = _Fields(top.data["devices"], f"{where}: devices", ()).data
+    return {name: _device(name, data, f"{where}: {name}") for name, data in devices.items()}
+
+
+class _Fields:
+    """One mapping of the file, whose keys are all known."""
+
+    def __init__(self, data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()):
+        if not isinstance(data, dict):
+            raise _refused(where, "it is no mapping", f"it is {brief(data)}")
+        self.data, self._where = cast("dict[Any, Any]", data), where
+        known = (*needed, *optional)
+        for key in self.data:
+            if (known and key not in known) or not isinstance(key, str):
+                near = difflib.get_close_matches(str(key), known, 1)
+                fix = f"did you mean {near[0]!r}?" if near else "delete it"
+                raise _refused(where, f"key {brief(key)} is not known", f"it has {', '.join(known)}", fix)
+        for key in needed:
+            if key not in self.data:
+                raise _refused(where, f"it has no {key!r}", "every device has one" if key in _KEYS else "")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.data.get(key, default)
+        if not isinstance(value, str):
+            raise _refused(self._where, f"{key} is no text", f"it is {brief(value)}")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.data.get(key, default)
+        number = as_int(value)
+        if number is None or not (0 if default == 0 else 1) <= number < _MOST:
+            raise _refused(self._where, f"{key} is no number of devices", f"it is {brief(value)}")
+        return number
+
+    def figure(self, key: str, unit: str) -> float:
+        value = self.data[key]
+        found = isinstance(value, str) and re.fullmatch(
+            r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGTP]i?|)" + re.escape(unit), value
+        )
+        number = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
+        if not 0 < number < _MOST * 1000:
+            raise _refused(
+                self._where,
+                f"{key} is no figure in {unit}",
+                f"it is {brief(value)}",
+                f"write it as in {key}: {_EXAMPLE[unit]}",
+            )
+        return number
+
+
+def _refused(
+    where: str, what: str, why: str, fix: str = "write it as machines.yaml of layoutmap does"
+) -> LayoutMapError:
+    return LayoutMapError(f"{where}: {what}", why=why, fix=fix)
+
+
+def _device(name: str, data: Any, where: str) -> Device:
+    fields = _Fields(data, where, _KEYS[1:-1], ("about", "sources"))
+    flops = _Fields(fields.data["flops"], f"{where}.flops", ())
+    fast = _Fields(fields.data["fast"], f"{where}.fast", ("name", "bandwidth", "devices"), ("ring_from",))
+    slow = _Fields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
+    sources: Any = fields.data.get("sources") or []
+    if not isinstance(sources, list) or not all(isinstance(each, str) for each in cast("list[Any]", sources)):
+        raise _refused(where, "sources is no list of texts", f"it is {brief(sources)}")
+    if not flops.data:
+        raise _refused(where, "flops has no type", "time follows from how fast a device multiplies")
+    return Device(
+        name,
+        fields.text("about", name),
+        int(fields.figure("memory", "B")),
+        fields.figure("memory_bandwidth", "B/s"),
+        {dtype: flops.figure(dtype, "FLOP/s") for dtype in flops.data},
+        Network(fast.text("name"), fast.figure("bandwidth", "B/s"), fast.count("ring_from", 0)),
+        Network(slow.text("name"), slow.figure("bandwidth", "B/s")),
+        fast.count("devices"),
+        tuple(cast("list[str]", sources)),
+    )

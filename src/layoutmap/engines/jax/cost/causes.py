@@ -1,0 +1,83 @@
+"""Which weight, or which layer, a collective is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layoutmap.engines.jax.cost.graph import Block, Op, Value
+from layoutmap.engines.jax.cost.rewrites import MOVES
+
+_STEPS = 64
+_PASSED = MOVES | {"slice", "dynamic_slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter"}
+_PASSED_FORWARD = _PASSED | {"multiply", "divide", "dynamic_update_slice", "negate"}
+
+
+class Causes:
+    """Finds the causes of a step's collectives.
+
+    Args:
+        block: The step.
+        names: The path of each of its arguments.
+    """
+
+    def __init__(self, block: Block, names: Sequence[str]):
+        self._names = {id(value): name for value, name in zip(block.arguments, names, strict=True)}
+        self._given: dict[int, Value] = {}
+        self._returned: dict[tuple[int, int], Value] = {}
+        for op in block.walk():
+            if op.name == "while":
+                body = op.blocks[1]
+                for inner, outer in zip(body.arguments, op.operands, strict=True):
+                    self._given[id(inner)] = outer
+                for number, result in enumerate(op.results):
+                    self._returned[id(body.ops[-1]), number] = result
+
+    def of(self, op: Op) -> str:
+        """Return the path of a weight that is gathered or whose gradient is reduced, or else of the layer."""
+        if op.name in ("all_reduce", "reduce_scatter"):
+            return self._weight_of_gradient(op.results[0]) or op.where
+        return self._argument_behind(op.operands[0]) or op.where
+
+    def _argument_behind(self, value: Value) -> str:
+        for _ in range(_STEPS):
+            if id(value) in self._names:
+                return self._names[id(value)]
+            if id(value) in self._given:
+                value = self._given[id(value)]
+            elif value.maker is not None and value.maker.name in _PASSED:
+                value = value.maker.operands[0]
+            else:
+                return ""
+        return ""
+
+    def _weight_of_gradient(self, value: Value) -> str:
+        todo, seen = [value], {id(value)}
+        for _ in range(_STEPS):
+            if not todo:
+                return ""
+            value = todo.pop(0)
+            for op in value.uses:
+                if op.name == "return":
+                    results = [
+                        self._returned[id(op), number]
+                        for number, each in enumerate(op.operands)
+                        if each is value and (id(op), number) in self._returned
+                    ]
+                elif op.is_update and (name := self._updated(op, value)):
+                    return name
+                elif op.name in _PASSED_FORWARD or op.is_update:
+                    results = op.results
+                else:
+                    continue
+                for result in results:
+                    if id(result) not in seen:
+                        seen.add(id(result))
+                        todo.append(result)
+        return ""
+
+    def _updated(self, op: Op, gradient: Value) -> str:
+        """What a gradient is added to or compared with, if that has its size."""
+        for other in op.operands:
+            if other is not gradient and other.size == gradient.size and (name := self._argument_behind(other)):
+                return name
+        return ""

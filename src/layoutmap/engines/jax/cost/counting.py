@@ -1,0 +1,100 @@
+"""What a lowered step does on each device in given layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.cost.table import Collective, Phase
+from layoutmap.engines.jax.cost.causes import Causes
+from layoutmap.engines.jax.cost.graph import Block, Op, place_of, read
+from layoutmap.engines.jax.cost.memory import COLLECTIVE_NAMES, peaks_of
+from layoutmap.engines.jax.cost.rewrites import rewrite
+from layoutmap.engines.jax.cost.shardy import partition
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted, in the numbers of one step and one device.
+
+    Args:
+        collectives: How often each is called; their own `calls` is 1.
+        flops: Operations of matrix products by element type.
+        traffic: Bytes that are read and written.
+        peaks: The most bytes beside the arguments, by the layer that computes then, and the phase.
+    """
+
+    collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
+    flops: Mapping[str, int] = field(default_factory=dict[str, int])
+    traffic: int = 0
+    peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
+
+    def __sub__(self, other: Counts) -> Counts:
+        return self.plus(other, -1)
+
+    def plus(self, other: Counts, times: int) -> Counts:
+        """Return these and those of another so many times."""
+        return Counts(
+            _sum(self.collectives, other.collectives, times),
+            _sum(self.flops, other.flops, times),
+            self.traffic + other.traffic * times,
+            _sum(self.peaks, other.peaks, times),
+        )
+
+
+def _sum(first: Mapping[Any, int], second: Mapping[Any, int], times: int) -> dict[Any, int]:
+    return {key: first.get(key, 0) + second.get(key, 0) * times for key in {**first, **second}}
+
+
+def count(
+    module: Any,
+    mesh: Mesh,
+    arguments: Sequence[Layout],
+    results: Sequence[Layout | None],
+    outputs: Callable[[str, tuple[int, ...]], Layout | None],
+    names: Sequence[str],
+    donated: Mapping[int, int],
+) -> Counts:
+    """Count what a step does.
+
+    Args:
+        module: The step.
+        mesh: The mesh.
+        arguments: The layout of each of its arguments.
+        results: The layout of each of its results; `None`: as the partitioner chooses.
+        outputs: Returns the layout of what a layer returns, by the layer's path and the shape.
+        names: The path of each argument.
+        donated: For each result that takes the place of an argument, the number of that.
+    """
+    block = read(partition(module, mesh, arguments, results, lambda where, shape: outputs(place_of(where)[0], shape)), mesh)
+    rewrite(block)
+    return count_block(block, names, donated)
+
+
+def count_block(block: Block, names: Sequence[str], donated: Mapping[int, int]) -> Counts:
+    """Count what the operations of a step do."""
+    causes = Causes(block, names)
+    collectives, flops = Counter[Collective](), Counter[str]()
+
+    def look(inner: Block, times: int) -> None:
+        for op in inner.ops:
+            if op.flops:
+                flops[op.operands[0].dtype] += op.flops * times
+            if op.name in COLLECTIVE_NAMES and op.dims:
+                kind: Any = op.name
+                size = max(value.num_bytes for value in (*op.operands, *op.results))
+                collectives[Collective(kind, op.dims, 1, size, causes.of(op), _phase(op))] += times
+            for block in op.blocks:
+                look(block, times * op.trips)
+
+    look(block, 1)
+    memory = peaks_of(block, donated)
+    return Counts(collectives, flops, memory.traffic, memory.peaks)
+
+
+def _phase(op: Op) -> Phase:
+    return "optimizer" if op.is_update else "backward" if op.is_backward else "forward"

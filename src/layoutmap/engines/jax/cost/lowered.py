@@ -1,0 +1,281 @@
+"""A training step, lowered once without layouts, and counted in any."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.core
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from layoutmap.core.errors import LayoutMapError, ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import Key, TrainingStep
+from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.cost.table import Collective, StepCost
+from layoutmap.engines.jax.cost import shardy
+from layoutmap.engines.jax.cost.counting import Counts, count
+from layoutmap.engines.jax.cost.graph import LAYER, UPDATE
+from layoutmap.engines.jax.programs import undisturbed
+
+_KEPT = 2
+"""How many of equal blocks are always counted: the first and the last one."""
+
+
+class LoweredStep:
+    """A training step as it is before it has layouts: traced once, and counted in any layouts in a fraction of that.
+
+    Of equal blocks two and three are traced; what the third one adds is what each of the others adds. Where layouts
+    differ within a stack, all of its blocks are traced.
+
+    Args:
+        step: The step.
+    """
+
+    def __init__(self, step: TrainingStep):
+        shardy.check()
+        self._step = step
+        self._modules: dict[frozenset[str], _Lowered] = {}
+        self._loose: set[int] = set()  # stacks whose blocks cannot be left out
+
+    def count(self, assignments: Sequence[Assignment], policy: LayoutPolicy) -> StepCost:
+        """Count what the step does in given layouts.
+
+        Args:
+            assignments: Each variable of the step and its layout, in their order.
+            policy: The layouts of batches and of what layers return.
+
+        Raises:
+            LayoutError: A rule for activations does not fit what a layer returns.
+            ScopeError: The model fails while it is traced.
+        """
+        layouts = {a.variable.key: a.layout for a in assignments}
+        counts = self._counts(layouts, policy)
+        batch = [
+            Assignment(VariableSpec(each.name, each.shape, each.dtype), policy.batch_layout(each.shape))
+            for each in self._step.batch
+        ]
+        arguments = sum(a.shard_bytes for a in (*assignments, *batch))
+        collectives = [
+            Collective(each.kind, each.dims, number, each.tensor_bytes, each.cause, each.phase)
+            for each, number in counts.collectives.items()
+            if number > 0
+        ]
+        return StepCost(
+            policy.mesh,
+            tuple(_merged(collectives)),
+            {dtype: number for dtype, number in counts.flops.items() if number},
+            counts.traffic,
+            arguments,
+            arguments + max(counts.peaks.values(), default=0),
+            tuple(self._step.notes),
+        )
+
+    def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Counts:
+        tied = self._tied(layouts, policy)
+        try:
+            low = self._count(tied, {number: _KEPT for number in tied}, layouts, policy)
+            total = low
+            for size in sorted({len(self._step.blocks[number]) for number in tied}):
+                same = {number for number in tied if len(self._step.blocks[number]) == size}
+                high = self._count(
+                    tied, {number: _KEPT + (number in same) for number in tied}, layouts, policy
+                )
+                total = total.plus(high - low, size - _KEPT)
+        except _NotTied as error:
+            self._loose.add(error.stack)
+            return self._counts(layouts, policy)
+        peaks = {key: total.peaks[key] for key in low.peaks}
+        return Counts(total.collectives, total.flops, total.traffic, peaks)
+
+    def _tied(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
+        """The stacks whose blocks have equal layouts, and so cost the same."""
+        below: dict[str, list[Any]] = {path: [] for stack in self._step.blocks for path in stack}
+        for variable in self._step.variables:
+            if (block := _block_of(variable, below)) is not None:
+                inner = (variable.parent or variable.path)[len(block) :]
+                below[block].append((inner, variable.kind, layouts[variable.key].sharding_specs))
+        return [
+            number
+            for number, stack in enumerate(self._step.blocks)
+            if number not in self._loose and all(below[path] == below[stack[0]] for path in stack)
+            and all(self._same_outputs(stack[0], path, policy) for path in stack)
+        ]
+
+    def _same_outputs(self, first: str, path: str, policy: LayoutPolicy) -> bool:
+        if policy.activations is None:
+            return True
+        below = {p[len(first) :] for lowered in self._modules.values() for p in lowered.outputs if _is_in(p, first)}
+        return all(
+            policy.activation_layout(f"{first}{p}") == policy.activation_layout(f"{path}{p}") for p in {"", *below}
+        )
+
+    def _count(
+        self, tied: Sequence[int], kept: Mapping[int, int], layouts: Mapping[Key, Layout], policy: LayoutPolicy
+    ) -> Counts:
+        skipped = {path: self._step.blocks[n][0] for n in tied for path in _left_out(self._step.blocks[n], kept[n])}
+        lowered = self._lowered(skipped)
+        given = [layouts[variable.key] for variable in lowered.variables]
+        batch = [policy.batch_layout(each.shape) for each in self._step.batch]
+        names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
+        results = [*given, *[None] * lowered.num_others]
+        donated = {number: number for number in range(len(given))}
+        return count(
+            lowered.module, policy.mesh, [*given, *batch], results, lowered.layouts_of(policy), names, donated
+        )
+
+    def _lowered(self, skipped: Mapping[str, str]) -> _Lowered:
+        key = frozenset(skipped)
+        if key not in self._modules:
+            try:
+                self._modules[key] = _lower(self._step, skipped)
+            except _Unequal as error:
+                raise _NotTied(next(n for n, s in enumerate(self._step.blocks) if error.path in s)) from None
+        return self._modules[key]
+
+
+class _Unequal(Exception):  # noqa: N818 - it is caught here
+    """What a block returns is not like what it is given, so it cannot be left out."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+
+class _NotTied(Exception):  # noqa: N818 - it is caught here
+    def __init__(self, stack: int):
+        self.stack = stack
+
+
+def _left_out(stack: Sequence[str], kept: int) -> Sequence[str]:
+    return stack[kept - 1 : -1]
+
+
+def _is_in(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.")
+
+
+def _block_of(variable: VariableSpec, blocks: Mapping[str, Any]) -> str | None:
+    path = variable.parent or variable.path
+    parts = path.split(".")
+    return next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in blocks), None)
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    module: Any
+    variables: Sequence[VariableSpec]
+    num_others: int
+    outputs: Mapping[str, Sequence[tuple[int, ...]]]
+
+    def layouts_of(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
+        """Return what gives the layout of an array that a layer returns, by the layer's path and the array's shape."""
+        known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
+        for path, shapes in self.outputs.items():
+            rule = policy.activation_layout(path)
+            if rule is not None:
+                for shape, layout in zip(shapes, policy.output_layouts(rule, shapes, path), strict=True):
+                    known[path, shape] = layout
+        return lambda path, shape: known.get((path, shape))
+
+
+def _lower(step: TrainingStep, skipped: Mapping[str, str]) -> _Lowered:
+    """Trace and lower a step without some of its blocks.
+
+    Args:
+        step: The step.
+        skipped: The path of each block that is left out, and of one that is equal to it.
+    """
+    variables = [v for v in step.variables if _block_of(v, skipped) is None]
+    keys = [variable.key for variable in variables]
+    tracer = _Tracer(skipped)
+
+    def run(values: Sequence[Any], batch: Sequence[Any]) -> Any:
+        after = dict(step.run(tracer, dict(zip(keys, values, strict=True)), batch))
+        return [after.pop(key) for key in keys], list(after.values())
+
+    values = [jax.ShapeDtypeStruct(v.shape, _dtype(v.dtype)) for v in variables]
+    batch = [jax.ShapeDtypeStruct(each.shape, _dtype(each.dtype)) for each in step.batch]
+    with undisturbed(), _failures(step):
+        traced = jax.jit(run, keep_unused=True).trace(values, batch)
+        module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
+    num_others = len(jax.tree.leaves(traced.out_info)) - len(keys)
+    return _Lowered(module, variables, num_others, tracer.outputs)
+
+
+def _dtype(name: str) -> Any:
+    return jax.random.key(0).dtype if name.startswith("key<") else name
+
+
+@contextmanager
+def _failures(step: TrainingStep) -> Generator[None]:
+    try:
+        yield
+    except (_Unequal, LayoutMapError):
+        raise
+    except Exception as error:
+        inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
+        raise ScopeError(
+            f"{step.name}: its training step fails when it is traced",
+            facts={"inputs": inputs, type(error).__name__: str(error).strip().partition("\n")[0]},
+            why="the step is traced with shapes, as jax.jit does it, to count what it does",
+            fix="pass inputs= of the shapes and types that the model is called with, and call it with them in a test",
+        ) from error
+
+
+@dataclass
+class _Tracer:
+    """Marks what layers return, and leaves out blocks."""
+
+    skipped: Mapping[str, str]
+    outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
+    _is_same: dict[str, bool] = field(default_factory=dict[str, bool])
+
+    def call(self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if path in self.skipped:
+            if not args or not self._is_same.get(self.skipped[path], False):
+                raise _Unequal(path)
+            return args[0]
+        with jax.named_scope(f"{LAYER}{path}"):
+            found = function(*args, **kwargs)
+            leaves, tree = jax.tree.flatten(found)
+            self._is_same[path] = bool(args) and _shapes([found]) == _shapes(args[:1])
+            arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+            self.outputs[path] = [tuple(each.shape) for each in arrays]
+            return jax.tree.unflatten(tree, [_marked(each) for each in leaves])
+
+    @contextmanager
+    def updating(self) -> Generator[None]:
+        with jax.named_scope(UPDATE):
+            yield
+
+
+def _shapes(values: Any) -> Any:
+    leaves, tree = jax.tree.flatten(values)
+    return tree, [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
+
+
+def _marked(array: Any) -> Any:
+    if not isinstance(array, jax.core.Tracer) or not array.ndim:
+        return array
+    mesh = AbstractMesh((1,), (shardy.MARK,))
+    open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, open_axes))
+
+
+def _merged(collectives: Sequence[Collective]) -> list[Collective]:
+    """Those that differ in the numbers of layers only are one, with `*` for the number; in a fixed order."""
+    groups: dict[Any, list[Collective]] = {}
+    for each in collectives:
+        key = each.kind, each.dims, each.tensor_bytes, re.sub(r"\d+", "*", each.cause), each.phase
+        groups.setdefault(key, []).append(each)
+    return [
+        Collective(
+            kind, dims, sum(each.calls for each in same), size, cause if len(same) > 1 else same[0].cause, phase
+        )
+        for (kind, dims, size, cause, phase), same in groups.items()
+    ]

@@ -1,0 +1,113 @@
+"""What XLA does to collectives after Shardy has said which there are; without it their bytes come out too high."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layoutmap.engines.jax.cost.graph import Block, Op, Value, remove_unused, replace
+
+MOVES = frozenset(("transpose", "reshape", "convert", "broadcast_in_dim", "copy", "optimization_barrier"))
+"""Operations of one operand that compute nothing."""
+
+
+def rewrite(block: Block) -> None:
+    """Rewrite the operations of a block, and of those inside."""
+    for op in block.ops:
+        for inner in op.blocks:
+            rewrite(inner)
+    remove_unused(block)
+    _merge_equal(block)
+    while _add_before_reducing(block):
+        pass
+    _scatter(block)
+    remove_unused(block)
+
+
+def _merge_equal(block: Block) -> None:
+    """Operations of the same operands are one."""
+    seen: dict[Any, Op] = {}
+    for op in list(block.ops):
+        if op.blocks or op.key is None or op.name in ("custom_call", "return", "optimization_barrier"):
+            continue
+        key = (op.name, op.key, tuple(map(id, op.operands)))
+        first = seen.setdefault(key, op)
+        if first is not op:
+            for old, new in zip(op.results, first.results, strict=True):
+                replace(old, new)
+    remove_unused(block)
+
+
+def _add_before_reducing(block: Block) -> bool:
+    """A sum of two all-reduces is one all-reduce of the sum."""
+    changed = False
+    for op in block.ops:
+        if op.name != "add" or len(op.operands) != 2:
+            continue
+        makers = [value.maker for value in op.operands]
+        first, second = makers
+        if first is None or second is None or first is second:
+            continue
+        if any(each.name != "all_reduce" or len(each.results[0].uses) != 1 for each in (first, second)):
+            continue
+        if first.dims != second.dims:
+            continue
+        (result,) = op.results
+        replace(first.results[0], first.operands[0])
+        replace(second.results[0], second.operands[0])
+        reduced = Value(result.shape, result.dtype)
+        replace(result, reduced)
+        both = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, first.dims)
+        reduced.maker = both
+        result.uses.append(both)
+        block.ops.insert(block.ops.index(op) + 1, both)
+        changed = True
+        break
+    if changed:
+        remove_unused(block)
+    return changed
+
+
+def _scatter(block: Block) -> None:
+    """An all-reduce of which each device then takes a part is a reduce-scatter."""
+    for op in list(block.ops):
+        if op.name != "all_reduce":
+            continue
+        between = op.results[0]
+        while len(between.uses) == 1 and between.uses[0].name in MOVES:
+            between = between.uses[0].results[0]
+        slices = list(between.uses)
+        if not slices or any(each.name != "slice" for each in slices):
+            continue
+        taken = slices[0].dims
+        if any(each.dims != taken for each in slices) or not set(taken) & set(op.dims):
+            continue
+        over = tuple(dim for dim in op.dims if dim in taken)
+        rest = tuple(dim for dim in op.dims if dim not in taken)
+        op.name, op.dims = "reduce_scatter", over
+        part = slices[0].results[0]
+        if set(over) == set(taken):
+            for each in slices:
+                replace(each.results[0], between)
+        _shrink(op, between, part)
+        if rest:
+            _reduce_rest(block, op, rest)
+
+
+def _shrink(op: Op, last: Value, part: Value) -> None:
+    """The values from a reduce-scatter to what it was sliced to have the size of a part."""
+    value = op.results[0]
+    while True:
+        value.shape = part.shape if value is last else (part.size,)
+        if value is last:
+            return
+        value = value.uses[0].results[0]
+
+
+def _reduce_rest(block: Block, op: Op, dims: tuple[str, ...]) -> None:
+    (result,) = op.results
+    reduced = Value(result.shape, result.dtype)
+    replace(result, reduced)
+    made = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims)
+    reduced.maker = made
+    result.uses.append(made)
+    block.ops.insert(block.ops.index(op) + 1, made)

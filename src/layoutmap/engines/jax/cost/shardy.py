@@ -1,0 +1,166 @@
+"""Shardy's passes, as jaxlib ships them: private names, all in this file.
+
+Tested on jaxlib 0.10.2.
+
+    jaxlib.mlir.ir, jaxlib.mlir.passmanager, jaxlib.mlir.dialects.sdy       MLIR's Python bindings
+    sdy-propagation-pipeline                        gives each value a layout, from those of arguments and results
+    sdy-insert-explicit-reshards{enable-full-version=true}, sdy-reshard-to-collectives
+                                                    say what travels, with dims of the mesh
+    #sdy.sharding, sdy.mesh, sdy.sharding_constraint                        their texts
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jaxlib
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+
+try:
+    from jaxlib.mlir import ir as _ir
+    from jaxlib.mlir.dialects import sdy as _sdy
+    from jaxlib.mlir.passmanager import PassManager as _PassManager
+except ImportError as _error:
+    _missing = str(_error)
+else:
+    _missing = ""
+
+TESTED = "0.10"
+PASSES = (
+    "builtin.module(sdy-propagation-pipeline)",
+    "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))",
+)
+MESH = "layoutmap"
+"""What the mesh is called in modules."""
+
+MARK = "layoutmap_mark"
+"""The one dim of the mesh of marks: constraints on what layers return, which are to get their layouts."""
+
+
+def _unsupported(missing: str) -> EngineError:
+    return EngineError(
+        f"jaxlib {jaxlib.__version__}: the cost of a step cannot be counted",
+        facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
+        why="it is counted after the partitioner Shardy, whose passes are private to jaxlib, and this one has others",
+        fix=f'pip install "jaxlib=={TESTED}.*", or have XLA compile the step: verify_step(..)',
+    )
+
+
+@functools.cache
+def check() -> None:
+    """Refuse a jaxlib without the passes.
+
+    Raises:
+        EngineError: It lacks some.
+    """
+    if _missing:
+        raise _unsupported(_missing)
+    from jax._src.interpreters import mlir  # the dialects of a context
+
+    with mlir.make_ir_context():
+        for each in PASSES:
+            try:
+                _PassManager.parse(each)
+            except (ValueError, RuntimeError) as error:
+                raise _unsupported(str(error).strip().splitlines()[-1]) from error
+
+
+def sharding_text(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
+    """Return a layout in Shardy's text; axes beyond it are not sharded, and without one all of them are open."""
+    if layout is None:
+        return f"<@{mesh}, [{', '.join(['{?}'] * rank)}]>"
+    names = [", ".join(f'"{dim}"' for dim in layout.mesh_dims_of(axis)) for axis in range(layout.rank)]
+    return f"<@{mesh}, [{', '.join(f'{{{each}}}' for each in (*names, *[''] * (rank - layout.rank)))}]>"
+
+
+def partition(
+    module: Any,
+    mesh: Mesh,
+    arguments: Sequence[Layout | None],
+    results: Sequence[Layout | None],
+    outputs: Callable[[str, tuple[int, ...]], Layout | None],
+) -> Any:
+    """Return a copy of a module, partitioned.
+
+    Args:
+        module: The module, with marks; it stays as it is.
+        mesh: The mesh.
+        arguments: The layout of each argument of its function; `None`: the partitioner chooses.
+        results: The same for what it returns.
+        outputs: Returns the layout of a mark, by the text of its location and its shape; without one it is removed.
+    """
+    check()
+    with module.context, _ir.Location.unknown():
+        copy = module.operation.clone()
+        dims = ", ".join(
+            f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
+        )
+        block = copy.regions[0].blocks[0]
+        functions = [op for op in block if op.operation.name == "func.func"]
+        named = {
+            "sym_name": _ir.StringAttr.get(MESH),
+            "mesh": _ir.Attribute.parse(f"#sdy.mesh<[{dims}]>"),
+        }
+        _ir.Operation.create("sdy.mesh", attributes=named, ip=_ir.InsertionPoint.at_block_begin(block))
+        main = next(f for f in functions if f.attributes["sym_name"].value == "main")
+        for name, layouts, types in (
+            ("arg_attrs", arguments, main.type.inputs),
+            ("res_attrs", results, main.type.results),
+        ):
+            main.attributes[name] = _with_shardings(main.attributes, name, layouts, types)
+        for op in marks(copy):
+            _replace(op, outputs(str(op.location), tuple(op.results[0].type.shape)))
+        for each in PASSES:
+            _PassManager.parse(each).run(copy)
+        return copy
+
+
+def marks(module: Any) -> list[Any]:
+    """Return the marks of a module, in order."""
+    found: list[Any] = []
+
+    def look(op: Any) -> Any:
+        if op.name == "sdy.sharding_constraint" and _mesh_of(op) in _mark_meshes(module):
+            found.append(op)
+        return _ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    return found
+
+
+def _mesh_of(op: Any) -> str:
+    return str(op.attributes["sharding"]).partition("@")[2].partition(",")[0]
+
+
+def _mark_meshes(module: Any) -> set[str]:
+    return {
+        op.attributes["sym_name"].value
+        for op in module.operation.regions[0].blocks[0]
+        if op.operation.name == "sdy.mesh" and f'"{MARK}"' in str(op.attributes["mesh"])
+    }
+
+
+def _replace(op: Any, layout: Layout | None) -> None:
+    rank = len(op.results[0].type.shape)
+    if layout is None or layout.rank != rank:
+        op.results[0].replace_all_uses_with(op.operands[0])
+        op.erase()
+    else:
+        op.attributes["sharding"] = _ir.Attribute.parse(f"#sdy.sharding{sharding_text(layout, rank)}")
+
+
+def _with_shardings(attributes: Any, name: str, layouts: Sequence[Layout | None], types: Sequence[Any]) -> Any:
+    before = attributes[name] if name in attributes else [{}] * len(types)
+    after: list[Any] = []
+    for each, layout, kind in zip(before, layouts, types, strict=True):
+        entries = {entry.name: entry.attr for entry in each} if each else {}
+        if layout is not None:
+            text = sharding_text(layout, len(kind.shape))
+            entries["sdy.sharding"] = _ir.Attribute.parse(f"#sdy.sharding{text}")
+        after.append(_ir.DictAttr.get(entries))
+    return _ir.ArrayAttr.get(after)

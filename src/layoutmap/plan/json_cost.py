@@ -1,0 +1,110 @@
+"""The cost of a step in a plan's JSON: what was counted, a collective in each line, and the machine with its figures.
+
+    "cost": {"flops": {"bfloat16": 25000000}, "traffic_bytes": 9000, "argument_bytes": 800, "peak_bytes": 1200,
+             "machine": {"name": "h100", "devices": 64, ...}},
+    "collectives": [
+     ["all_gather", ["data"], 2, 4096, "blocks.0.up.kernel", "forward"]
+    ]
+
+Times are worked out of it, so they are not written down; the machine's figures are, since those of another release of
+this library, or of a file of one's own, may be others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from layoutmap.core.mesh import Mesh
+from layoutmap.cost.cost import Cost
+from layoutmap.cost.machine import Device, Machine, Network
+from layoutmap.cost.table import Collective, CollectiveKind, Phase, StepCost
+from layoutmap.plan.json_fields import (
+    Fields,
+    Read,
+    a_count,
+    a_figure,
+    a_number,
+    a_row,
+    a_text,
+    an_object,
+    list_of,
+    one_of,
+    refused,
+)
+
+_COUNTS = ("traffic_bytes", "argument_bytes", "peak_bytes")
+_kind: Read[CollectiveKind] = one_of(*get_args(CollectiveKind))
+_phase: Read[Phase] = one_of(*get_args(Phase))
+_texts = list_of(a_text)
+
+
+def cost_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
+    """What is written of a cost: the collectives, and all else."""
+    step, machine = cost.step, cost.machine
+    written: dict[str, Any] = {"flops": dict(step.flops), **{name: getattr(step, name) for name in _COUNTS}}
+    if step.notes:
+        written["notes"] = step.notes
+    device = {f.name: getattr(machine.device, f.name) for f in dataclasses.fields(Device)}
+    device |= {name: dataclasses.asdict(device[name]) for name in ("fast", "slow")}
+    written["machine"] = {"devices": machine.num_devices, **device, "flops": dict(machine.device.flops)}
+    return map(_collective, step.collectives), written
+
+
+def _collective(c: Collective) -> list[Any]:
+    return [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase]
+
+
+def read_cost(top: Fields, mesh: Mesh) -> tuple[StepCost, Machine]:
+    """Read what a plan's file says of a step and of the machine."""
+    collectives = top("collectives", list_of(lambda each, place: _read_collective(each, place, mesh)))
+    fields = top("cost", Fields)
+    flops = fields("flops", _numbers(a_number))
+    traffic, arguments, peak = (fields(name, a_number) for name in _COUNTS)
+    step = StepCost(mesh, collectives, flops, traffic, arguments, peak, fields("notes", _texts, ()))
+    machine = fields("machine", _read_machine)
+    fields.check()
+    return step, machine
+
+
+def _read_collective(item: Any, place: str, mesh: Mesh) -> Collective:
+    row = a_row(_kind, _texts, a_number, a_number, a_text, _phase, least=6)(item, place)
+    for dim in row[1]:
+        if dim not in mesh:
+            raise refused(f"{place}: {dim!r} is no mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
+    return Collective(*row)
+
+
+def _read_machine(item: Any, place: str) -> Machine:
+    fields = Fields(item, place)
+    device = Device(
+        fields("name", a_text),
+        fields("about", a_text),
+        fields("memory_bytes", a_number),
+        fields("memory_bandwidth", a_figure),
+        fields("flops", _numbers(a_figure)),
+        fields("fast", _read_network),
+        fields("slow", _read_network),
+        fields("node_size", a_count),
+        fields("sources", _texts, ()),
+    )
+    if not device.flops:
+        raise refused(f"{place}.flops has no type", "time follows from how fast a device multiplies")
+    machine = Machine(device, fields("devices", a_count))
+    fields.check()
+    return machine
+
+
+def _read_network(item: Any, place: str) -> Network:
+    fields = Fields(item, place)
+    network = Network(fields("name", a_text), fields("bandwidth", a_figure), fields("ring_from", a_number, 0))
+    fields.check()
+    return network
+
+
+def _numbers(read: Read[Any]) -> Read[dict[str, Any]]:
+    """Return what reads an object of numbers."""
+    return lambda value, place: {
+        name: read(each, f"{place}.{name}") for name, each in an_object(value, place).items()
+    }

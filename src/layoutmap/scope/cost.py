@@ -1,0 +1,161 @@
+"""What a training step costs, from shapes: no device, no array and no compiler.
+
+    lowered = lm.lower_step(make_model, layout_map, inputs=..)     traced once: seconds
+    lowered.count(layout_map)                                      a tenth of a second for each map
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from layoutmap.adapters import get_adapter, imported_adapter
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import TrainingStep
+from layoutmap.cost.table import StepCost
+from layoutmap.rules.rule_set import RuleSet
+from layoutmap.scope.arguments import check_maker
+from layoutmap.scope.context import Scope
+from layoutmap.scope.plan import Plan, make_plan
+from layoutmap.scope.scope import make_in
+
+
+class LoweredStep:
+    """A training step without layouts: counted in any, on any mesh.
+
+    Args:
+        step: The step.
+        plan: The plan of its model; its variables are planned anew for each map.
+        batch_dim: The mesh dim over which batches are sharded, where `count` is told no other one.
+
+    Attributes:
+        step: See above.
+    """
+
+    def __init__(self, step: TrainingStep, plan: Plan, batch_dim: str | None):
+        from layoutmap.engines.jax.cost.lowered import LoweredStep as Lowered  # late: it imports JAX
+
+        self.step = step
+        self._variables = [assignment.variable for assignment in plan.assignments]
+        self._lowered = Lowered(step)
+        self._batch_dim = batch_dim
+
+    def plan(self, layout_map: RuleSet) -> Plan:
+        """Return the plan of the model under other rules; nothing is built for it."""
+        return make_plan(self._variables, layout_map, free_activations=True)
+
+    def count(self, layout_map: RuleSet, *, batch_dim: str | None = None) -> StepCost:
+        """Count what a step does under rules; it takes about a tenth of a second.
+
+        Args:
+            layout_map: The rules, those for activations too, on any mesh.
+            batch_dim: The mesh dim over which batches are sharded; `None`: that of `lower_step`, if the mesh has it.
+
+        Raises:
+            PlanError: Rules do not fit the model.
+            LayoutError: A rule for activations does not fit what a layer returns.
+        """
+        plan = self.plan(layout_map).check()
+        layouts = {assignment.variable.key: assignment for assignment in plan.assignments}
+        batch_dim = batch_dim or (self._batch_dim if self._batch_dim in plan.mesh else None)
+        activations = layout_map.activations
+        policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
+        return self._lowered.count([layouts[variable.key] for variable in self.step.variables], policy)
+
+
+def lower_step(
+    make_model: Callable[[], Any],
+    layout_map: RuleSet,
+    *,
+    inputs: Any,
+    batch_dim: str | None = None,
+    optimizer: Any = None,
+    loss: Callable[..., Any] | None = None,
+    library: str | None = None,
+) -> LoweredStep:
+    """Trace and lower a training step, so that it can be counted under many maps.
+
+    Args:
+        make_model: Makes the model and returns it.
+        layout_map: Rules with a mesh, as for `plan`. The step does not depend on them.
+        inputs: What the model is called with in a step, or like: arrays, or anything with `shape` and `dtype`, nested
+            as the model takes it. The first axis is that of the global batch.
+        batch_dim: The mesh dim over which batches are sharded; `None`: they are replicated.
+        optimizer: For Keras the name of one, as in `"adamw"`, or a function that makes one; for flax.nnx and pytrees
+            an optimizer of optax. `None`: that of the model, or none.
+        loss: Called with what the model returns, returns a number. `None`: the loss that a Keras model was compiled
+            with, or that of `train_with`, or else the mean of squared outputs.
+        library: See `layoutmap.plan`.
+
+    Raises:
+        ScopeError: The model fails when it is traced, or is of a library that does not run on JAX.
+    """
+    check_maker(make_model, layout_map, "lower_step")
+    adapter = get_adapter(library) if library else imported_adapter()
+    if adapter.engine_name != "jax":
+        raise ScopeError(
+            f"the step of a model of {adapter.name} on {adapter.engine_name} cannot be counted",
+            why="a step is counted after the partitioner of JAX",
+            fix="plan the same rules with the model on JAX: KERAS_BACKEND=jax"
+            if adapter.name == "keras"
+            else "plan the same rules with the model of keras-hub or flax.nnx, on JAX",
+        )
+    dry = Scope(layout_map, adapter, None)
+    with adapter.undisturbed():
+        model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
+        step = dry.session.step(model, inputs, optimizer, loss)
+    return LoweredStep(step, dry.plan, batch_dim)
+
+
+def step_cost(
+    make_model: Callable[[], Any],
+    layout_map: RuleSet,
+    *,
+    inputs: Any,
+    batch_dim: str | None = None,
+    optimizer: Any = None,
+    loss: Callable[..., Any] | None = None,
+    library: str | None = None,
+) -> StepCost:
+    """Count what a training step of a model does on each device: what it sends, computes and holds.
+
+    No array is allocated and no device is needed: the mesh may be any size.
+
+    Args:
+        make_model: See `lower_step`, as for all arguments.
+        layout_map: The rules, those for activations too.
+        inputs: What the model is called with, of the shape of a global batch.
+        batch_dim: The mesh dim over which batches are sharded.
+        optimizer: What updates the weights.
+        loss: What is derived.
+        library: See `layoutmap.plan`.
+
+    Raises:
+        PlanError: Rules do not fit the model.
+        LayoutError: A rule for activations does not fit what a layer returns.
+        ScopeError: The model fails when it is traced, or is of a library that does not run on JAX.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> layout_map = lm.LayoutMap("data=64,model=8", {"up": (None, "model"), "down": ("model", None)})
+        >>> def make():
+        ...     layers = [keras.layers.Dense(1024, use_bias=False, name="up")]
+        ...     layers += [keras.layers.Dense(256, use_bias=False, name="down")]
+        ...     return keras.Sequential([keras.Input((256,)), *layers])
+        >>> inputs = keras.Input(batch_shape=(512, 256))
+        >>> cost = lm.step_cost(make, layout_map, inputs=inputs, batch_dim="data", optimizer="sgd")
+        >>> sorted({(each.kind, each.dims, each.cause) for each in cost.collectives if each.tensor_bytes > 8})
+        [('all_reduce', ('data',), 'down.kernel'), ('all_reduce', ('data',), 'up.kernel'), \
+('all_reduce', ('model',), 'down')]
+    """
+    lowered = lower_step(
+        make_model,
+        layout_map,
+        inputs=inputs,
+        batch_dim=batch_dim,
+        optimizer=optimizer,
+        loss=loss,
+        library=library,
+    )
+    return lowered.count(layout_map)
