@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import re
+import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -188,7 +187,7 @@ def _stacks(entries: Sequence[Entry], layers: Sequence[tuple[str, Any]]) -> list
                 rest = ".".join(parts[n:]), spec.shape, spec.dtype, spec.trainable, spec.kind
                 weights.setdefault(".".join(parts[:n]), []).append(rest)
     groups: dict[Any, list[str]] = {}
-    for path, layer in layers:
+    for path, layer in sorted(layers, key=lambda pair: pair[0].count(".")):
         if path in weights and re.search(r"\d", path):
             groups.setdefault((_collapsed(path), type(layer), tuple(weights[path])), []).append(path)
     found: list[list[str]] = []
@@ -204,22 +203,39 @@ _FEWEST = 3
 
 
 def _equal(paths: Sequence[str], layers: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Lists of paths whose layers have the same configuration, but for names."""
-    texts = sorted(((_configuration(layers[path]), number) for number, path in enumerate(paths)))
-    for _, same in itertools.groupby(texts, key=lambda pair: pair[0]):
-        yield [paths[number] for _, number in sorted(same, key=lambda pair: pair[1])]
+    """Lists of paths whose layers, and those below, have the same settings."""
+    settings: dict[str, list[Any]] = {path: [] for path in paths}
+    for path, layer in layers.items():
+        parts = path.split(".")
+        for n in range(1, len(parts) + 1):
+            block = ".".join(parts[:n])
+            if block in settings:
+                settings[block].append((".".join(parts[n:]), type(layer), _settings(layer)))
+    groups: dict[Any, list[str]] = {}
+    for path in paths:
+        groups.setdefault(tuple(settings[path]), []).append(path)
+    yield from groups.values()
 
 
-def _configuration(layer: Any) -> str:
-    try:
-        config = layer.get_config()
-    except Exception:  # of a user's layer, which may have none
-        return repr(id(layer))
-    return re.sub(r'"name": "[^"]*"', "", json.dumps(config, default=_collapsed_repr, sort_keys=True))
+def _settings(layer: Any) -> tuple[Any, ...]:
+    """The attributes of a layer that are plain values. Not its `get_config`, which fails for layers of keras-hub."""
+    found = vars(layer).items()
+    named = [(name, _plain(value)) for name, value in found if name not in _NAMES]
+    policy = layer.dtype_policy
+    return policy.compute_dtype, policy.variable_dtype, *((n, v) for n, v in named if v is not _ABSENT)
 
 
-def _collapsed_repr(value: Any) -> str:
-    return re.sub(r"\d+", "#", repr(value))
+_ABSENT = object()
+_NAMES = ("name", "_name", "_path", "_parent_path")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        inner = tuple(map(_plain, value))
+        return _ABSENT if _ABSENT in inner else inner
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__qualname__", _ABSENT) if isinstance(value, types.FunctionType) else _ABSENT
 
 
 def _collapsed(path: str) -> str:

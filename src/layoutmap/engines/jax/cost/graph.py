@@ -136,22 +136,25 @@ def replace(old: Value, new: Value) -> None:
     old.uses = []
 
 
-def is_used(op: Op) -> bool:
-    """Return whether anything takes what an operation makes, or it returns."""
-    return op.name == "return" or any(value.uses for value in op.results)
+def detach(op: Op) -> None:
+    """Have an operation take nothing any more."""
+    for operand in op.operands:
+        operand.uses.remove(op)
 
 
 def remove_unused(block: Block) -> None:
     """Remove operations whose results nothing takes."""
     kept: list[Op] = []
     for op in reversed(block.ops):
-        if is_used(op) or op.name == "custom_call":
+        if op.name in ("return", "custom_call"):
             kept.append(op)
-            for inner in op.blocks:
-                remove_unused(inner)
             continue
-        for operand in op.operands:
-            operand.uses.remove(op)
+        for value in op.results:
+            if value.uses:
+                kept.append(op)
+                break
+        else:
+            detach(op)
     block.ops = kept[::-1]
 
 
@@ -165,7 +168,8 @@ class _Reader:
         }
         self._shardings: dict[Any, list[Any]] = {}
         self._types: dict[Any, tuple[tuple[int, ...], str]] = {}
-        self._places: dict[Any, tuple[str, bool, bool]] = {}
+        self._locals: dict[Any, tuple[tuple[int, ...], str]] = {}
+        self._places: dict[str, tuple[str, bool, bool]] = {}
         self._values: dict[Any, Value] = {}
 
     def main(self) -> Block:
@@ -287,9 +291,14 @@ class _Reader:
             else:
                 known = (), "token"
             self._types[kind] = known
-        shape, dtype = known
         if not axes:
             return known
+        key = kind, id(axes)
+        if key not in self._locals:
+            self._locals[key] = self._divided(*known, axes)
+        return self._locals[key]
+
+    def _divided(self, shape: tuple[int, ...], dtype: str, axes: Sequence[Any]) -> tuple[tuple[int, ...], str]:
         return tuple(-(-n // self._size(dims)) for n, dims in zip(shape, axes, strict=False)), dtype
 
     def _size(self, dims: Sequence[tuple[str, int]]) -> int:
@@ -318,10 +327,10 @@ class _Reader:
         return 2 * made.results[0].size * made.operands[1].size // max(shape[output_axis], 1)
 
     def _place(self, op: Any, inside: tuple[str, bool, bool]) -> tuple[str, bool, bool]:
-        location = op.location
-        found = self._places.get(location)
+        name = name_of(op)
+        found = self._places.get(name)
         if found is None:
-            found = self._places[location] = place_of(str(location))
+            found = self._places[name] = place_of(name)
         where, is_backward, is_update = found
         return where or inside[0], is_backward or inside[1], is_update or inside[2]
 
@@ -338,8 +347,13 @@ def _axes_of(text: str) -> list[list[tuple[str, int]]]:
     ]
 
 
-def place_of(location: str) -> tuple[str, bool, bool]:
-    name = location.partition('"')[2].partition('"')[0]
+def name_of(op: Any) -> str:
+    """Return the name that JAX has given an operation, of the scopes that it was traced in."""
+    return getattr(op.location, "name_str", "")
+
+
+def place_of(name: str) -> tuple[str, bool, bool]:
+    """Return the path of the layer that an operation is part of, and whether it is one of a gradient, of an update."""
     where = re.findall(LAYER + r"([^/()]*)", name)
     return (where[-1] if where else ""), "transpose(" in name, UPDATE in name
 

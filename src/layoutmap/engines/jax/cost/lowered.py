@@ -200,7 +200,7 @@ def _lower(step: TrainingStep, skipped: Mapping[str, str]) -> _Lowered:
 
     values = [jax.ShapeDtypeStruct(v.shape, _dtype(v.dtype)) for v in variables]
     batch = [jax.ShapeDtypeStruct(each.shape, _dtype(each.dtype)) for each in step.batch]
-    with undisturbed(), _failures(step):
+    with undisturbed(), _failures(step, tracer):
         traced = jax.jit(run, keep_unused=True).trace(values, batch)
         module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
     num_others = len(jax.tree.leaves(traced.out_info)) - len(keys)
@@ -212,12 +212,14 @@ def _dtype(name: str) -> Any:
 
 
 @contextmanager
-def _failures(step: TrainingStep) -> Generator[None]:
+def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
     try:
         yield
-    except (_Unequal, LayoutMapError):
+    except LayoutMapError:
         raise
     except Exception as error:
+        if tracer.unequal:  # the library may have made another exception of it
+            raise _Unequal(tracer.unequal) from None
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
             f"{step.name}: its training step fails when it is traced",
@@ -233,17 +235,19 @@ class _Tracer:
 
     skipped: Mapping[str, str]
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
+    unequal: str = ""
     _is_same: dict[str, bool] = field(default_factory=dict[str, bool])
 
     def call(self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if path in self.skipped:
             if not args or not self._is_same.get(self.skipped[path], False):
+                self.unequal = path
                 raise _Unequal(path)
             return args[0]
         with jax.named_scope(f"{LAYER}{path}"):
             found = function(*args, **kwargs)
             leaves, tree = jax.tree.flatten(found)
-            self._is_same[path] = bool(args) and _shapes([found]) == _shapes(args[:1])
+            self._is_same[path] = bool(args) and _shapes(found) == _shapes(args[0])
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.outputs[path] = [tuple(each.shape) for each in arrays]
             return jax.tree.unflatten(tree, [_marked(each) for each in leaves])

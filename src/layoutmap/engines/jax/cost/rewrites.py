@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layoutmap.engines.jax.cost.graph import Block, Op, Value, remove_unused, replace
+from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace
 
 MOVES = frozenset(("transpose", "reshape", "convert", "broadcast_in_dim", "copy", "optimization_barrier"))
 """Operations of one operand that compute nothing."""
@@ -17,8 +17,7 @@ def rewrite(block: Block) -> None:
             rewrite(inner)
     remove_unused(block)
     _merge_equal(block)
-    while _add_before_reducing(block):
-        pass
+    _add_before_reducing(block)
     _scatter(block)
     remove_unused(block)
 
@@ -37,34 +36,38 @@ def _merge_equal(block: Block) -> None:
     remove_unused(block)
 
 
-def _add_before_reducing(block: Block) -> bool:
+def _add_before_reducing(block: Block) -> None:
     """A sum of two all-reduces is one all-reduce of the sum."""
-    changed = False
+    ops: list[Op] = []
+    gone: set[int] = set()
     for op in block.ops:
-        if op.name != "add" or len(op.operands) != 2:
+        ops.append(op)
+        makers = [value.maker for value in op.operands] if op.name == "add" else []
+        if len(makers) != 2 or makers[0] is None or makers[1] is None or makers[0] is makers[1]:
             continue
-        makers = [value.maker for value in op.operands]
-        first, second = makers
-        if first is None or second is None or first is second:
+        reductions = [each for each in makers if each is not None and _is_only_for(op, each)]
+        if len(reductions) != 2 or reductions[0].dims != reductions[1].dims:
             continue
-        if any(each.name != "all_reduce" or len(each.results[0].uses) != 1 for each in (first, second)):
-            continue
-        if first.dims != second.dims:
-            continue
-        (result,) = op.results
-        replace(first.results[0], first.operands[0])
-        replace(second.results[0], second.operands[0])
-        reduced = Value(result.shape, result.dtype)
-        replace(result, reduced)
-        both = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, first.dims)
-        reduced.maker = both
-        result.uses.append(both)
-        block.ops.insert(block.ops.index(op) + 1, both)
-        changed = True
-        break
-    if changed:
-        remove_unused(block)
-    return changed
+        for each in reductions:
+            replace(each.results[0], each.operands[0])
+            detach(each)
+            gone.add(id(each))
+        ops.append(_reduced(op, op.results[0], reductions[0].dims))
+    block.ops = [op for op in ops if id(op) not in gone]
+
+
+def _is_only_for(op: Op, maker: Op) -> bool:
+    return maker.name == "all_reduce" and maker.results[0].uses == [op]
+
+
+def _reduced(op: Op, result: Value, dims: tuple[str, ...]) -> Op:
+    """An all-reduce of a result, which takes its place."""
+    reduced = Value(result.shape, result.dtype)
+    replace(result, reduced)
+    made = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims)
+    reduced.maker = made
+    result.uses.append(made)
+    return made
 
 
 def _scatter(block: Block) -> None:
@@ -90,7 +93,7 @@ def _scatter(block: Block) -> None:
                 replace(each.results[0], between)
         _shrink(op, between, part)
         if rest:
-            _reduce_rest(block, op, rest)
+            block.ops.insert(block.ops.index(op) + 1, _reduced(op, op.results[0], rest))
 
 
 def _shrink(op: Op, last: Value, part: Value) -> None:
@@ -101,13 +104,3 @@ def _shrink(op: Op, last: Value, part: Value) -> None:
         if value is last:
             return
         value = value.uses[0].results[0]
-
-
-def _reduce_rest(block: Block, op: Op, dims: tuple[str, ...]) -> None:
-    (result,) = op.results
-    reduced = Value(result.shape, result.dtype)
-    replace(result, reduced)
-    made = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims)
-    reduced.maker = made
-    result.uses.append(made)
-    block.ops.insert(block.ops.index(op) + 1, made)

@@ -92,7 +92,7 @@ def partition(
         mesh: The mesh.
         arguments: The layout of each argument of its function; `None`: the partitioner chooses.
         results: The same for what it returns.
-        outputs: Returns the layout of a mark, by the text of its location and its shape; without one it is removed.
+        outputs: Returns the layout of a mark, by the name of its operation and its shape; without one it is removed.
     """
     check()
     with module.context, _ir.Location.unknown():
@@ -114,7 +114,7 @@ def partition(
         ):
             main.attributes[name] = _with_shardings(main.attributes, name, layouts, types)
         for op in marks(copy):
-            _replace(op, outputs(str(op.location), tuple(op.results[0].type.shape)))
+            _replace(op, outputs(getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)))
         for each in PASSES:
             _PassManager.parse(each).run(copy)
         return copy
