@@ -16,7 +16,9 @@ Key = tuple[str, str]
 class Tracer(Protocol):
     """What a step tells while it is traced."""
 
-    def call(self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Return what a layer returns; an engine may put its input in its place.
 
         Args:

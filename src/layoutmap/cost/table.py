@@ -26,7 +26,8 @@ class Collective:
         tensor_bytes: Size of the tensor of one call where it is largest: what an all-gather returns, what a
             reduce-scatter or an all-reduce takes.
         cause: Path of the weight that is gathered or whose gradient is summed, or of the layer whose activation it is;
-            empty if it is not known.
+            empty if it is not known. Those that differ in the number of a layer only are one, with `*` for the number:
+            `blocks.*.up.kernel`.
         phase: The part of the step; empty if it is not known.
     """
 

@@ -1,7 +1,7 @@
 """What a training step costs, from shapes: no device, no array and no compiler.
 
-    lowered = lm.lower_step(make_model, layout_map, inputs=..)     traced once: seconds
-    lowered.count(layout_map)                                      a tenth of a second for each map
+lowered = lm.lower_step(make_model, layout_map, inputs=..)     traced once: seconds
+lowered.count(layout_map)                                      a tenth of a second for each map
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ class LoweredStep:
 
     Args:
         step: The step.
-        plan: The plan of its model; its variables are planned anew for each map.
         batch_dim: The mesh dim over which batches are sharded, where `count` is told no other one.
 
     Attributes:
         step: See above.
     """
 
-    def __init__(self, step: TrainingStep, plan: Plan, batch_dim: str | None):
+    def __init__(self, step: TrainingStep, batch_dim: str | None):
         from layoutmap.engines.jax.cost.lowered import LoweredStep as Lowered  # late: it imports JAX
 
         self.step = step
-        self._variables = [assignment.variable for assignment in plan.assignments]
+        self._variables = step.variables
         self._lowered = Lowered(step)
         self._batch_dim = batch_dim
 
@@ -105,7 +104,7 @@ def lower_step(
     with adapter.undisturbed():
         model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
         step = dry.session.step(model, inputs, optimizer, loss)
-    return LoweredStep(step, dry.plan, batch_dim)
+    return LoweredStep(step, batch_dim)
 
 
 def step_cost(

@@ -60,6 +60,10 @@ class JaxAdapter:
     def complete(self, model: Any, batch: Any) -> None:
         """Nothing: a model of JAX has its arrays when it is made, and its optimizer's state begins with a step."""
 
+    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+        """Return the model: it carries no optimizer."""
+        return model
+
     def variables(self, model: Any) -> dict[str, Variable]:
         """Return the arrays of a model by path, and those of its optimizer's state, in a fixed order."""
         leaves = arrays_of(model).leaves

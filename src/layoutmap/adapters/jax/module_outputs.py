@@ -8,7 +8,7 @@ that copies, `nnx.split` and `nnx.merge` keep both.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from flax import nnx
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import Tracer
 from layoutmap.engines import get_engine
 
 _ATTRIBUTE = "_layoutmap_output"
@@ -37,8 +38,11 @@ class Output:
     batch_dim: str | None
     path: str = field(compare=False)
 
-    def laid_out(self, result: Any) -> Any:
+    def of(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a module returns, its arrays in their layouts."""
+        return self._laid_out(call(*args, **kwargs))
+
+    def _laid_out(self, result: Any) -> Any:
         policy, relayout = LayoutPolicy(self.layout.mesh, self.batch_dim), get_engine("jax").relayout
         leaves, tree_def = jax.tree.flatten(result)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -50,13 +54,30 @@ class Output:
         return jax.tree.unflatten(tree_def, leaves)
 
 
-def with_output(module: nnx.Module, layout: Layout, batch_dim: str | None, path: str) -> None:
-    """Have a module return arrays in a layout."""
+@dataclass(frozen=True)
+class TracedOutput:
+    """Tells a tracer of each call of a module.
+
+    Args:
+        tracer: The tracer.
+        path: The module's path.
+    """
+
+    tracer: Tracer
+    path: str
+
+    def of(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a module returns, or what the tracer has in its place."""
+        return self.tracer.call(self.path, call, args, kwargs)
+
+
+def with_output(module: nnx.Module, output: Output | TracedOutput) -> None:
+    """Have a module return arrays in a layout, or tell a tracer of its calls."""
     without_output(module)
     is_pytree = not jax.tree_util.all_leaves([module])
     # Not setattr: flax takes what is set so for an attribute of the model.
     object.__setattr__(module, "__class__", _class(type(module), is_pytree))
-    vars(module)[_ATTRIBUTE] = Output(layout, batch_dim, path)
+    vars(module)[_ATTRIBUTE] = output
 
 
 def without_output(module: nnx.Module) -> None:
@@ -73,9 +94,9 @@ def _class(plain: Any, is_pytree: bool) -> Any:
 
     @functools.wraps(plain.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = plain.__call__(self, *args, **kwargs)
+        plain_call = functools.partial(plain.__call__, self)
         output = vars(self).get(_ATTRIBUTE)  # a module that is made anew, of this type, has none
-        return result if output is None else output.laid_out(result)
+        return plain_call(*args, **kwargs) if output is None else output.of(plain_call, args, kwargs)
 
     def copied(self: Any) -> Any:
         made = object.__new__(type(self))

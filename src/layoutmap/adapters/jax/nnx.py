@@ -12,11 +12,12 @@ import jax.core
 from flax import nnx
 
 from layoutmap.adapters.jax import pytrees
-from layoutmap.adapters.jax.module_outputs import with_output, without_output
+from layoutmap.adapters.jax.module_outputs import Output, TracedOutput, with_output, without_output
 from layoutmap.adapters.jax.pytrees import Leaf, Parts, kind_of
 from layoutmap.adapters.jax.roles import uses
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import Tracer
 from layoutmap.core.variables import Kind
 
 _OFF = 0
@@ -146,7 +147,13 @@ def lay_out_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
         if layout is None:
             without_output(module)
         else:
-            with_output(module, layout, policy.batch_dim, path)
+            with_output(module, Output(layout, policy.batch_dim, path))
+
+
+def trace_outputs(model: nnx.Module, tracer: Tracer) -> None:
+    """Have each module tell a tracer of its calls."""
+    for paths, module in [*_layers(model, _shared(model))]:
+        with_output(module, TracedOutput(tracer, paths[0]))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.paths import path_pattern
+from layoutmap.core.steps import TrainingStep
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 
@@ -33,6 +34,7 @@ class JaxSession:
 
     def __init__(self, context: ScopeContext):
         self._context = context
+        self._specs: Sequence[VariableSpec] = ()
 
     def defer(self) -> AbstractContextManager[None]:
         """Refuse: a function of JAX computes its arrays at once.
@@ -105,6 +107,12 @@ class JaxSession:
     def complete(self, model: Any, inputs: Any) -> None:
         """Nothing: a model of JAX has its arrays when it is made."""
 
+    def step(self, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None) -> TrainingStep:
+        """Return a training step of a model that was made in a dry run."""
+        from layoutmap.adapters.jax.counted import training_step  # late: few ask for it
+
+        return training_step(model, self._specs, inputs, optimizer, loss)
+
     def _assign(self, model: Any, parts: Parts, arrays: Sequence[Any]) -> Sequence[Assignment]:
         specs = [
             VariableSpec(
@@ -118,6 +126,7 @@ class JaxSession:
             for leaf in parts.leaves
         ]
         order = parts.order or range(len(specs))
+        self._specs = specs
         whys = {
             spec.key: why
             for spec, array in zip(specs, arrays, strict=True)

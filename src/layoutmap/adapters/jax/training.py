@@ -145,13 +145,13 @@ class Steps:
 
     def outputs(self, batch: Any) -> Any:
         """Return what the model returns for a batch, in inference."""
-        return self._forward(self._values(), self._placed(_inputs(batch)))
+        return self._forward(self._values(), self._placed(inputs_of(batch)))
 
     def gradients(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Return the loss of a batch and its gradients; nothing is changed."""
         weights, others = self._apart(self._values())
         (loss, _), gradients = self._gradients(
-            weights, others, self._placed(_with_targets(batch, self._state))
+            weights, others, self._placed(with_targets(batch, self._state))
         )
         return loss, gradients
 
@@ -167,7 +167,7 @@ class Steps:
         weights, others = self._apart(self._values())
         if state.opt_state is None:
             state.opt_state = state.optimizer.init(weights)
-        batch = self._placed(_with_targets(batch, state))
+        batch = self._placed(with_targets(batch, state))
         weights, others, state.opt_state, loss = self._update(weights, others, state.opt_state, batch)
         new = weights | others
         put_values(state, [new[leaf.path] for leaf in self._parts.leaves])
@@ -190,9 +190,7 @@ class Steps:
         return self._call(model, inputs)
 
     def _call(self, model: Any, inputs: Any) -> Any:
-        call = self._state.forward
-        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-        return model(*args, **kwargs) if call is None else call(model, *args, **kwargs)
+        return called(model, self._state.forward, inputs)
 
     def _loss(self, weights: Mapping[str, Any], others: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
         inputs, targets = batch
@@ -216,13 +214,24 @@ class Steps:
         return jax.tree.map(lambda x: engine.relayout(np.asarray(x), policy.batch_layout(np.shape(x))), batch)
 
 
-def _inputs(batch: Any) -> Any:
+def called(model: Any, forward: Callable[..., Any] | None, inputs: Any) -> Any:
+    """Return what a model returns for its inputs."""
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    return model(*args, **kwargs) if forward is None else forward(model, *args, **kwargs)
+
+
+def inputs_of(batch: Any) -> Any:
     """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
     inputs = batch if isinstance(batch, Mapping) else batch[0]
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 
-def _with_targets(batch: Any, state: TrainState) -> tuple[Any, Any]:
+def with_targets(batch: Any, state: TrainState) -> tuple[Any, Any]:
+    """Return the inputs of a batch, and its targets.
+
+    Raises:
+        ScopeError: The loss needs targets, and there are none.
+    """
     if isinstance(batch, Mapping) or len(batch) < 2:
         if state.loss is not None:
             raise ScopeError(
@@ -230,5 +239,5 @@ def _with_targets(batch: Any, state: TrainState) -> tuple[Any, Any]:
                 why="a loss that is called with outputs and targets needs both",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
-        return _inputs(batch), ()
-    return _inputs(batch), batch[1]
+        return inputs_of(batch), ()
+    return inputs_of(batch), batch[1]

@@ -77,7 +77,9 @@ class _Step:
         """Return targets for the loss that a model was compiled with."""
 
         def outputs(values: Any, inputs: Any) -> Any:
-            with keras.StatelessScope(state_mapping=list(zip([e.variable for e in self._entries], values, strict=True))):
+            with keras.StatelessScope(
+                state_mapping=list(zip([e.variable for e in self._entries], values, strict=True))
+            ):
                 return self._call(inputs)
 
         values = [jax.ShapeDtypeStruct(e.spec.shape, e.spec.dtype) for e in self._entries]
@@ -112,11 +114,16 @@ class _Step:
             return found, [scope.get_current_value(given[key]) for key in frozen]
 
         with _traced(tracer, self._layers):
-            (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)([values[k] for k in trained])
+            (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+                [values[k] for k in trained]
+            )
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
         if self.optimizer is None:
             return after | {("", f"gradient {n}"): each for n, each in enumerate(gradients)}
-        with tracer.updating(), keras.StatelessScope(state_mapping=[(given[k], after[k]) for k in given]) as scope:
+        with (
+            tracer.updating(),
+            keras.StatelessScope(state_mapping=[(given[k], after[k]) for k in given]) as scope,
+        ):
             self.optimizer.apply(gradients, [given[key] for key in trained])
         return after | {key: scope.get_current_value(variable) for key, variable in given.items()}
 
@@ -192,7 +199,7 @@ def _stacks(entries: Sequence[Entry], layers: Sequence[tuple[str, Any]]) -> list
             groups.setdefault((_collapsed(path), type(layer), tuple(weights[path])), []).append(path)
     found: list[list[str]] = []
     by_path = dict(layers)
-    for (_, kind, _), paths in groups.items():
+    for paths in groups.values():
         inside = any(p.startswith(f"{outer}.") for stack in found for outer in stack for p in paths)
         if len(paths) > _FEWEST and not inside:
             found += [stack for stack in _equal(paths, by_path) if len(stack) > _FEWEST]

@@ -8,7 +8,15 @@ from layoutmap.engines.jax.cost.graph import Block, Op, Value
 from layoutmap.engines.jax.cost.rewrites import MOVES
 
 _STEPS = 64
-_PASSED = MOVES | {"slice", "dynamic_slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter"}
+_PASSED = MOVES | {
+    "slice",
+    "dynamic_slice",
+    "all_gather",
+    "all_to_all",
+    "permute",
+    "all_reduce",
+    "reduce_scatter",
+}
 _PASSED_FORWARD = _PASSED | {"multiply", "divide", "dynamic_update_slice", "negate"}
 
 
@@ -78,6 +86,10 @@ class Causes:
     def _updated(self, op: Op, gradient: Value) -> str:
         """What a gradient is added to or compared with, if that has its size."""
         for other in op.operands:
-            if other is not gradient and other.size == gradient.size and (name := self._argument_behind(other)):
+            if (
+                other is not gradient
+                and other.size == gradient.size
+                and (name := self._argument_behind(other))
+            ):
                 return name
         return ""

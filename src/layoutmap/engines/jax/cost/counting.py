@@ -70,7 +70,10 @@ def count(
         names: The path of each argument.
         donated: For each result that takes the place of an argument, the number of that.
     """
-    block = read(partition(module, mesh, arguments, results, lambda where, shape: outputs(place_of(where)[0], shape)), mesh)
+    block = read(
+        partition(module, mesh, arguments, results, lambda where, shape: outputs(place_of(where)[0], shape)),
+        mesh,
+    )
     rewrite(block)
     return count_block(block, names, donated)
 

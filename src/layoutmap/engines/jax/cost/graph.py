@@ -254,10 +254,8 @@ class _Reader:
         block = function.regions[0].blocks[0]
         for arg, operand in zip(block.arguments, op.operands, strict=True):
             self._values[arg] = self._values[operand]
-        before = len(ops)
         self._read(block, ops, place)
         returned = ops.pop()
-        assert len(ops) >= before and returned.name == "return"
         for value in returned.operands:
             value.uses.remove(returned)
         for result, value in zip(op.results, returned.operands, strict=True):
@@ -298,7 +296,9 @@ class _Reader:
             self._locals[key] = self._divided(*known, axes)
         return self._locals[key]
 
-    def _divided(self, shape: tuple[int, ...], dtype: str, axes: Sequence[Any]) -> tuple[tuple[int, ...], str]:
+    def _divided(
+        self, shape: tuple[int, ...], dtype: str, axes: Sequence[Any]
+    ) -> tuple[tuple[int, ...], str]:
         return tuple(-(-n // self._size(dims)) for n, dims in zip(shape, axes, strict=False)), dtype
 
     def _size(self, dims: Sequence[tuple[str, int]]) -> int:

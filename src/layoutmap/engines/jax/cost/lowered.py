@@ -79,7 +79,7 @@ class LoweredStep:
     def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Counts:
         tied = self._tied(layouts, policy)
         try:
-            low = self._count(tied, {number: _KEPT for number in tied}, layouts, policy)
+            low = self._count(tied, dict.fromkeys(tied, _KEPT), layouts, policy)
             total = low
             for size in sorted({len(self._step.blocks[number]) for number in tied}):
                 same = {number for number in tied if len(self._step.blocks[number]) == size}
@@ -103,22 +103,32 @@ class LoweredStep:
         return [
             number
             for number, stack in enumerate(self._step.blocks)
-            if number not in self._loose and all(below[path] == below[stack[0]] for path in stack)
+            if number not in self._loose
+            and all(below[path] == below[stack[0]] for path in stack)
             and all(self._same_outputs(stack[0], path, policy) for path in stack)
         ]
 
     def _same_outputs(self, first: str, path: str, policy: LayoutPolicy) -> bool:
         if policy.activations is None:
             return True
-        below = {p[len(first) :] for lowered in self._modules.values() for p in lowered.outputs if _is_in(p, first)}
+        below = {
+            p[len(first) :] for lowered in self._modules.values() for p in lowered.outputs if _is_in(p, first)
+        }
         return all(
-            policy.activation_layout(f"{first}{p}") == policy.activation_layout(f"{path}{p}") for p in {"", *below}
+            policy.activation_layout(f"{first}{p}") == policy.activation_layout(f"{path}{p}")
+            for p in {"", *below}
         )
 
     def _count(
-        self, tied: Sequence[int], kept: Mapping[int, int], layouts: Mapping[Key, Layout], policy: LayoutPolicy
+        self,
+        tied: Sequence[int],
+        kept: Mapping[int, int],
+        layouts: Mapping[Key, Layout],
+        policy: LayoutPolicy,
     ) -> Counts:
-        skipped = {path: self._step.blocks[n][0] for n in tied for path in _left_out(self._step.blocks[n], kept[n])}
+        skipped = {
+            path: self._step.blocks[n][0] for n in tied for path in _left_out(self._step.blocks[n], kept[n])
+        }
         lowered = self._lowered(skipped)
         given = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.batch_layout(each.shape) for each in self._step.batch]
@@ -139,14 +149,14 @@ class LoweredStep:
         return self._modules[key]
 
 
-class _Unequal(Exception):  # noqa: N818 - it is caught here
+class _Unequal(Exception):
     """What a block returns is not like what it is given, so it cannot be left out."""
 
     def __init__(self, path: str):
         self.path = path
 
 
-class _NotTied(Exception):  # noqa: N818 - it is caught here
+class _NotTied(Exception):
     def __init__(self, stack: int):
         self.stack = stack
 
@@ -238,7 +248,9 @@ class _Tracer:
     unequal: str = ""
     _is_same: dict[str, bool] = field(default_factory=dict[str, bool])
 
-    def call(self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         if path in self.skipped:
             if not args or not self._is_same.get(self.skipped[path], False):
                 self.unequal = path
@@ -279,7 +291,12 @@ def _merged(collectives: Sequence[Collective]) -> list[Collective]:
         groups.setdefault(key, []).append(each)
     return [
         Collective(
-            kind, dims, sum(each.calls for each in same), size, cause if len(same) > 1 else same[0].cause, phase
+            kind,
+            dims,
+            sum(each.calls for each in same),
+            size,
+            cause if len(same) > 1 else same[0].cause,
+            phase,
         )
         for (kind, dims, size, cause, phase), same in groups.items()
     ]

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 
 from layoutmap.engines.jax.cost.graph import Block, Op, Value
 
-FUSED = frozenset(
-    (
-        *("abs add and atan2 broadcast_in_dim ceil clamp compare complex constant convert cosine divide").split(),
-        *("exponential exponential_minus_one floor imag iota is_finite log log_plus_one logistic maximum").split(),
-        *("minimum multiply negate not or pad popcnt power real reduce_precision remainder reverse").split(),
-        *("round_nearest_afz round_nearest_even rsqrt select shift_left shift_right_arithmetic").split(),
-        *("shift_right_logical sign sine slice sqrt subtract tan tanh transpose xor cbrt erf concatenate").split(),
-    )
-)
+_FUSED = """
+    abs add and atan2 broadcast_in_dim cbrt ceil clamp compare complex concatenate constant convert cosine divide erf
+    exponential exponential_minus_one floor imag iota is_finite log log_plus_one logistic maximum minimum multiply negate
+    not or pad popcnt power real reduce_precision remainder reverse round_nearest_afz round_nearest_even rsqrt select
+    shift_left shift_right_arithmetic shift_right_logical sign sine slice sqrt subtract tan tanh transpose xor
+"""
+FUSED = frozenset(_FUSED.split())
 """Operations that are computed inside of what takes their results, and so hold nothing."""
 
 ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
@@ -23,7 +21,9 @@ ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tupl
 IN_PLACE = frozenset(("dynamic_update_slice", "scatter", "while"))
 """Operations whose results take the place of operands."""
 
-READ = frozenset(("dot_general", "convolution", "custom_call", "while", "case", "sort", "return", "concatenate"))
+READ = frozenset(
+    ("dot_general", "convolution", "custom_call", "while", "case", "sort", "return", "concatenate")
+)
 """Operations that take what is in memory."""
 
 

@@ -2,7 +2,7 @@
 
 Tested on jaxlib 0.10.2.
 
-    jaxlib.mlir.ir, jaxlib.mlir.passmanager, jaxlib.mlir.dialects.sdy       MLIR's Python bindings
+    jaxlib.mlir.ir, jaxlib.mlir.passmanager         MLIR's Python bindings
     sdy-propagation-pipeline                        gives each value a layout, from those of arguments and results
     sdy-insert-explicit-reshards{enable-full-version=true}, sdy-reshard-to-collectives
                                                     say what travels, with dims of the mesh
@@ -23,7 +23,6 @@ from layoutmap.core.mesh import Mesh
 
 try:
     from jaxlib.mlir import ir as _ir
-    from jaxlib.mlir.dialects import sdy as _sdy
     from jaxlib.mlir.passmanager import PassManager as _PassManager
 except ImportError as _error:
     _missing = str(_error)
@@ -97,9 +96,7 @@ def partition(
     check()
     with module.context, _ir.Location.unknown():
         copy = module.operation.clone()
-        dims = ", ".join(
-            f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
-        )
+        dims = ", ".join(f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
         block = copy.regions[0].blocks[0]
         functions = [op for op in block if op.operation.name == "func.func"]
         named = {
@@ -154,7 +151,9 @@ def _replace(op: Any, layout: Layout | None) -> None:
         op.attributes["sharding"] = _ir.Attribute.parse(f"#sdy.sharding{sharding_text(layout, rank)}")
 
 
-def _with_shardings(attributes: Any, name: str, layouts: Sequence[Layout | None], types: Sequence[Any]) -> Any:
+def _with_shardings(
+    attributes: Any, name: str, layouts: Sequence[Layout | None], types: Sequence[Any]
+) -> Any:
     before = attributes[name] if name in attributes else [{}] * len(types)
     after: list[Any] = []
     for each, layout, kind in zip(before, layouts, types, strict=True):

@@ -1,0 +1,130 @@
+"""A training step of a module of flax.nnx or of a pytree, for engines that count what it does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from layoutmap.adapters.jax.models import is_nnx
+from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.slots import StateLeaf, slot_variables
+from layoutmap.adapters.jax.training import (
+    TrainState,
+    arrays_of,
+    called,
+    model_in,
+    with_targets,
+)
+from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
+from layoutmap.core.variables import Kind, VariableSpec
+
+_NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
+_NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
+
+
+def training_step(
+    model: Any, specs: Sequence[VariableSpec], inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
+) -> TrainingStep:
+    """Return a training step of a model whose arrays are shapes.
+
+    Args:
+        model: The model, or what `train_with` returned for it.
+        specs: Its arrays, in the order of its parts.
+        inputs: What the model is called with, or like: one array, several in a tuple, or by name in a mapping. With the
+            loss of `train_with` a batch, as `check_parity` takes it.
+        optimizer: An optimizer of optax; `None`: that of `train_with`, or none.
+        loss: Called with what the model returns, returns a number; `None`: that of `train_with`, or the mean square.
+    """
+    state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
+    step = _Step(state, specs, inputs, optimizer or state.optimizer, loss)
+    notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
+    name = type(model_in(model)).__name__
+    return TrainingStep(name, [*specs, *step.slots], step.batch, (), step.run, notes)
+
+
+class _Step:
+    def __init__(
+        self,
+        state: TrainState,
+        specs: Sequence[VariableSpec],
+        inputs: Any,
+        optimizer: Any,
+        loss: Callable[..., Any] | None,
+    ):
+        self._state = state
+        self._specs = specs
+        self._parts = arrays_of(state)
+        self._loss = loss
+        self.optimizer = optimizer
+        has_targets = loss is None and state.loss is not None
+        plain = inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
+        given = with_targets(inputs, state) if has_targets else (plain, ())
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(given)
+        self.batch = [
+            Shape(jax.tree_util.keystr(path, simple=True, separator="."), tuple(x.shape), str(x.dtype))
+            for path, x in leaves
+        ]
+        self._trained = [
+            spec.key
+            for spec, leaf in zip(specs, self._parts.leaves, strict=True)
+            if spec.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
+        ]
+        self.slots: list[VariableSpec] = []
+        self._state_tree: Any = None
+        if optimizer is not None:
+            self._describe_slots()
+
+    def _describe_slots(self) -> None:
+        weights = {
+            path: jax.ShapeDtypeStruct(s.shape, s.dtype)
+            for s in self._specs
+            if s.key in self._trained
+            for path in (s.path,)
+        }
+        found, self._state_tree = jax.tree_util.tree_flatten_with_path(
+            jax.eval_shape(self.optimizer.init, weights)
+        )
+        leaves = [StateLeaf(tuple(map(key_text, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
+        self.slots = slot_variables({(s.path,): s for s in self._specs if s.key in self._trained}, leaves)
+
+    def run(self, tracer: Tracer, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
+        """Return new values of variables."""
+        inputs, targets = jax.tree.unflatten(self._tree, batch)
+        frozen = [spec.key for spec in self._specs if spec.key not in self._trained]
+
+        def loss_of(weights: Mapping[str, Any]) -> tuple[Any, Any]:
+            arrays = [weights[s.path] if s.key in self._trained else values[s.key] for s in self._specs]
+            model = self._parts.put_together(arrays)
+            if is_nnx(model):
+                from layoutmap.adapters.jax import nnx
+
+                nnx.trace_outputs(model, tracer)
+            output = called(model, self._state.forward, inputs)
+            after = dict(
+                zip((s.key for s in self._specs), (x.value for x in arrays_of(model).leaves), strict=True)
+            )
+            return self._loss_value(output, targets), [after[key] for key in frozen]
+
+        weights = {path: values[key] for key in self._trained for path in (key[1],)}
+        (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
+        after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
+        if self.optimizer is None:
+            return after | {("", f"gradient {path}"): each for path, each in gradients.items()}
+        with tracer.updating():
+            state = jax.tree.unflatten(self._state_tree, [values[slot.key] for slot in self.slots])
+            updates, state = self.optimizer.update(gradients, state, weights)
+            new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
+        after |= {key: new[key[1]] for key in self._trained}
+        return after | dict(zip((slot.key for slot in self.slots), jax.tree.leaves(state), strict=True))
+
+    def _loss_value(self, output: Any, targets: Any) -> Any:
+        if self._loss is not None:
+            return self._loss(output)
+        if self._state.loss is not None:
+            return self._state.loss(output, targets)
+        leaves = [x for x in jax.tree.leaves(output) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return functools.reduce(jnp.add, [jnp.mean(jnp.square(x.astype("float32"))) for x in leaves])
