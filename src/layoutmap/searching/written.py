@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from layoutmap.core.paths import path_regex
-from layoutmap.search.options import Specs
+from layoutmap.searching.options import Specs
 
 _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"\\d\+|\\.|[^_\\]+|_")

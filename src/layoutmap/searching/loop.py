@@ -10,9 +10,9 @@ from typing import Any
 from layoutmap.core.errors import LayoutMapError, PlanError
 from layoutmap.core.text_table import size
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.search.descent import Point, Score, Spent, minimum
-from layoutmap.search.experts import Expert
-from layoutmap.search.space import Model, Space
+from layoutmap.searching.descent import Point, Score, Spent, minimum
+from layoutmap.searching.experts import Expert
+from layoutmap.searching.space import Model, Space
 
 MARGIN = 1.2
 """What is counted is taken times this before it is held against the limit: XLA needs up to that much more."""

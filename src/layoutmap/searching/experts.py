@@ -11,9 +11,9 @@ from layoutmap.plan.lint.weights import is_named_as_taking_heads
 from layoutmap.plan.planner import make_table
 from layoutmap.rules import presets
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.search.groups import Group, kernels_of_biases
-from layoutmap.search.options import REPLICATED, Grid, Option, Specs, specs_in, specs_of
-from layoutmap.search.space import Blocks, Layouts, Model, layouts_in
+from layoutmap.searching.groups import Group, kernels_of_biases
+from layoutmap.searching.options import REPLICATED, Grid, Option, Specs, specs_in, specs_of
+from layoutmap.searching.space import Blocks, Layouts, Model, layouts_in
 
 
 @dataclass(frozen=True)

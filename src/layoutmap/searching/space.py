@@ -10,9 +10,9 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.paths import path_regex, path_shape
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.search.descent import Point
-from layoutmap.search.groups import Group, groups_of, kernels_of_biases, searched
-from layoutmap.search.options import (
+from layoutmap.searching.descent import Point
+from layoutmap.searching.groups import Group, groups_of, kernels_of_biases, searched
+from layoutmap.searching.options import (
     Grid,
     Specs,
     activation_options,
@@ -21,7 +21,7 @@ from layoutmap.search.options import (
     specs_in,
     specs_of,
 )
-from layoutmap.search.written import rules_for
+from layoutmap.searching.written import rules_for
 
 Layouts = Mapping[Group, Specs]
 

@@ -12,7 +12,7 @@ from layoutmap.core.errors import MeshError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import ShardingSpec
-from layoutmap.search.groups import Group
+from layoutmap.searching.groups import Group
 
 Specs = tuple[ShardingSpec | None, ...]
 
