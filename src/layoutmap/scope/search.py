@@ -301,7 +301,7 @@ class _Evaluation:
     def __call__(self, layout_map: RuleSet) -> Figures:
         cost = self.plan(layout_map).cost
         assert cost is not None
-        return Figures(cost.step_seconds, cost.step.peak_bytes)
+        return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
 
 class _Progress:

@@ -16,7 +16,7 @@ VERSION = 1
 
 
 class KeptFigures:
-    """A file of figures: `{"version": 1, "figures": {fingerprint: {map: [seconds, peak_bytes]}}}`.
+    """A file of figures: `{"version": 1, "figures": {fingerprint: {map: [seconds, peak_bytes, serial_seconds]}}}`.
 
     Args:
         path: The file; it need not exist.
@@ -54,9 +54,9 @@ class KeptFigures:
             known = self._mine.get(key)
             if known is None:
                 found = evaluate(layout_map)
-                self._mine[key] = [found.seconds, found.peak_bytes]
+                self._mine[key] = [found.seconds, found.peak_bytes, found.serial_seconds]
                 return found
-            return Figures(float(known[0]), int(known[1]))
+            return Figures(float(known[0]), int(known[1]), float(known[2]))
 
         return evaluate_once
 

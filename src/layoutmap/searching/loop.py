@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from layoutmap.core.errors import LayoutMapError, PlanError
 from layoutmap.core.text_table import size
@@ -29,12 +28,12 @@ class Figures:
     Args:
         seconds: How long it takes.
         peak_bytes: What a device holds at most.
-        cost: What they are taken from.
+        serial_seconds: How long it takes if nothing overlaps, which decides between maps that take as long.
     """
 
     seconds: float
     peak_bytes: int
-    cost: Any = None
+    serial_seconds: float = 0.0
 
 
 Evaluate = Callable[[RuleSet], Figures]
@@ -65,8 +64,11 @@ class Tried:
 
     @property
     def score(self) -> Score:
-        """What is less is better: first what a device lacks, then the time, in steps of which nobody could tell two."""
-        return (self.missing_bytes, float(f"{self.figures.seconds:.3e}") if self.figures else math.inf)
+        """What is less is better: what a device lacks, then the time with overlap, then without, to four digits."""
+        if self.figures is None:
+            return (math.inf, math.inf, math.inf)
+        times = (float(f"{seconds:.3e}") for seconds in (self.figures.seconds, self.figures.serial_seconds))
+        return (self.missing_bytes, *times)
 
 
 @dataclass(frozen=True)
