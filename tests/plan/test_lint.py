@@ -298,6 +298,10 @@ KERNEL, BIG = "blocks.0.up.kernel", 2**28
         (Collective("all_gather", ("model",), 2, BIG, KERNEL), {"gathered weight", "dim that only costs"}),
         (Collective("all_gather", ("data",), 2, BIG, KERNEL), set()),  # the batch is sharded over it
         (Collective("all_gather", ("model",), 2, 2**10, KERNEL), {"dim that only costs"}),  # too little
+        (
+            Collective("all_gather", ("model",), 2, BIG, "blocks.*.up.kernel"),
+            {"gathered weight", "dim that only costs"},
+        ),
         (Collective("all_reduce", ("data",), 2, BIG, "blocks.0.up"), {"summed activation"}),
         (Collective("all_reduce", ("data",), 1, BIG, KERNEL), set()),  # its gradient
         (Collective("all_reduce", ("data",), 1, 4), set()),  # the loss

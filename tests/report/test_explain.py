@@ -1,6 +1,7 @@
 """`plan.explain`: the whole text for each reason that a variable can have to be where it is."""
 
 import textwrap
+from dataclasses import replace
 
 import costs
 import pytest
@@ -119,3 +120,8 @@ def test_what_a_layout_costs_in_a_step_is_said():
         if "step" in line[:12] or "its layer" in line
     )
     assert "in a step   nothing travels because of it" in plan.explain("tokens.embeddings")
+    starred = [replace(c, cause=c.cause.replace("0", "*")) for c in costs.collectives(1)]
+    assert (
+        "its layer   all-reduce of 256.0 MiB over model, 4 times for all of blocks.*.up (forward): sends 1.8 GiB in"
+        in costs.plan(None, starred).explain("blocks.1.up.kernel")
+    )

@@ -8,6 +8,7 @@ import subprocess
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
+import costs
 import numpy as np
 import pytest
 from cases import examples
@@ -657,3 +658,35 @@ def test_the_page_of_a_checkpoint(browser, show, tmp_path):
     assert "up.bias: its values are not those that were saved" in text(browser, "#problems")
     find(browser, "#problems button").click()
     assert "up.bias" == chosen(browser)
+
+
+def test_a_step_is_shown_as_its_parts_and_what_travels(browser, show):
+    """A bar whose parts add up, a row for each kind of collective, which leads to the weight that causes it."""
+    plan = costs.plan()
+    show(plan)
+
+    widths = browser.execute_script(
+        "return [...document.querySelectorAll('#cost .bar .use')].map((part) => parseFloat(part.style.width))"
+    )
+    assert len(plan.cost.waits) == len(widths)
+    assert 100 == pytest.approx(sum(widths), abs=0.01)
+    cells = browser.execute_script(
+        "return [...document.querySelectorAll('#cost tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
+    )
+    overlapping = [
+        (*r.cells[:6], f"{r.cells[6]} (overlaps)" * r.overlaps or r.cells[6], *r.cells[7:])
+        for r in plan.cost.rows
+    ]
+    assert [list(row) for row in overlapping] == cells
+    assert "30.0 GiB of 79.1 GiB are taken at the peak of a step" in text(browser, "#verdict")
+    find(browser, "#cost tbody .link").click()
+    assert "blocks.0.up.kernel" == chosen(browser)
+    assert "all-gather of 14.0 MiB over data, 2 times" in text(browser, "#details")
+
+
+def test_a_plan_without_a_cost_shows_no_step(browser, show):
+    """Activations are then not counted, and the page says so."""
+    show(PLAN)
+
+    assert not find(browser, "#cost-panel").is_displayed()
+    assert "activations, which are not counted here" in text(browser, "#verdict")

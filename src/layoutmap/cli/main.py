@@ -43,12 +43,14 @@ from layoutmap.engines import ENGINES
 from layoutmap.rules.yaml_file import schema
 from layoutmap.scope.devices import devices
 
-_EXAMPLES = """examples:
+_EXAMPLES = r"""examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
   layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
   layoutmap plan my_models:make_llama --rules rules.yaml --optimizer adamw --device-memory 80GiB
   layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json --html plan.html
   layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch --dtype bfloat16 --optimizer adamw
+  layoutmap plan keras_hub:llama3_8b --mesh data=8,model=8 --fsdp-dim data --dtype bfloat16 --optimizer adamw \
+      --inputs "token_ids=int32[64,4096]" "padding_mask=int32[64,4096]" --on h100:64     what a step costs there
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
@@ -152,10 +154,10 @@ def _parser() -> argparse.ArgumentParser:
         "--device-memory",
         metavar="SIZE",
         type=size_in_bytes,
-        help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more',
+        help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more, or '
+        "with --on the peak of a step; default with --on: that of the machine",
     )
     plan.add_argument("--strict", action="store_true", help="count warnings as problems")
-    _add_batch_dim(plan)
     add_model_options(plan)
     explain = command(
         "explain", _explain, "Explain why a variable has its layout, and what to type to change it.", "model"
@@ -165,7 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     lint = command(
         "lint", _lint, "Report layouts that are valid but probably not intended, with the evidence.", "model"
     )
-    _add_batch_dim(lint)
     add_model_options(lint)
     diff = command(
         "diff",
@@ -200,15 +201,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_batch_dim(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--batch-dim",
-        metavar="DIM",
-        help="the mesh dim over which the batch is sharded, for lint; default: that of the rules for activations, or "
-        "one with a usual name",
-    )
-
-
 # -- commands
 
 
@@ -222,9 +214,14 @@ def _plan(options: Any) -> int:
     say(f"{made}\n\n{memory}", out)
     if findings:
         say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out)
-    fits = options.device_memory is None or memory.total <= options.device_memory
+    cost, there = made.cost, options.device_memory
+    if cost is not None:
+        say(f"\n{cost}", out)
+        there = there or cost.machine.device.memory_bytes
+    needed = cost.step.peak_bytes if cost else memory.total
     if options.device_memory is not None:
-        say(f"\n{_fit(memory.total, options.device_memory)}", out)
+        say(f"\n{_fit(needed, there, cost is not None)}", out)
+    fits = there is None or needed <= there
     return PROBLEMS if made.errors or (options.strict and made.warnings) or not fits else WELL
 
 
@@ -299,10 +296,13 @@ def _schema(options: Any) -> int:
 # -- what they need
 
 
-def _fit(needed: int, there: int) -> str:
+def _fit(needed: int, there: int, at_the_peak: bool) -> str:
+    sizes = f"{size(needed)} of {size(there)} on each device"
+    if at_the_peak:
+        return f"{'fits' if needed <= there else 'does not fit'}: {sizes}, at the peak of a step"
     if needed > there:
-        return f"does not fit: {size(needed)} of {size(there)} on each device, before activations"
-    return f"fits: {size(needed)} of {size(there)} on each device, and {size(there - needed)} are left for activations"
+        return f"does not fit: {sizes}, before activations"
+    return f"fits: {sizes}, and {size(there - needed)} are left for activations"
 
 
 if __name__ == "__main__":

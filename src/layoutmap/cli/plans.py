@@ -24,7 +24,7 @@ from layoutmap.scope.scope import plan as make_plan
 
 _OF_MODELS = (
     *("rules", "preset", "model_dim", "fsdp_dim", "dtype", "mesh", "inputs", "optimizer"),
-    *("backend", "library"),
+    *("backend", "library", "on"),
 )
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -55,6 +55,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--optimizer", metavar="NAME", help="a Keras optimizer whose slots are planned as well, as in adamw"
+    )
+    parser.add_argument(
+        "--on",
+        metavar="MACHINE",
+        help='the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the plan what a training step sends, '
+        "holds and takes there; needs --inputs",
+    )
+    parser.add_argument(
+        "--batch-dim",
+        metavar="DIM",
+        help="the mesh dim over which the batch is sharded, for lint and --on; default: that of the rules for "
+        "activations, or one with a usual name",
     )
     parser.add_argument(
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
@@ -118,6 +130,8 @@ def _plan_of_model(name: str, options: Any) -> Plan:
             layout_map,
             inputs=inputs,
             library=options.library or ("keras" if known else _imported_library()),
+            on=options.on,
+            batch_dim=options.batch_dim if options.on else None,
         )
 
 

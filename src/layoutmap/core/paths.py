@@ -22,6 +22,16 @@ def path_shape(path: str) -> tuple[str, ...]:
     return tuple(_NUMBER.split(path))
 
 
+def starred(path: str) -> str:
+    """A path with a star for each number; equal for the paths of one group.
+
+    Example:
+        >>> starred("blocks.12.mlp.kernel")
+        'blocks.*.mlp.kernel'
+    """
+    return _NUMBER.sub("*", path)
+
+
 def merge_paths(paths: Sequence[str]) -> str:
     """One text for the paths of one group.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.paths import merge_paths, path_shape, starred
 from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.cost.machine import Group, Machine
 from layoutmap.cost.table import Collective, StepCost
@@ -73,6 +73,7 @@ class CollectiveRow:
         """It in a sentence, without its cause."""
         kind, times, over, network, tensor, sent, seconds, _, phase = self.cells
         often = "once" if times == "1" else f"{times} times"
+        often += f" for all of {self.cause}" if "*" in self.cause else ""
         where = f" ({phase})" if phase else ""
         return f"{kind} of {tensor} over {over}, {often}{where}: sends {sent} in {seconds} on {network}"
 
@@ -84,17 +85,20 @@ class Cost:
     Args:
         step: What each device sends, computes and holds.
         machine: What it does that on.
-        weights: Paths of the variables: what is exchanged because of one is a weight or a gradient, and all else are
-            activations.
+        weights: Paths of the variables, with stars for numbers: what is exchanged because of one is a weight or a
+            gradient, and all else are activations.
+        batch_dim: The mesh dim over which batches are sharded; `None`: they are replicated.
 
     Attributes:
         step: See above.
         machine: See above.
+        batch_dim: See above.
     """
 
     step: StepCost
     machine: Machine
     weights: frozenset[str] = field(default=frozenset(), compare=False)
+    batch_dim: str | None = None
 
     # -- seconds
 
@@ -121,7 +125,7 @@ class Cost:
     def overlaps(self, collective: Collective) -> bool:
         """Whether a collective overlaps with computing: that of a weight or of its gradient."""
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
-        return collective.kind in kinds and collective.cause in self.weights
+        return collective.kind in kinds and starred(collective.cause) in self.weights
 
     @property
     def weights_seconds(self) -> float:
@@ -225,8 +229,9 @@ class Cost:
             found.setdefault(c.cause, []).append(c)
         return found
 
-    def rows_of(self, causes: Iterable[str]) -> list[str]:
-        """What some variable or layer causes, a text for each row."""
+    def rows_of(self, paths: Iterable[str]) -> list[str]:
+        """What some variables or layers cause, a text for each row."""
+        causes = dict.fromkeys(cause for path in paths for cause in (path, starred(path)))
         return [
             row.text for row in self._merged(c for cause in causes for c in self._by_cause.get(cause, ()))
         ]
@@ -253,13 +258,25 @@ class Cost:
         )
         return (OVERLAP, PEAK, *found, *self.step.notes)
 
+    @property
+    def counts(self) -> tuple[str, str]:
+        """What each device computes, sends, moves and holds, in two sentences."""
+        step = self.step
+        flops = ", ".join(f"{count_text(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
+        sent, moved = size(step.sent_bytes), size(step.traffic_bytes)
+        given, beside = size(step.argument_bytes), size(self.activation_bytes)
+        return (
+            f"each device computes {flops or 'nothing'}, sends {sent}, and reads and writes {moved}",
+            f"it holds {given} of weights, state, slots and batch, and at the peak {beside} beside them",
+        )
+
     def _parts(self) -> Iterator[tuple[str, str, str]]:
         total = self.step_seconds
         for wait in self.waits:
             yield wait.what, duration(wait.seconds), f"{100 * wait.seconds / total:.0f} %"
 
     def __str__(self) -> str:
-        step, device = self.step, self.machine.device
+        device = self.machine.device
         lines = [
             f"Cost: {self.line}",
             f"{device.about}; no overlap at all: {duration(self.serial_seconds)}",
@@ -272,14 +289,10 @@ class Cost:
             rest = self.rows[_MOST_ROWS:]
             seconds, sent = sum(row.seconds for row in rest), sum(row.sent_bytes for row in rest)
             lines.append(f"... and {len(rest)} more, which take {duration(seconds)} and send {size(sent)}")
-        flops = ", ".join(f"{count_text(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
         mesh = ", ".join(f"{name} over {network}" for name, network in self.networks.items())
-        sent, moved = size(step.sent_bytes), size(step.traffic_bytes)
-        given, beside = size(step.argument_bytes), size(self.activation_bytes)
         lines += [
             "",
-            f"each device computes {flops or 'nothing'}, sends {sent}, and reads and writes {moved}",
-            f"it holds {given} of weights, state, slots and batch, and at the peak {beside} beside them",
+            *self.counts,
             *([f"devices in the order of the mesh: {mesh}"] if mesh else []),
             *(f"assumed: {each}" for each in self.assumptions),
         ]

@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from typing import Any
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.protocol import Engine
 
-__all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine"]
+__all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine", "step_counter"]
 
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
 """Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
+
+_STEP_COUNTERS = {"jax": "layoutmap.engines.jax.cost.lowered"}
 
 
 def get_engine(name: str) -> Engine:
@@ -65,3 +68,19 @@ def engine_of_array(array: object) -> Engine:
         why=f"the engines are {', '.join(map(repr, ENGINES))}",
         fix="pass an array of one of these frameworks",
     )
+
+
+def step_counter(name: str) -> Any:
+    """Return what counts the training steps of a framework: called with a `TrainingStep`, it has a method `count`.
+
+    Raises:
+        EngineError: Steps of that framework cannot be counted.
+    """
+    if name not in _STEP_COUNTERS:
+        raise EngineError(
+            f"the cost of a step cannot be counted on {name}",
+            facts={"counted on": ", ".join(_STEP_COUNTERS)},
+            why=f"what {name} sends between devices is decided by a compiler that needs the devices",
+            fix="plan the same rules with the model on JAX: the layouts are the same (KERAS_BACKEND=jax)",
+        )
+    return importlib.import_module(_STEP_COUNTERS[name]).LoweredStep

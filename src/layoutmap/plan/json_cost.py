@@ -31,6 +31,7 @@ from layoutmap.plan.json_fields import (
     an_object,
     list_of,
     one_of,
+    or_null,
     refused,
 )
 
@@ -44,6 +45,8 @@ def cost_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
     """What is written of a cost: the collectives, and all else."""
     step, machine = cost.step, cost.machine
     written: dict[str, Any] = {"flops": dict(step.flops), **{name: getattr(step, name) for name in _COUNTS}}
+    if cost.batch_dim is not None:
+        written["batch_dim"] = cost.batch_dim
     if step.notes:
         written["notes"] = step.notes
     device = {f.name: getattr(machine.device, f.name) for f in dataclasses.fields(Device)}
@@ -56,24 +59,31 @@ def _collective(c: Collective) -> list[Any]:
     return [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase]
 
 
-def read_cost(top: Fields, mesh: Mesh) -> tuple[StepCost, Machine]:
-    """Read what a plan's file says of a step and of the machine."""
+def read_cost(top: Fields, mesh: Mesh) -> tuple[StepCost, Machine, str | None]:
+    """Read what a plan's file says of a step, of the machine, and of the dim that shards batches."""
     collectives = top("collectives", list_of(lambda each, place: _read_collective(each, place, mesh)))
     fields = top("cost", Fields)
     flops = fields("flops", _numbers(a_number))
     traffic, arguments, peak = (fields(name, a_number) for name in _COUNTS)
     step = StepCost(mesh, collectives, flops, traffic, arguments, peak, fields("notes", _texts, ()))
     machine = fields("machine", _read_machine)
+    batch_dim = fields("batch_dim", or_null(a_text), None)
+    if batch_dim is not None:
+        _check_dim(batch_dim, "cost.batch_dim", mesh)
     fields.check()
-    return step, machine
+    return step, machine, batch_dim
 
 
 def _read_collective(item: Any, place: str, mesh: Mesh) -> Collective:
     row = a_row(_kind, _texts, a_number, a_number, a_text, _phase, least=6)(item, place)
     for dim in row[1]:
-        if dim not in mesh:
-            raise refused(f"{place}: {dim!r} is no mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
+        _check_dim(dim, place, mesh)
     return Collective(*row)
+
+
+def _check_dim(dim: str, place: str, mesh: Mesh) -> None:
+    if dim not in mesh:
+        raise refused(f"{place}: {dim!r} is no mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
 
 
 def _read_machine(item: Any, place: str) -> Machine:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from layoutmap.core.errors import PlanError, listed
 from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh, MeshDimension
+from layoutmap.core.paths import starred
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Machine
@@ -133,10 +134,10 @@ class PlanTable(Mapping[str, Assignment]):
         """The same plan with more problems."""
         return replace(self, problems=in_order([*self.problems, *problems]))
 
-    def with_cost(self, step: StepCost, machine: Machine) -> Self:
+    def with_cost(self, step: StepCost, machine: Machine, batch_dim: str | None = None) -> Self:
         """The same plan with what a training step costs on a machine."""
-        paths = frozenset(path for a in self.assignments for path in (a.variable.path, *a.variable.aliases))
-        return replace(self, cost=Cost(step, machine, paths))
+        paths = {starred(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)}
+        return replace(self, cost=Cost(step, machine, frozenset(paths), batch_dim))
 
     def check(self, *, strict: bool = False) -> Self:
         """Raise once, with every error; give the plan back if there is none.

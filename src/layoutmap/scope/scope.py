@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
 from layoutmap.core.errors import EngineError, ScopeError, listed
+from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
 from layoutmap.scope.context import SavedValues, Scope
+from layoutmap.scope.costing import asked_cost, with_cost
 from layoutmap.scope.plan import Plan, make_plan
 
 _GATHER = ("fully_shard", "own")
@@ -168,6 +170,10 @@ def plan(
     inputs: Any = None,
     strict: bool = False,
     library: str | None = None,
+    optimizer: Any = None,
+    on: str | Machine | None = None,
+    batch_dim: str | None = None,
+    loss: Callable[..., Any] | None = None,
 ) -> Plan:
     """Say where every variable of a model would go: the dry run of `build`, stopped before anything is made.
 
@@ -181,6 +187,14 @@ def plan(
         inputs: See `build`. Without it, what a model would make at its first call is not known, and the plan says so.
         strict: Whether to raise for what would be an error of a strict scope.
         library: See `scope`.
+        optimizer: What updates the weights, so that its slots are planned: for Keras the name of one, as in `"adamw"`,
+            or a function that makes one. `None`: that of the model.
+        on: The machine, as in `"h100:64"` (see `layoutmap.cost.machines`): `plan.cost` is what a training step sends,
+            computes and holds, and how long it takes there. `None`: that is not worked out.
+        batch_dim: The mesh dim over which batches are sharded, for `on`; `None`: that over which rules shard the first
+            axis of activations, or else one that is called batch, data, dp or fsdp.
+        loss: Called with what the model returns, returns a number, for `on`; `None`: the loss of the model, or else
+            the mean of its squared outputs.
 
     Returns:
         The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.
@@ -188,6 +202,7 @@ def plan(
     Raises:
         PlanError: `strict`, and there are problems.
         ScopeError: The layout map has no mesh, or the function returned no model.
+        LayoutMapError: There is no such machine, or it has another number of devices than the mesh.
 
     Example:
         >>> import keras, layoutmap as lm
@@ -198,8 +213,10 @@ def plan(
     check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
     dry = Scope(layout_map, adapter, None)
+    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, adapter.engine_name)
     with adapter.undisturbed():
-        model = make_in(dry, make_model, inputs)
+        make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
+        model = make_in(dry, make, inputs)
     unbuilt = dry.session.unbuilt()
     found = dry.plan
     final = make_plan(
@@ -222,7 +239,12 @@ def plan(
                 fix="pass inputs=: an example batch, or keras.Input(...); what the model never calls needs nothing",
             )
         )
-    return final.check(strict=True) if strict else final
+    if strict:
+        final.check(strict=True)
+    if asked is not None and not final.errors:
+        with adapter.undisturbed():
+            final = with_cost(final, dry, model, inputs, optimizer, asked)
+    return final
 
 
 def apply(

@@ -89,12 +89,12 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
             why="batch_dim is the dim over which batches are sharded",
             fix=f"use one of {', '.join(map(repr, plan.mesh.dim_names))}",
         )
-    linted = Linted(plan, batch_dim or _batch_dim(plan))
+    linted = Linted(plan, batch_dim or (plan.cost and plan.cost.batch_dim) or usual_batch_dim(plan))
     found = [problem for check in (*checks.CHECKS, *steps.CHECKS) for problem in check(linted)]
     return Findings(tuple(found), linted.batch_dim)
 
 
-def _batch_dim(plan: PlanTable) -> str | None:
+def usual_batch_dim(plan: PlanTable) -> str | None:
     """The dim that the batch is sharded over, as far as it can be known: by rules for activations, or by its name."""
     votes = Counter(
         dim

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 
-from layoutmap.core.paths import path_shape
+from layoutmap.core.paths import starred
 from layoutmap.core.text_table import size
 from layoutmap.core.variables import Kind
 from layoutmap.cost.cost import Cost, duration
@@ -31,13 +30,14 @@ def _traffic(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str]
 def _causes(cost: Cost, found: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
     """The collectives by their cause, where repeated blocks send enough of them."""
     least = _LEAST_SHARE * cost.step.sent_bytes
-    shapes: dict[tuple[str, ...], int] = {}
+    sent: dict[str, int] = {}
+    by_cause: dict[str, list[Collective]] = {}
     for c in found:
-        shape = path_shape(c.cause)
-        shapes[shape] = shapes.get(shape, 0) + c.sent_bytes(cost.step.mesh)
-    for cause, group in groupby(sorted(found, key=lambda c: c.cause), key=lambda c: c.cause):
-        of_cause = list(group)
-        if cause and shapes[path_shape(cause)] >= least:
+        group = starred(c.cause)
+        sent[group] = sent.get(group, 0) + c.sent_bytes(cost.step.mesh)
+        by_cause.setdefault(c.cause, []).append(c)
+    for cause, of_cause in by_cause.items():
+        if cause and sent[starred(cause)] >= least:
             yield cause, of_cause
 
 
@@ -51,19 +51,26 @@ def gathered_weights(linted: Linted) -> Iterator[Problem]:
         for c in cost.step.collectives
         if c.kind == "all_gather" and cost.overlaps(c) and batch not in c.dims
     ]
-    for path, of_weight in _causes(cost, found):
+    for cause, of_weight in _causes(cost, found):
         over = " and ".join(dict.fromkeys(dim for c in of_weight for dim in c.dims))
-        a = linted.plan[path]
-        yield Problem(
-            "gathered weight",
-            "warning",
-            path,
-            f"{path}: it is gathered over {over} in each step",
-            (("layout", f"{a.layout}{rule_of(a)}"), *_traffic(cost, of_weight)),
-            f"the batch is not sharded over {over}, so its devices compute the same with the gathered weight",
-            "lay out what its layer and the one before it output, so that each device computes with its part: "
-            f'layout_map.activations[r"..."] = ({batch!r}, ..., {over!r})',
-        )
+        for path in _paths_of(linted, cause):
+            a = linted.plan[path]
+            yield Problem(
+                "gathered weight",
+                "warning",
+                path,
+                f"{path}: it is gathered over {over} in each step",
+                (("layout", f"{a.layout}{rule_of(a)}"), *_traffic(cost, of_weight)),
+                f"the batch is not sharded over {over}, so its devices compute the same with the gathered weight",
+                "lay out what its layer and the one before it output, so that each device computes with its part: "
+                f'layout_map.activations[r"..."] = ({batch!r}, ..., {over!r})',
+            )
+
+
+def _paths_of(linted: Linted, cause: str) -> list[str]:
+    """The variables that a cause stands for, which may have stars for numbers."""
+    plan = linted.plan
+    return [cause] if cause in plan else [path for path in plan if starred(path) == cause]
 
 
 def summed_activations(linted: Linted) -> Iterator[Problem]:
@@ -98,14 +105,14 @@ def costly_dims(linted: Linted) -> Iterator[Problem]:
         over = [c for c in cost.step.collectives if dim.name in c.dims]
         if dim.size == 1 or dim.name == linted.batch_dim or not over:
             continue
-        gathered = {c.cause for c in over if c.kind == "all_gather"}
+        gathered = {starred(c.cause) for c in over if c.kind == "all_gather"}
         sharded = [
             a.variable.path
             for a in plan.assignments
             if a.variable.kind is Kind.WEIGHT
             and any(dim.name in a.layout.mesh_dims_of(axis) for axis in range(a.layout.rank))
         ]
-        if any(path not in gathered for path in sharded):
+        if any(starred(path) not in gathered for path in sharded):
             continue
         saves = (
             "each weight that is sharded over it is gathered" if sharded else "no weight is sharded over it"

@@ -11,10 +11,13 @@ from typing import Any
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
+from layoutmap.core.paths import starred
 from layoutmap.core.variables import Assignment, Kind
+from layoutmap.cost.cost import COLUMNS, Cost, duration
 from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.problems import Problem, in_order, merge_problems
 from layoutmap.plan.table import PlanTable
+from layoutmap.report.explain import in_a_step
 from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import activation_cells
 
@@ -72,7 +75,37 @@ class _PageData:
             "lists": list(self.lists),
             "texts": list(self.texts),
             "layouts": list(self.layouts),
+            "cost": plan.cost and self._cost(plan.cost, memory),
         }
+
+    def _cost(self, cost: Cost, memory: Memory) -> dict[str, Any]:
+        step, device = cost.step, cost.machine.device
+        held = memory.total - memory.gradients
+        return {
+            "line": cost.line,
+            "machine": str(cost.machine),
+            "about": device.about,
+            "memory": device.memory_bytes,
+            # Gradients live for a part of the step, and are among what is held at the peak beside these.
+            "peak": step.peak_bytes,
+            "beside": max(0, step.peak_bytes - held),
+            "parts": [[wait.what, wait.seconds, duration(wait.seconds), wait.kind] for wait in cost.waits],
+            "step": duration(cost.step_seconds),
+            "serial": duration(cost.serial_seconds),
+            "columns": COLUMNS,
+            "rows": [[*row.cells, row.overlaps, self._first_of(row.first.cause)] for row in cost.rows],
+            "networks": list(cost.networks.items()),
+            "counts": cost.counts,
+            "assumptions": cost.assumptions,
+        }
+
+    def _first_of(self, cause: str) -> int | None:
+        """The first variable that a cause stands for, which may have stars for numbers; `None`: it is a layer."""
+        if "*" in cause:
+            return next(
+                (numbers[0] for path, numbers in self.by_path.items() if starred(path) == cause), None
+            )
+        return next(iter(self.by_path.get(cause, ())), None)
 
     def _variable(self, a: Assignment, row: int) -> list[Any]:
         v, match = a.variable, a.match
@@ -83,6 +116,7 @@ class _PageData:
             "model": v.model,
             "aliases": v.aliases,
             "parent": v.parent and self._parent(a),
+            "step": tuple(self.texts.number(": ".join(row)) for row in in_a_step(self.plan, a)),
             "global_init": a.global_init and self.texts.number(a.global_init),
             **(self._match(match, a) if match else {}),
         }

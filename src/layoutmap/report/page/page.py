@@ -32,7 +32,7 @@ _SCRIPTS = (
         "slices_view",
         "details_view",
     ),
-    *("memory_view", "checkpoint_view", "treemap_view", "table_view", "problems_view", "page"),
+    *("memory_view", "cost_view", "checkpoint_view", "treemap_view", "table_view", "problems_view", "page"),
 )
 
 

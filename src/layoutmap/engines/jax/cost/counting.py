@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ def count_block(block: Block, names: Sequence[str], donated: Mapping[int, int]) 
     def look(inner: Block, times: int) -> None:
         for op in inner.ops:
             if op.flops:
-                flops[op.operands[0].dtype] += op.flops * times
+                flops[_type_name(op.operands[0].dtype)] += op.flops * times
             if op.name in COLLECTIVE_NAMES and op.dims:
                 kind: Any = op.name
                 size = max(value.num_bytes for value in (*op.operands, *op.results))
@@ -101,3 +102,13 @@ def count_block(block: Block, names: Sequence[str], donated: Mapping[int, int]) 
 
 def _phase(op: Op) -> Phase:
     return "optimizer" if op.is_update else "backward" if op.is_backward else "forward"
+
+
+def _type_name(name: str) -> str:
+    """What numpy calls an element type of MLIR: `float32` for `f32`."""
+    known = {"bf16": "bfloat16", "complex<f32>": "complex64", "complex<f64>": "complex128"}
+    bits = re.fullmatch(r"(u?i|f)(\d+)(.*)", name)
+    if name in known or bits is None:
+        return known.get(name, name)
+    kind = {"i": "int", "ui": "uint", "f": "float"}[bits[1]]
+    return f"{kind}{bits[2]}" + (f"_{bits[3].lower()}" if bits[3] else "")

@@ -22,6 +22,7 @@ function detailsView(name, holder) {
     if (!data.checkpoint) found.push(row("because", ...reasonOf(v))); // it says where variables were, and not why
     for (const rule of v.others) found.push(row("also matches", ...ruleNode(rule), `: would give ${rule.layout.text}`));
     for (const pattern of v.near) found.push(row("near miss", make("code", {}, pattern)));
+    for (const text of v.inAStep) found.push(row(...text.split(/: (.*)/s).slice(0, 2)));
     if (v.parent) found.push(row("parent", typeof v.parent === "string" ? pathNode(v.parent) : link(v.parent)));
     for (const alias of v.aliases) found.push(row("also at", pathNode(alias)));
     if (severalModels && v.model) found.push(row("model", v.model));

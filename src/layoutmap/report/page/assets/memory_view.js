@@ -3,8 +3,11 @@
 const PRESETS = [16, 24, 40, 80, 96, 141, 192];
 
 function memoryView(holder) {
-  const uses = Object.keys(data.memory.device);
-  const sum = (parts) => uses.reduce((all, use) => all + parts[use], 0);
+  // What a step holds at its peak, where that was counted: gradients are among what it holds beside weights and slots.
+  const { cost } = data;
+  const peak = cost && { ...data.memory.device, gradients: 0, activations: cost.beside };
+  const uses = [...Object.keys(data.memory.device), "activations"];
+  const sum = (parts) => uses.reduce((all, use) => all + (parts[use] ?? 0), 0);
   const [device, model] = [sum(data.memory.device), sum(data.memory.model)];
 
   function bar(parts, scale, words) {
@@ -23,7 +26,7 @@ function memoryView(holder) {
 
   const unfit = variables.filter((v) => !v.fits).length;
   const share = model ? `${((100 * device) / model).toPrecision(2).replace(/\.0$/, "")} % of the whole model` : "nothing";
-  const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: "80" });
+  const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: cost ? `${Math.round((10 * cost.memory) / 2 ** 30) / 10}` : "80" });
   const presets = PRESETS.map((gib) => make("button", { type: "button", class: "chip", onclick: () => {
     budget.value = gib;
     tell();
@@ -40,18 +43,21 @@ function memoryView(holder) {
       return;
     }
     const has = gib * 2 ** 30;
-    const fits = device <= has;
-    const scale = Math.max(has, device);
+    const needed = cost ? cost.peak : device;
+    const fits = needed <= has;
+    const scale = Math.max(has, needed);
     const limit = make("span", { class: "limit" });
     limit.style.left = `${(100 * has) / scale}%`;
-    const left = bar(data.memory.device, scale, `${sizeText(device)} of ${gib} GiB`);
+    const left = bar(peak ?? data.memory.device, scale, `${sizeText(needed)} of ${gib} GiB`);
     left.append(limit);
     fitting.replaceChildren(left);
     verdict.replaceChildren(
       make("strong", { class: fits ? "well" : "bad" }, fits ? "It fits. " : "It does not fit. "),
-      fits
-        ? `${sizeText(device)} of ${gib} GiB are taken, and ${sizeText(has - device)} are left for activations, which are not counted here.`
-        : `${sizeText(device)} are needed, ${sizeText(device - has)} more than ${gib} GiB, before any activations, which are not counted here.`);
+      cost
+        ? `${sizeText(needed)} of ${gib} GiB are taken at the peak of a step: ${sizeText(needed - cost.beside)} of weights, slots and state, and ${sizeText(cost.beside)} of activations, gradients, the batch and what is gathered.`
+        : fits
+          ? `${sizeText(device)} of ${gib} GiB are taken, and ${sizeText(has - device)} are left for activations, which are not counted here.`
+          : `${sizeText(device)} are needed, ${sizeText(device - has)} more than ${gib} GiB, before any activations, which are not counted here.`);
   }
   budget.addEventListener("input", tell);
 

@@ -35,6 +35,7 @@ const variables = data.variables.map(([path, form, kind, row, rule, more = {}], 
     near: data.lists[more.near] ?? [],
     globalInit: data.texts[more.global_init] ?? "",
     notAsked: rule === NOT_ASKED,
+    inAStep: (more.step ?? []).map((text) => data.texts[text]),
     aliases: more.aliases ?? [],
     problems: [],
   };

@@ -10,6 +10,7 @@ byId("totals").append(...[
   [data.checkpoint ? "devices it was saved from" : "devices", countText(mesh.size), ""],
   ["bytes of all variables", sizeText(data.bytes[0]), ""],
   ["of them on each device", sizeText(data.bytes[1]), ""],
+  ...(data.cost ? [["a step on " + data.cost.machine, data.cost.step, ""]] : []),
   data.checkpoint && !data.checkpoint.verified
     ? ["damage", "not verified", "doubt"]
     : [data.checkpoint ? "damage" : "problems", verdicts.join(", ") || "none", numErrors ? "bad" : numWarnings ? "doubt" : "well"],
@@ -75,6 +76,7 @@ const usual = () => [...variables].sort((a, b) => b.fits - a.fits || a.layout.re
 problemsView(byId("problems"), byId("problems-panel"));
 if (data.checkpoint) checkpointView(byId("checkpoint"), byId("checkpoint-panel"));
 else memoryView(byId("memory"));
+if (data.cost) costView(byId("cost"), byId("cost-panel"));
 readAddress();
 const refreshTable = tableView(byId("table"), writeAddress);
 treemapView(byId("treemap"));

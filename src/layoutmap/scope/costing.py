@@ -1,0 +1,86 @@
+"""The cost of a step in a plan: the model that was made for the plan is counted, and timed on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.cost.machine import Machine
+from layoutmap.cost.machines import machine_for
+from layoutmap.engines import step_counter
+from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.scope.context import Scope
+from layoutmap.scope.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of the cost of a step.
+
+    Args:
+        machine: What it runs on.
+        batch_dim: The mesh dim over which batches are sharded; `None`: the usual one.
+        loss: What is derived; `None`: the model's own.
+    """
+
+    machine: Machine
+    batch_dim: str | None
+    loss: Callable[..., Any] | None
+
+
+def asked_cost(
+    on: Any, mesh: Mesh, batch_dim: str | None, loss: Any, inputs: Any, engine: str
+) -> Asked | None:
+    """Check what is asked of the cost of a step, before a model is made; `None`: it is not asked for.
+
+    Raises:
+        LayoutMapError: There is no such machine or dim, it has another number of devices than the mesh, the inputs are
+            missing, the engine counts no steps, or options are for a cost that nobody asks for.
+    """
+    if on is None:
+        for name, value in (("batch_dim", batch_dim), ("loss", loss)):
+            if value is not None:
+                raise ScopeError(
+                    f"plan: {name}={value!r} has no effect without on=",
+                    why="it says what a training step does, and only its cost depends on that",
+                    fix=f"leave {name} out, or say on which machine, as in on='h100:{mesh.size}'",
+                )
+        return None
+    machine = machine_for(on, mesh)
+    if batch_dim is not None and batch_dim not in mesh:
+        raise ScopeError(
+            f"plan: batch_dim {batch_dim!r} is no dim of the mesh",
+            facts={"mesh": str(mesh)},
+            why="the batch is sharded over one of the mesh's dims",
+            fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
+        )
+    if inputs is None:
+        raise ScopeError(
+            f"plan: on={str(on)!r} needs inputs",
+            why="what a step sends and computes depends on the shape of the batch, which nothing says",
+            fix='pass inputs=: anything with shape and dtype; for the command line --inputs "int32[64,4096]"',
+        )
+    step_counter(engine)
+    return Asked(machine, batch_dim, loss)
+
+
+def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
+    """Return a plan with the cost of a step of its model, which was made in a dry run."""
+    batch_dim = asked.batch_dim or usual_batch_dim(plan)
+    layouts = {a.variable.key: a for a in plan.assignments}
+    step = dry.session.step(model, inputs, optimizer, asked.loss)
+    activations = dry.layout_map.activations
+    policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
+    counted = step_counter(dry.adapter.engine_name)(step).count(
+        [layouts[v.key] for v in step.variables], policy
+    )
+    over = (
+        f"sharded over {batch_dim}" if batch_dim else "replicated, since no mesh dim is known to shard them"
+    )
+    return plan.with_cost(
+        replace(counted, notes=(f"batches are {over}", *counted.notes)), asked.machine, batch_dim
+    )
