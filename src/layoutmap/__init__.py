@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from layoutmap.scope.manager import CheckpointManager
     from layoutmap.scope.parity import ParityReport, check_parity
     from layoutmap.scope.saving import save
+    from layoutmap.scope.search import SearchResult, search
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
 
@@ -67,6 +68,7 @@ __all__ = [
     "RuleError",
     "Scope",
     "ScopeError",
+    "SearchResult",
     "__version__",
     "apply",
     "build",
@@ -82,6 +84,7 @@ __all__ = [
     "plan",
     "save",
     "scope",
+    "search",
     "step_cost",
 ]
 
@@ -98,6 +101,8 @@ _LATE = {
     "lower_step": "layoutmap.scope.cost",
     "step_cost": "layoutmap.scope.cost",
     "save": "layoutmap.scope.saving",
+    "SearchResult": "layoutmap.scope.search",
+    "search": "layoutmap.scope.search",
 }
 """Names whose modules load numpy or a framework, which takes long: they are imported when first asked for."""
 

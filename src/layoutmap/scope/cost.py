@@ -6,7 +6,7 @@ lowered.count(layout_map)                                      a tenth of a seco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from layoutmap.adapters import get_adapter, imported_adapter
@@ -82,6 +82,16 @@ class LoweredStep:
         policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
         found = {assignment.variable.key: assignment for assignment in plan.assignments}
         return [found[variable.key] for variable in self.step.variables], policy
+
+    @property
+    def outputs(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of the first array that each layer returns, by path, once a step has been counted."""
+        return self._lowered.outputs
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that is the same for steps that do the same, once a step has been counted."""
+        return self._lowered.fingerprint
 
 
 def lower_step(

@@ -136,7 +136,12 @@ def _once_each(found: dict[str, list[Weight]]) -> bool:
 
 def takes_heads(weight: Weight) -> bool:
     """Whether a kernel is, by its name, the one that takes the heads of attention in again."""
-    return _TAKES_HEADS.fullmatch(weight.layer_name) is not None
+    return is_named_as_taking_heads(weight.layer_name)
+
+
+def is_named_as_taking_heads(layer_name: str) -> bool:
+    """Whether a layer is called as those that take the heads of attention in again."""
+    return _TAKES_HEADS.fullmatch(layer_name) is not None
 
 
 def rule_of(assignment: Assignment) -> str:

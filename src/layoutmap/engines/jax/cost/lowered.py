@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,20 @@ class LoweredStep:
             arguments + max(counts.peaks.values(), default=0),
             tuple(self._step.notes),
         )
+
+    @property
+    def outputs(self) -> dict[str, tuple[int, ...]]:
+        """The shape of the first array that each layer returns, by path, as far as the step has been counted."""
+        traced = {p: s[0] for module in self._modules.values() for p, s in module.outputs.items() if s}
+        equal = {p: traced[stack[0]] for stack in self._step.blocks for p in stack if stack[0] in traced}
+        return {**equal, **traced}
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that is the same for steps that do the same, as far as the step has been counted."""
+        parts = [*map(repr, (self._step.variables, self._step.batch, self._step.blocks))]
+        parts += sorted(str(module.module) for module in self._modules.values())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Counts:
         tied = self._tied(layouts, policy)

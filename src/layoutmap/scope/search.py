@@ -1,0 +1,333 @@
+"""`search`: the layout map with which a training step takes least, found for a model and a machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.cost.cost import Cost, duration
+from layoutmap.cost.machine import Machine
+from layoutmap.cost.machines import machine_for, machine_named
+from layoutmap.rules.near_misses import nearest
+from layoutmap.rules.rule_set import RuleSet, mesh_of
+from layoutmap.scope.cost import LoweredStep, lower_step
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.plan import Plan
+from layoutmap.searching.experts import Expert, expert_of, experts, fitting_preset
+from layoutmap.searching.kept import KeptFigures
+from layoutmap.searching.loop import Figures, Outcome, Tried
+from layoutmap.searching.loop import search as find
+from layoutmap.searching.options import Grid, grid_of, grids
+from layoutmap.searching.shown import HEAD, RIGHT, rows, verdict
+from layoutmap.searching.space import Model, blocks_of
+
+_NAMES_OF_BATCH = ("data", "batch", "dp", "fsdp")
+_BETWEEN_SECONDS = 0.2
+
+
+class SearchResult:
+    """What `search` has found; printed, it shows the rules and how they compare with those of experts.
+
+    Attributes:
+        layout_map: The rules: a map as any other, which `to_yaml` writes to a file.
+        batch_dim: The mesh dim over which batches are sharded: `scope(batch_dim=..)`; `None`: they are not.
+        plan: Its plan, with `plan.cost`.
+        verdict: How it compares with the best map of an expert that fits, in a sentence.
+        rows: What was found and experts' maps: name, mesh, time of a step, memory, and why one cannot be used.
+        num_tried: For how many maps the cost was counted.
+        is_complete: Whether the search came to its end; `False`: it was interrupted.
+    """
+
+    def __init__(self, outcome: Outcome, plan: Plan, batch_dim: str | None):
+        best = outcome.best.layout_map
+        self.layout_map = LayoutMap(best.mesh, uneven=best.uneven, rest=best.rest)
+        self.layout_map.update(best)
+        self.batch_dim = batch_dim
+        self.plan = plan
+        self.verdict = verdict(outcome)
+        self.rows = rows(outcome)
+        self.num_tried = outcome.num_tried
+        self.is_complete = outcome.is_complete
+
+    @property
+    def cost(self) -> Cost:
+        """What a step costs with it."""
+        assert self.plan.cost is not None
+        return self.plan.cost
+
+    @property
+    def _line(self) -> str:
+        seconds, peak = self.cost.step_seconds, size(self.cost.step.peak_bytes)
+        ended = "" if self.is_complete else ", interrupted"
+        return (
+            f"{duration(seconds)} a step on {self.cost.machine}, {peak}; {self.num_tried} maps tried{ended}"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                self.layout_map.to_yaml(),
+                *text_table(HEAD, self.rows, RIGHT),
+                "",
+                f"Found: {self.verdict}",
+                self._line,
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return f"<SearchResult: {self._line}; {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.layout_map.to_yaml())}</pre>{html_table(f'Found: {self.verdict}', HEAD, self.rows)}"
+
+
+def search(
+    make_model: Callable[[], Any],
+    inputs: Any,
+    on: str | Machine,
+    *,
+    optimizer: Any = None,
+    loss: Callable[..., Any] | None = None,
+    memory: int | None = None,
+    mesh: Mesh | str | None = None,
+    batch_dim: str | None = None,
+    start: RuleSet | None = None,
+    keep: Iterable[str] = (),
+    tries: int = 60,
+    seed: int = 0,
+    cache: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    library: str | None = None,
+) -> SearchResult:
+    """Find the layout map with which a training step takes least on a machine, among those that fit its memory.
+
+    Each map is counted as `lower_step(..).count` does it; no array is allocated and no device is needed. It begins with
+    the maps that an expert would try: data parallel, fully sharded, Megatron's split, both, by the preset that fits the
+    model if there is one. An interrupt (Ctrl-C) ends it with the best map so far.
+
+    Args:
+        make_model: Makes the model and returns it.
+        inputs: What the model is called with in a step, or like: arrays, or anything with `shape` and `dtype`. The
+            first axis is that of the global batch.
+        on: The machine, as in `"h100:64"`; see `layoutmap.cost.machines`.
+        optimizer: See `lower_step`.
+        loss: See `lower_step`.
+        memory: The memory of a device in bytes; `None`: all that the machine's devices have. A map fits if what is
+            counted, and 20 % of that, is not more.
+        mesh: The mesh; `None`: that of `start`, or else its shape is searched as well, with dims data and model.
+        batch_dim: The dim of `mesh` over which batches are sharded; `None`: one with a usual name.
+        start: Rules to start from; they count as an expert's map.
+        keep: Patterns of rules of `start`, for variables or activations, that every map has.
+        tries: For how many maps the cost is counted at most.
+        seed: Decides the order in which layouts are tried. The same arguments give the same map.
+        cache: A file in which figures are kept beside a fingerprint of the step, so that a search begun again is quick.
+        progress: Whether to show the best so far on stderr; `None`: on a terminal.
+        library: See `plan`.
+
+    Raises:
+        PlanError: No map that was tried fits the memory; says which came nearest and what is missing.
+        LayoutMapError: There is no such machine, or it has another number of devices than the mesh.
+        RuleError: `start` has no such rule to keep.
+        ScopeError: The model fails when it is traced, or is of a library that does not run on JAX.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> def make():
+        ...     layers = [keras.layers.Dense(8192, name="up"), keras.layers.Dense(1024, name="down")]
+        ...     return keras.Sequential([keras.Input((1024,)), *layers])
+        >>> found = lm.search(make, keras.Input(batch_shape=(64, 1024)), "h100:8", optimizer="adamw", tries=20)
+        >>> found.num_tried <= 20, found.layout_map.mesh.size
+        (True, 8)
+    """
+    if inputs is None:
+        raise ScopeError(
+            "search: there are no inputs",
+            why="what a step costs depends on the shape of the batch, which nothing says",
+            fix='pass inputs: anything with shape and dtype; on the command line --inputs "int32[64,4096]"',
+        )
+    given = _mesh_given(mesh, start)
+    machine = machine_for(on, given) if given else _machine(on)
+    kept = _kept(start, keep, given)
+    limit = machine.device.memory_bytes if memory is None else memory
+    lowered = lower_step(
+        make_model,
+        LayoutMap(Mesh(None, {"data": machine.num_devices})),
+        inputs=inputs,
+        optimizer=optimizer,
+        loss=loss,
+        library=library,
+    )
+    batch = lowered.step.batch[0].shape[0] if lowered.step.batch and lowered.step.batch[0].shape else None
+    widest = min(machine.device.node_size, _WIDEST)
+    meshes = (_grid(given, batch_dim, start),) if given else grids(machine.num_devices, batch, widest)
+    if not meshes:
+        raise _no_mesh(machine, batch, widest)
+    evaluate = _Evaluation(lowered, machine, {grid.mesh: grid.data for grid in meshes})
+    evaluate(
+        RuleSet(meshes[0].mesh, rest="replicated")
+    )  # what layers return is known once a step has been traced
+    model = Model(tuple(lowered.step.variables), blocks_of(lowered.outputs, lowered.step.variables), kept)
+    known = KeptFigures(cache, f"{lowered.fingerprint} {machine!r}") if cache is not None else None
+    with _Progress(progress) as shown:
+        try:
+            outcome = find(
+                model,
+                _maps_of_experts(model, meshes, start, kept),
+                known.around(evaluate) if known else evaluate,
+                limit=limit,
+                most=tries,
+                seed=seed,
+                on_tried=shown,
+            )
+        finally:
+            if known is not None:
+                known.write()
+    best = outcome.best.layout_map
+    assert best.mesh is not None
+    return SearchResult(outcome, evaluate.plan(best), evaluate.batch_dims[best.mesh])
+
+
+_WIDEST = 32
+"""The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""
+
+
+def _machine(on: Any) -> Machine:
+    if not isinstance(on, str | Machine):
+        raise ScopeError(
+            f"search: on={brief(on)} names no machine", why=f"it is {kind_of(on)}", fix='write on="h100:64"'
+        )
+    return machine_named(on) if isinstance(on, str) else on
+
+
+def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
+    if start is not None and not isinstance(start, RuleSet):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScopeError(
+            f"search: start={brief(start)} is no layout map",
+            why=f"it is {kind_of(start)}",
+            fix="pass a LayoutMap",
+        )
+    found = mesh_of(mesh)
+    if found is not None and start is not None and start.mesh not in (None, found):
+        raise MeshError(
+            "search: mesh is not that of start",
+            facts={"mesh": str(found), "start": str(start.mesh)},
+            why="the rules to start from are for their mesh",
+            fix="leave mesh out, or read the rules on it: LayoutMap.from_yaml(text, mesh)",
+        )
+    return found if found is not None else start.mesh if start is not None else None
+
+
+def _grid(mesh: Mesh, batch_dim: str | None, start: RuleSet | None) -> Grid:
+    """The grid of a mesh that is given."""
+    if batch_dim is not None and batch_dim not in mesh:
+        raise MeshError(
+            f"search: batch_dim {batch_dim!r} is no dim of the mesh",
+            facts={"mesh": str(mesh)},
+            why="the batch is sharded over one of the mesh's dims",
+            fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
+        )
+    outputs = list(start.activations.values()) if start is not None else []
+    sharded = [dim for layout in outputs if layout.rank for dim in layout.mesh_dims_of(0)]
+    named = [dim for dim in _NAMES_OF_BATCH if dim in mesh]
+    return grid_of(mesh, batch_dim or next(iter([*sharded, *named]), None))
+
+
+def _kept(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> RuleSet | None:
+    """The rules of `start` that every map has."""
+    patterns = [keep] if isinstance(keep, str) else list(keep)
+    if not patterns:
+        return None
+    there = [*start, *start.activations] if start is not None else []
+    for pattern in patterns:
+        if pattern not in there:
+            near = nearest(pattern, there)
+            raise RuleError(
+                f"search: keep={pattern!r} is no rule of start",
+                facts={"rules": ", ".join(there)},
+                why="a rule is kept by its pattern, as start has it",
+                fix=f"did you mean {near[0]!r}?" if near else "use one of them, or pass start=",
+            )
+    assert start is not None
+    made = RuleSet(mesh)
+    for rule in start.rules:
+        if rule.pattern in patterns:
+            made.add(rule.pattern, rule.layout, uneven=rule.uneven)
+    made.activations.update({p: layout for p, layout in start.activations.items() if p in patterns})
+    return made
+
+
+def _maps_of_experts(
+    model: Model, meshes: Iterable[Grid], start: RuleSet | None, kept: RuleSet | None
+) -> list[Expert]:
+    found: list[Expert] = []
+    for grid in meshes:
+        preset = None if kept is not None or grid.model is None else fitting_preset(model, grid)
+        found += experts(model, grid, preset)
+        if start is not None:
+            found.append(expert_of("start", model, grid, start))
+    return found
+
+
+def _no_mesh(machine: Machine, batch: int | None, widest: int) -> PlanError:
+    return PlanError(
+        f"search: a batch of {batch} cannot be sharded evenly on {machine}",
+        facts={"devices": machine.num_devices, "largest model dim": widest},
+        why="each mesh that is tried shards the batch over all devices that do not share a layer",
+        fix=f"use a batch that is a multiple of {machine.num_devices // widest or 1}, or say mesh='data=..,model=..'",
+    )
+
+
+class _Evaluation:
+    """What a step costs with a map, on one machine."""
+
+    def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
+        self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
+
+    def plan(self, layout_map: RuleSet) -> Plan:
+        """The plan of a map, with its cost."""
+        assert layout_map.mesh is not None
+        counted = self._lowered.count(layout_map, batch_dim=self.batch_dims[layout_map.mesh])
+        return self._lowered.plan(layout_map).with_cost(counted, self._machine)
+
+    def __call__(self, layout_map: RuleSet) -> Figures:
+        cost = self.plan(layout_map).cost
+        assert cost is not None
+        return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
+
+
+class _Progress:
+    """A line on stderr with the best map so far; it is cleared in the end."""
+
+    def __init__(self, enabled: bool | None):
+        self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._next = 0.0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __call__(self, number: int, best: Tried) -> None:
+        now = time.monotonic()
+        if not self._enabled or now < self._next:
+            return
+        self._next = now + _BETWEEN_SECONDS
+        figures = best.figures
+        said = f"{duration(figures.seconds)}, {size(figures.peak_bytes)}" if figures else "none"
+        lacks = f", lacks {size(best.missing_bytes)}" if figures and best.missing_bytes else ""
+        sys.stderr.write(
+            f"\r\x1b[Klayoutmap: {number} maps tried, best {said} on {best.layout_map.mesh}{lacks}"
+        )
+        sys.stderr.flush()
+
+    def __exit__(self, *_: object) -> None:
+        if self._next:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,107 @@
+"""Coordinate descent: one choice after the other, each time the best, from several starts; pure, and without a clock.
+
+What a point costs is a function that is asked once for each point. An exhaustive search takes the place of the descent
+where all points are fewer than it may ask for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+Point = tuple[int, ...]
+Score = tuple[float, ...]
+T = TypeVar("T")
+
+
+class Spent(Exception):
+    """The search has asked as often as it may."""
+
+
+class Asked:
+    """A function of points that is called once for each, and not more often than it may be.
+
+    Args:
+        score: The function; less is better.
+        most: How many points it may be asked for.
+    """
+
+    def __init__(self, score: Callable[[Point], Score], most: int):
+        self._score = score
+        self._most = most
+        self.scores: dict[Point, Score] = {}
+
+    def __call__(self, point: Point) -> Score:
+        """Return the score of a point."""
+        if point not in self.scores:
+            if len(self.scores) >= self._most:
+                raise Spent
+            self.scores[point] = self._score(point)
+        return self.scores[point]
+
+    @property
+    def best(self) -> Point:
+        """The best point so far, of equal ones the first."""
+        return min(self.scores, key=self.scores.__getitem__)
+
+
+def minimum(
+    sizes: Sequence[int],
+    score: Callable[[Point], Score],
+    starts: Iterable[Point],
+    *,
+    most: int,
+    seed: int = 0,
+    restarts: int = 0,
+) -> Point:
+    """Find a point with a small score: one that no single change improves, and no worse than any start.
+
+    Args:
+        sizes: How many choices there are for each coordinate.
+        score: The score of a point; less is better.
+        starts: Where to start, in order.
+        most: How many points may be asked for. The best so far is returned once they are.
+        seed: Decides in which order coordinates are tried, and where it starts by chance.
+        restarts: How often it starts by chance, after the starts that are given.
+
+    Raises:
+        Spent: No point may be asked for.
+
+    Example:
+        >>> minimum((3, 3), lambda p: ((p[0] - 2) ** 2 + (p[1] - 1) ** 2,), [(0, 0)], most=9)
+        (2, 1)
+    """
+    asked, chance = Asked(score, most), random.Random(seed)
+    try:
+        if math.prod(sizes) <= most:
+            for point in itertools.chain(starts, itertools.product(*map(range, sizes))):
+                asked(tuple(point))
+            return asked.best
+        by_chance = (tuple(chance.randrange(size) for size in sizes) for _ in range(restarts))
+        for start in itertools.chain(starts, by_chance):
+            _descend(tuple(start), sizes, asked, chance)
+    except Spent:
+        if not asked.scores:
+            raise
+    return asked.best
+
+
+def _descend(point: Point, sizes: Sequence[int], asked: Asked, chance: random.Random) -> None:
+    asked(point)
+    coordinates = [n for n, size in enumerate(sizes) if size > 1]
+    chance.shuffle(coordinates)
+    unchanged = 0
+    for n in itertools.cycle(coordinates):
+        best = min(((*point[:n], c, *point[n + 1 :]) for c in _first(point[n], sizes[n])), key=asked)
+        unchanged = unchanged + 1 if best == point else 0
+        point = best
+        if unchanged == len(coordinates):
+            return
+
+
+def _first(choice: int, size: int) -> list[int]:
+    """All choices, the present one first: another one must be better than that."""
+    return [choice, *(c for c in range(size) if c != choice)]

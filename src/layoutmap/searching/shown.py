@@ -1,0 +1,52 @@
+"""What a search has found, as text: the verdict, and the table that holds it against the maps of experts."""
+
+from __future__ import annotations
+
+from layoutmap.core.text_table import size
+from layoutmap.cost.cost import duration
+from layoutmap.searching.loop import Outcome, Tried
+
+HEAD = ("map", "mesh", "step", "memory", "")
+RIGHT = ("step", "memory")
+_TIE = 0.01  # of the time: what no estimate tells apart
+
+
+def verdict(outcome: Outcome) -> str:
+    """How what was found compares with the best map of an expert that fits, in a sentence.
+
+    Example:
+        >>> from layoutmap.rules.rule_set import RuleSet
+        >>> from layoutmap.searching.loop import Figures
+        >>> tried = [Tried(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in (("found", 0.8), ("dp", 1.0))]
+        >>> verdict(Outcome(tried[0], (tried[1],), 2, True))
+        '20 % faster than the best map of an expert that fits, dp on data=8'
+    """
+    best, fitting = outcome.best, [tried for tried in outcome.experts if not tried.missing_bytes]
+    if best.figures is None or not fitting or fitting[0].figures is None:
+        return "no map of an expert fits"
+    expert = fitting[0]
+    named = f"the best map of an expert that fits, {expert.name} on {expert.layout_map.mesh}"
+    gain = 1 - best.figures.seconds / fitting[0].figures.seconds
+    if best.name == expert.name and best.layout_map == expert.layout_map:
+        return f"nothing better was found than {named}: this is that map"
+    if gain < _TIE:
+        return f"ties with {named}: the steps differ by less than {_TIE:.0%}".replace("%", " %")
+    return f"{100 * gain:.0f} % faster than {named}"
+
+
+def rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """A row for what was found and for each expert's map, the fastest that fits first."""
+    best = outcome.best
+    there = [tried for tried in outcome.experts if tried.layout_map == best.layout_map]
+    return [
+        _row(tried, tried in there or tried is best)
+        for tried in (*([] if there else [best]), *outcome.experts)
+    ]
+
+
+def _row(tried: Tried, is_found: bool) -> tuple[str, ...]:
+    mesh = str(tried.layout_map.mesh)
+    if tried.figures is None:
+        return (tried.name, mesh, "", "", tried.why_not)
+    said = f"lacks {size(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
+    return (tried.name, mesh, duration(tried.figures.seconds), size(tried.figures.peak_bytes), said)

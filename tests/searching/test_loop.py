@@ -1,0 +1,159 @@
+"""The search, on a model whose steps cost what a formula says."""
+
+import itertools
+
+import pytest
+
+from layoutmap.core.errors import PlanError
+from layoutmap.plan.planner import make_table
+from layoutmap.rules.rule_set import RuleSet
+from layoutmap.searching.experts import expert_of, experts, fitting_preset
+from layoutmap.searching.kept import KeptFigures
+from layoutmap.searching.loop import Figures, search
+from layoutmap.searching.options import grids, specs_in
+from layoutmap.searching.shown import verdict
+from layoutmap.searching.space import Space
+from tests.searching.models import costs, model, variables
+
+LIMIT = 1 << 40
+
+
+MESHES = grids(8, 16, 8)
+
+
+def maps_of_experts(of, meshes=MESHES):
+    return [expert for grid in meshes for expert in experts(of, grid, None)]
+
+
+def run(of, evaluate=None, *, limit=LIMIT, most=400, seed=0, meshes=MESHES, **options):
+    return search(
+        of, maps_of_experts(of, meshes), evaluate or costs(of), limit=limit, most=most, seed=seed, **options
+    )
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2)])
+def test_agrees_with_an_exhaustive_search(sizes):
+    """On one mesh, no map of all that there are costs less than the one that is found, by half a per mille."""
+    of = model()
+    (grid,) = (g for g in MESHES if (g.num_data, g.num_model) == sizes)
+    found = run(of, meshes=(grid,), most=2000).best
+    space, evaluate = Space(of, grid), costs(of)
+    some = itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 97)
+    assert [] == [p for p in some if evaluate(space.map_of(p)).seconds < 0.9994 * found.figures.seconds]
+
+
+def test_is_deterministic_for_a_seed():
+    """The same seed gives the same map after as many tries; no seed gives one that is worse than an expert's."""
+    of = model()
+    outcomes = [run(of, most=80, seed=seed) for seed in (0, 0, 1)]
+    assert outcomes[0] == outcomes[1]
+    assert [True] * 3 == [o.best.score <= o.experts[0].score and o.num_tried <= 80 for o in outcomes]
+
+
+def test_the_memory_limit_holds_with_its_margin():
+    """What is found needs at most the limit, 20 % of itself included, wherever any map does."""
+    of = model()
+    free = run(of)
+    limit = int(1.3 * min(expert.figures.peak_bytes for expert in free.experts))
+    tight = run(of, limit=limit)
+    assert tight.best.figures.peak_bytes * 1.2 <= limit
+    assert free.best.figures.seconds <= tight.best.figures.seconds
+
+
+def test_where_nothing_fits_the_error_says_what_came_nearest():
+    """An error names the limit, the nearest map's mesh and bytes, and what is missing."""
+    with pytest.raises(PlanError) as caught:
+        run(model(), limit=1000)
+    assert caught.value.what == "search: no layout map fits the memory"
+    assert list(caught.value.facts) == ["limit", "nearest", "missing", "maps tried"]
+
+
+def test_kept_rules_are_in_every_map():
+    """A kept rule stands first, decides for what it matches, and no map that is tried is without it."""
+    grid = MESHES[2]
+    start = RuleSet(grid.mesh, {r".*\.up\.kernel$": ("model", None), r".*\.down\.kernel$": ("model", None)})
+    kept = RuleSet(
+        grid.mesh, {r".*\.up\.kernel$": ("model", None)}, activations={r"blocks\.\d+": (None,) * 3}
+    )
+    of, tried = model(kept), []
+
+    def evaluate(layout_map):
+        tried.append(layout_map)
+        return costs(of)(layout_map)
+
+    own = [*experts(of, grid, None), expert_of("start", of, grid, start)]
+    found = search(of, own, evaluate, limit=LIMIT, most=100).best.layout_map
+    assert (r".*\.up\.kernel$", "blocks\\.\\d+") == (next(iter(found)), next(iter(found.activations)))
+    with_kept = [m for m in tried if m != start]
+    assert {("model", "unsharded")} == {m["blocks.1.mlp.up.kernel"].sharding_specs for m in with_kept}
+
+
+def test_the_written_rules_give_the_layouts_that_were_chosen():
+    """Planning with the rules of a point gives each group just its specs, with nothing to warn of."""
+    of = model()
+    for grid in MESHES:
+        for tied in (True, False):
+            space = Space(of, grid, tied=tied)
+            for point in itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 2003):
+                layouts, _ = space.layouts_of(point)
+                table = make_table(
+                    of.variables, space.map_of(point), layers=[f"blocks.{n}" for n in range(2)]
+                )
+                got = {g: {specs_in(table[p].layout) for p in g.paths} for g in layouts}
+                assert {g: {specs} for g, specs in layouts.items()} == got
+                assert () == table.problems
+
+
+def test_an_interrupt_gives_the_best_so_far():
+    """After Ctrl-C the best of the maps that were tried is returned; before any, the interrupt goes on."""
+    of, count = model(), itertools.count()
+
+    def evaluate(layout_map):
+        if next(count) == 5:
+            raise KeyboardInterrupt
+        return costs(of)(layout_map)
+
+    outcome = run(of, evaluate)
+    assert (5, False) == (outcome.num_tried, outcome.is_complete)
+    with pytest.raises(KeyboardInterrupt):
+        search(of, maps_of_experts(of), interrupt, limit=LIMIT, most=9)
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
+def test_the_verdict_is_honest():
+    """Where all maps cost the same, the verdict says that they tie; where what was found is faster, by how much."""
+    of = model()
+    assert verdict(run(of, lambda _: Figures(1.0, 10), most=60)).startswith(
+        ("ties with", "nothing better was found")
+    )
+    best = run(of)
+    gain = 1 - best.best.figures.seconds / best.experts[0].figures.seconds
+    assert verdict(best).startswith(f"{100 * gain:.0f} % faster than") or gain < 0.01
+
+
+def test_a_search_begun_again_asks_for_nothing(tmp_path):
+    """With a file of figures, a second search counts nothing and finds the same; another fingerprint counts anew."""
+    of, asked = model(), []
+
+    def evaluate(layout_map):
+        asked.append(layout_map)
+        return costs(of)(layout_map)
+
+    def kept_run(fingerprint):
+        file = KeptFigures(tmp_path / "figures.json", fingerprint)
+        found = run(of, file.around(evaluate), most=60).best.layout_map
+        file.write()
+        return found, len(asked)
+
+    first, second, other = kept_run("a"), kept_run("a"), kept_run("b")
+    assert first == second
+    assert (other[0], other[1]) == (first[0], 2 * first[1])
+
+
+def test_no_preset_is_for_a_model_that_it_does_not_know():
+    """A preset fits only if it has a rule for each weight."""
+    assert fitting_preset(model(), MESHES[1]) is None
+    assert len(variables()) == len({path for group in model().groups for path in group.paths})
