@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layoutmap.engines.torch.deferred_init import jump
+from layoutmap.engines.torch.deferred_init import elementwise, jump
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.streams import RandomFill, Stream
@@ -105,6 +107,8 @@ THEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "some_columns": some_columns,
     "some_rows": some_rows,
     "joined": joined,
+    "stacked": lambda t: torch.stack([t, t * 2]),
+    "beside": lambda t: torch.cat([t, t + 1, t], -1),
     "rows_of_four": largest_of_four,
     "view": lambda t: t.reshape(-1),
     "turned": lambda t: t.transpose(0, -1),
@@ -157,13 +161,57 @@ def test_blocks_are_parts_of_the_plain_tensor(
     with tape.recording():
         tensor = make()
     assert torch.equal(state, torch.get_rng_state()), text
-    recipe = tape.recipe(tensor)
     indices = [index_of(plain.shape, data.draw) for _ in range(2)]
-    whole, blocks = recipe.global_value(), recipe.blocks(indices)
+    with patch.object(elementwise, "_SHORTEST_PERIOD", 1):
+        recipe = tape.recipe(tensor)
+        whole, blocks = recipe.global_value(), recipe.blocks(indices)
     assert (plain.shape, plain.dtype) == (whole.shape, whole.dtype), text
     assert bits(plain) == bits(whole), text
     for index, block in zip(indices, blocks, strict=True):
         assert bits(plain[index]) == bits(block), text
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(st.data(), st.sampled_from([16, 48, 1 << 18]), st.sampled_from([0, 1, 2]))
+def test_what_is_read_later_is_read_in_blocks(data: Any, piece: int, axis: int):
+    """Tensors of a file, converted and joined as experts are, give the blocks that plain code would have."""
+    shape = [data.draw(st.integers(1, 9)) for _ in range(3)]
+    files = [torch.randn(shape) for _ in range(3)]
+    plain = torch.cat([torch.stack([each.half() for each in files])] * 2, axis)
+    tape = Tape(1, piece)
+    with tape.recording():
+        read = [tape.read_later(lambda each=each: each).half() for each in files]
+        tensor = torch.cat([torch.stack(read)] * 2, axis)
+    indices = [index_of(plain.shape, data.draw) for _ in range(2)]
+    with patch.object(elementwise, "_SHORTEST_PERIOD", 1):
+        blocks = tape.recipe(tensor).blocks(indices)
+
+    for index, block in zip(indices, blocks, strict=True):
+        assert bits(plain[index]) == bits(block)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says which pages of a file are in memory")
+def test_of_a_mapped_file_only_what_a_block_has_is_read(tmp_path: Path):
+    """A block of rows of a tensor in a file brings those rows into memory, and none of the others."""
+    path = tmp_path / "weight"
+    torch.arange(1 << 22, dtype=torch.float32).numpy().tofile(path)
+    tape = Tape()
+    with tape.recording():
+        tensor = tape.read_later(lambda: torch.from_file(str(path), size=1 << 22).view(1024, 4096))
+        tensor = tensor.to(torch.bfloat16)
+    before = resident(path)
+    [block] = tape.recipe(tensor).blocks([(slice(256, 384), slice(0, 4096))])
+
+    assert torch.equal(torch.arange(1 << 20, 3 << 19).view(128, 4096).float().bfloat16(), block)
+    assert 0 == before
+    assert 128 * 4096 * 4 <= resident(path) <= 2 * 128 * 4096 * 4
+
+
+def resident(path: Path) -> int:
+    """The bytes of a mapped file that this process has in memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    found = (next(line for line in lines if line.startswith("Rss:")) for line in lines if str(path) in line)
+    return sum(int(line.split()[1]) << 10 for line in found)
 
 
 def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 10) -> Recipe:

@@ -28,11 +28,11 @@ def head_sizes(root: torch.nn.Module) -> dict[int, int]:
 def use_of(found: Found, sizes: dict[int, int]) -> Use | None:
     """What a parameter's axes are for in the first module that holds it; `None` if that is not known."""
     place = found.places[0]
-    roles = _roles(place.module, place.name)
+    roles = roles_of(place.module, place.name)
     return Use(roles, sizes.get(id(place.module))) if roles else None
 
 
-def _roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
+def roles_of(module: torch.nn.Module, name: str) -> tuple[str, ...]:
     kind = type(module)
     if isinstance(module, torch.nn.Linear):
         return ("out.0", "in.0") if name == "weight" else ("out.0",)

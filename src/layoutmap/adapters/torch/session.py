@@ -20,9 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
-from layoutmap.adapters.torch.forward import Forward, forward_of
+from layoutmap.adapters.torch.forward import Forward, forward_of, is_laid_out
+from layoutmap.adapters.torch.from_pretrained import Reading
 from layoutmap.adapters.torch.fsdp_units import weights_to_gather
 from layoutmap.adapters.torch.loading import accept_any_layout
+from layoutmap.adapters.torch.lora import derivations, look_after_peft, names_without
 from layoutmap.adapters.torch.optimizer_hooks import note_replaced
 from layoutmap.adapters.torch.paths import (
     Found,
@@ -76,6 +78,7 @@ class TorchSession:
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
+        self.reading = Reading()
 
     def _new_tape(self) -> Tape:
         return Tape(
@@ -92,7 +95,7 @@ class TorchSession:
             return
         outer = current()
         with _suspended(outer):
-            with module_hooks.installed(), entered(self), _Recording(self):
+            with module_hooks.installed(), self.reading, entered(self), _Recording(self):
                 yield
             self._materialize(self._created(), is_new=True)
 
@@ -132,6 +135,11 @@ class TorchSession:
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
+            self.reading.look()
+
+    def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A tensor of a file, deferred; see `Tape.read_later`."""
+        return self._tape.read_later(read)
 
     def made(self, model: torch.nn.Module) -> bool:
         """Whether a module was made here; one without tensors and children is not seen being made."""
@@ -204,6 +212,7 @@ class TorchSession:
         seen: set[int] = set()
         for name, root in zip(model_names(roots), roots, strict=True):
             sizes = head_sizes(root)
+            derived = derivations(root)
             for found in find_tensors(root):
                 tensor = found.tensor
                 # In a scope, what is laid out already was made in an inner scope, or before.
@@ -212,6 +221,7 @@ class TorchSession:
                 seen.add(id(tensor))
                 kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
                 shape = tuple(int(n) for n in tensor.shape)
+                parent, axes = derived.get(id(tensor), (None, None))
                 yield _Entry(
                     found,
                     VariableSpec(
@@ -219,7 +229,9 @@ class TorchSession:
                         shape,
                         _dtype_of(tensor),
                         kind,
-                        tuple(found.aliases),
+                        (*found.aliases, *names_without(found, root)),
+                        parent,
+                        axes,
                         model=name,
                         use=use_of(found, sizes),
                         trainable=found.is_buffer or tensor.requires_grad,
@@ -325,6 +337,7 @@ class TorchSession:
         ]
 
     def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
+        look_after_peft(is_laid_out)
         for root in roots:
             paths = layer_paths(root)
             gather = weights_to_gather(root, layouts, self.home)

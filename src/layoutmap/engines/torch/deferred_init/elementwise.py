@@ -7,6 +7,7 @@ place, it says so, in the words of the plan.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from layoutmap.engines.torch.deferred_init.readers import (
     Computed,
     Filled,
     Fixed,
+    Interleaved,
     Joined,
     Patch,
     Patched,
@@ -45,6 +47,7 @@ _LONGEST_ROW = 64
 _MOST_APART = 16
 _MOST_PLACES = 1 << 16
 _MOST_PATCHES = 64
+_SHORTEST_PERIOD = 1024
 
 
 class NeedsAll(Exception):
@@ -198,7 +201,7 @@ class History:
             return Computed(lambda values: values.to(view.dtype), [source], owns_first=True)
         if is_pointwise(step):
             return self._pointwise(step, view, frame)
-        if packet is aten.cat:
+        if packet in (aten.cat, aten.stack):
             return self._joined(step, view, frame)
         if packet in ROWS or packet is aten.gather:
             return self._rows(step, view, frame)
@@ -232,9 +235,11 @@ class History:
         return reader
 
     def _joined(self, step: Step, view: View, frame: Frame) -> Reader:
-        """Tensors joined along the slowest axis."""
-        axis = _argument(step, 1, 0)
-        if axis not in (0, -len(view.shape)) or not view.is_contiguous:
+        """Tensors joined along an axis, or along a new one in front."""
+        axis = _argument(step, 1, 0) % max(1, len(view.shape))
+        is_stack = step.op.overloadpacket is aten.stack
+        outer = math.prod(view.shape[:axis])
+        if not view.is_contiguous or (axis and (is_stack or view.numel // outer < _SHORTEST_PERIOD)):
             raise self._needs_all(step)
         parts: list[tuple[Reader, int]] = []
         begin = 0
@@ -245,12 +250,13 @@ class History:
             else:
                 numel, dtype = part.numel, part.dtype
                 if part.is_contiguous:
-                    reader = self._region(part, step.number, frame._replace(shift=frame.shift - begin))
+                    within = frame._replace(shift=frame.shift - begin)
+                    reader = self._region(part, step.number, Frame((step, begin, frame)) if axis else within)
             if reader is None or dtype != view.dtype:
                 raise self._needs_all(step)
-            parts.append((reader, numel))
-            begin += numel
-        return Joined(parts)
+            parts.append((reader, numel // outer))
+            begin += numel // outer
+        return Interleaved(parts) if axis else Joined(parts)
 
     def _rows(self, step: Step, view: View, frame: Frame) -> Reader:
         """An operation along short rows, such as the largest of each."""

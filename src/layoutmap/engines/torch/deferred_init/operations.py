@@ -71,4 +71,6 @@ def is_local(step: Step) -> bool:
     """Whether a step is one of those that need no more than some elements, if its tensors are alike in memory."""
     packet = step.op.overloadpacket
     known = packet in FILLED or packet in FILLED_WITH or packet in COPIES or packet in ROWS
-    return known or step.state is not None or is_pointwise(step) or packet in (aten.gather, aten.cat)
+    return (
+        known or step.state is not None or is_pointwise(step) or packet in (aten.gather, aten.cat, aten.stack)
+    )

@@ -144,6 +144,31 @@ class Joined(Reader):
         return torch.cat(found)
 
 
+class Interleaved(Reader):
+    """A stretch of each of several readers, one after the other, again and again.
+
+    Args:
+        parts: Readers and the numbers of the elements in their stretches.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Reader, int]]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._period = sum(numel for _, numel in parts)
+
+    def _compute(self, run: Run) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        for begin in range(run.start, run.stop, run.stride or run.length):
+            for period in range(begin // self._period, -(-(begin + run.length) // self._period)):
+                first = period * self._period
+                for reader, numel in self._parts:
+                    low, high = max(begin, first), min(begin + run.length, first + numel)
+                    if low < high:
+                        found.append(reader.read(Run(period * numel + low - first, high - low)))
+                    first += numel
+        return torch.cat(found)
+
+
 class Computed(Reader):
     """An operation on each element.
 

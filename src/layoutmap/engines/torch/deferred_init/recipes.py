@@ -17,6 +17,8 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, 
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.private import tree_map
 
+_SAMPLE = 1024  # elements of a file's tensor that processes compare: they would read all of it otherwise
+
 
 class Recipe:
     """How to compute the values of one tensor, bit for bit those of a plain program.
@@ -41,8 +43,9 @@ class Recipe:
         self.shape = view.shape
         self.dtype = view.dtype
         self.why_global = ""
-        is_tiled = any(steps[n].seed is not None for n in needed(steps, {view.memory}, until))
-        self._reads = by_tiles if is_tiled else in_order
+        past = [steps[n] for n in needed(steps, {view.memory}, until)]
+        by_blocks = any(step.seed is not None or _is_of_file(step) for step in past)
+        self._reads = by_tiles if by_blocks else in_order
         try:
             History(steps).of(view, until)
         except NeedsAll as reason:
@@ -70,7 +73,8 @@ class Recipe:
                 name = names.setdefault(leaf.memory, f"#{len(names)}")
                 return f"{name} {leaf.dtype}{list(leaf.shape)}{where}"
             if isinstance(leaf, Constant):
-                return f"{leaf.value.dtype}{list(leaf.value.shape)} {_bits(leaf.value)}"
+                few = leaf.value[-1:].reshape(-1)[-_SAMPLE:] if leaf.is_of_file else leaf.value
+                return f"{leaf.value.dtype}{list(leaf.value.shape)} {_bits(few)}"
             return leaf.type if isinstance(leaf, torch.device) else leaf
 
         lines = [text_of(self._view)]
@@ -141,6 +145,10 @@ class Recipe:
         except ApartError:
             return False
         return True
+
+
+def _is_of_file(step: Step) -> bool:
+    return any(isinstance(leaf, Constant) and leaf.is_of_file for leaf in step.args)
 
 
 def _bits(tensor: torch.Tensor) -> str:

@@ -153,9 +153,15 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Constant:
-    """A real tensor that a step reads, with the values that it had then."""
+    """A real tensor that a step reads, with the values that it had then.
+
+    Args:
+        value: The tensor.
+        is_of_file: Whether its memory is a file that is mapped, so that what is looked at is read.
+    """
 
     value: torch.Tensor
+    is_of_file: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -167,6 +167,20 @@ class Tape:
         with torch.no_grad():
             return self._write_down(copy, (tensor,), {}, [], self._foresee(copy, (tensor,), {}))
 
+    def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A deferred tensor with the values of a file; of one that is mapped, no more is read than what is needed.
+
+        Args:
+            read: Gives the tensor, which nobody else changes.
+        """
+        with self._pause():
+            tensor = read()
+        if tensor.numel() < self._smallest or not can_wait(tensor):
+            return tensor
+        copy, constant = torch.ops.aten.clone.default, Constant(tensor.detach(), is_of_file=True)
+        with torch.no_grad():
+            return self._write_down(copy, (constant,), {}, [], self._foresee(copy, (tensor,), {}))
+
     def evaluate(self, values: Any) -> Any:
         """Arguments with real tensors in place of deferred ones."""
         held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.holds(leaf)]

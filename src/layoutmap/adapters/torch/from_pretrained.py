@@ -1,0 +1,128 @@
+"""`from_pretrained` of transformers in a scope: each process reads what its shards need of the files.
+
+transformers builds a model without values, and then reads each tensor, on threads of its own, converts it and puts it
+in its place. In a scope it is given deferred tensors to convert. They are recorded as all others are, so that of a
+mapped file no more is read than what the shards of this process are made of, and that when the scope ends.
+
+The names of transformers that are no part of its documentation, all in this file; tested on transformers 5.23:
+
+transformers.core_model_loading     spawn_materialize(thread_pool, tensor, device, dtype, ...): gives a function that
+                                    reads a tensor, called on the thread of `from_pretrained`
+PreTrainedModel                     hf_quantizer: how a model is quantized
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from layoutmap.core.current import current
+from layoutmap.core.errors import ScopeError, brief
+from layoutmap.core.patches import Attribute, Closing, Patches
+
+TESTED = "5.23"
+
+_REFUSED = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantization_config", "gguf_file")
+"""Arguments with which transformers places or stores weights in its own way."""
+
+
+class Reading(Closing):
+    """What `from_pretrained` needs while a scope is open; nothing where transformers is not imported."""
+
+    _used: Closing | None = None
+
+    def open(self) -> None:
+        """Begin. The classes of `AutoModel` import those of models when they are asked for one: that is done here."""
+        if "transformers.models.auto.modeling_auto" in sys.modules:
+            importlib.import_module("transformers.modeling_utils")
+        self.look()
+
+    def look(self) -> None:
+        """Begin if transformers was imported meanwhile."""
+        if self._used is None and "transformers.modeling_utils" in sys.modules:
+            self._used = _patches().used()
+            self._used.__enter__()
+
+    def close(self) -> None:
+        """End."""
+        used, self._used = self._used, None
+        if used is not None:
+            used.close()
+
+
+@functools.cache
+def _patches() -> Patches:
+    from transformers import PreTrainedModel, core_model_loading
+
+    loading = Attribute(PreTrainedModel, "from_pretrained", _loading)
+    has_name = hasattr(core_model_loading, "spawn_materialize")
+    return Patches([loading, *[Attribute(core_model_loading, "spawn_materialize", _reading)] * has_name])
+
+
+def _session() -> Any:
+    """The scope for torch modules that is open here, or `None`."""
+    session = current()
+    return session if session is not None and session.library == "torch" else None
+
+
+def _loading(plain: Any) -> Any:
+    @functools.wraps(plain.__func__)
+    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        if _session() is None:
+            return plain.__get__(None, cls)(*args, **options)
+        for name in _REFUSED:
+            if options.get(name) is not None:
+                given = {name: brief(options[name])}
+                raise _refused(f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", given)
+        _probe(cls)
+        loaded = plain.__get__(None, cls)(*args, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise _refused(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
+        return loaded
+
+    return classmethod(from_pretrained)
+
+
+def _probe(cls: Any) -> None:
+    import transformers
+    from transformers import core_model_loading
+
+    known = inspect.signature(getattr(core_model_loading, "spawn_materialize", lambda: None)).parameters
+    if list(known)[1:4] != ["tensor", "device", "dtype"]:
+        raise ScopeError(
+            f"{cls.__name__}.from_pretrained: transformers {transformers.__version__} is not supported",
+            facts={"missing": "core_model_loading.spawn_materialize(thread_pool, tensor, device, dtype)"},
+            why="each process would read all of each weight",
+            fix=f'pip install "transformers=={TESTED}.*", or load with layoutmap.load(make_model, directory)',
+        )
+
+
+def _refused(what: str, facts: dict[str, str]) -> ScopeError:
+    return ScopeError(
+        what,
+        facts=facts,
+        why="the layout map says where each weight is placed, and a scope places dense tensors",
+        fix="leave it out, and write rules: LayoutMap.from_tp_plan makes them of a model's own plan",
+    )
+
+
+def _reading(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def spawn_materialize(
+        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **options: Any
+    ) -> Any:
+        session = _session()
+        if session is None:
+            return plain(thread_pool, tensor, device, dtype, **options)
+
+        def read() -> Any:  # transformers calls it on this thread
+            return session.read_later(lambda: tensor[...]).to(dtype=dtype)
+
+        return read
+
+    return spawn_materialize

@@ -1,0 +1,97 @@
+"""Models that PEFT has changed: factors of LoRA follow the weight that they are added to.
+
+    lora_A, lora_B              the rank, then what the weight sums over; its outputs, then the rank
+    lora_embedding_A, _B        the rank, then the rows of the table; its outputs, then the rank
+    lora_magnitude_vector       the outputs
+
+PEFT also wraps a model and its layers, which renames the weights. The rules know them by both names. And it gives the
+factors of a weight in a layout the size of a shard, as for transformers' own tensor parallelism; here a layer computes
+all of its outputs, so the factors have the sizes of the layer.
+
+The private name of PEFT, tested on 0.21: peft.tuners.lora.LoraLayer._get_in_out_features(module), the sizes of a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from layoutmap.adapters.torch.paths import Found
+from layoutmap.adapters.torch.roles import roles_of
+from layoutmap.core.uneven import Axes
+
+_BASE = "base_layer"
+_WRAPPER = "base_model.model."
+
+
+def names_without(found: Found, root: torch.nn.Module) -> list[str]:
+    """What a tensor is called in the model as it was before PEFT wrapped it, if that is another name."""
+    names: list[str] = []
+    for path in (found.path, *found.aliases):
+        plain = path.removeprefix(_WRAPPER) if _is_of_peft(root) else path
+        plain = ".".join(part for part in plain.split(".") if part != _BASE)
+        if plain != path:
+            names.append(plain)
+    return names
+
+
+def derivations(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
+    """From which weight each factor of LoRA is derived, and what its axes are made of there, by the factor's id."""
+    found: dict[int, tuple[str, Axes]] = {}
+    for prefix, module in root.named_modules():
+        base = getattr(module, _BASE, None)
+        if not (_is_of_peft(module) and isinstance(base, torch.nn.Module)):
+            continue
+        roles = roles_of(base, "weight")
+        if len(roles) == 2:  # PEFT's layer for a convolution is one itself, and asks the rules
+            output = roles.index("out.0")
+            path = ".".join(filter(None, (prefix, _BASE, "weight")))
+            found.update((id(t), (path, axes)) for t, axes in _factors(module, 1 - output, output))
+    return found
+
+
+def _factors(module: Any, inward: int, output: int) -> Iterator[tuple[torch.Tensor, Axes]]:
+    for name, axes in (("lora_A", ((), (inward,))), ("lora_B", ((output,), ()))):
+        for layer in getattr(module, name, {}).values():
+            yield layer.weight, axes
+            if layer.bias is not None:
+                yield layer.bias, axes[:1]
+    for name, axes in (("lora_embedding_A", ((), (inward,))), ("lora_embedding_B", ((output,), ()))):
+        for factor in getattr(module, name, {}).values():
+            yield factor, axes
+    for layer in getattr(module, "lora_magnitude_vector", {}).values():
+        yield layer.weight, ((output,),)
+
+
+def _is_of_peft(module: torch.nn.Module) -> bool:
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+
+
+def look_after_peft(is_laid_out: Callable[[torch.nn.Module], bool]) -> None:
+    """From now on, have PEFT give factors the sizes of the layers of laid out models, if it is imported.
+
+    It stays, as laid out models do.
+    """
+    if "peft" in sys.modules:
+        _look_after_peft(is_laid_out)
+
+
+@functools.cache
+def _look_after_peft(is_laid_out: Callable[[torch.nn.Module], bool]) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    plain: Any = getattr(LoraLayer, "_get_in_out_features", None)
+    if plain is None:
+        return  # then factors of sharded layers have other sizes than the layer, and its call fails
+
+    @functools.wraps(plain)
+    def get_in_out_features(self: Any, module: torch.nn.Module) -> tuple[int, int] | tuple[None, None]:
+        if isinstance(module, torch.nn.Linear) and is_laid_out(module):
+            return module.in_features, module.out_features
+        return plain(self, module)
+
+    LoraLayer._get_in_out_features = get_in_out_features
