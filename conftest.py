@@ -146,6 +146,7 @@ SMOKE = {
     ),
     "test_keras_hooks": ...,
     "test_keras_hub": (),  # the models of test_keras_contract_* have the same layers
+    "test_keras_hub_presets": (),
     "test_keras_processes_same_batch": ...,
     "test_keras_uneven": (),  # what is uneven is decided by the plan, which knows no backend
 }

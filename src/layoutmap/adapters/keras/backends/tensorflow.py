@@ -32,7 +32,11 @@ from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import applying, assigning, keying
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_steps import training_wraps
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, unsupported_of
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
+    explained,
+    generating,
+    unsupported_of,
+)
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
@@ -108,6 +112,8 @@ class TensorFlowBackend(Backend):
         wraps = {name: calling(layer, session, name) for name in CALLS}
         if isinstance(layer, keras.Model):
             wraps["export"] = exporting(layer, session)
+            if hasattr(layer, "make_generate_function"):  # a task of keras-hub
+                wraps["make_generate_function"] = generating(layer)
         return wraps
 
     def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:

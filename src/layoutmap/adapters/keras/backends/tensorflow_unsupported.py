@@ -97,6 +97,19 @@ def _multiplies_int8(layer: Any) -> bool:
     )
 
 
+def generating(task: Any) -> Callable[[], Any]:
+    """Return `make_generate_function` of a task of keras-hub, which refuses."""
+
+    def make_generate_function() -> Any:
+        raise EngineError(
+            f"{task.name}: generate cannot run on TensorFlow's DTensor",
+            why="DTensor cannot update a slice of a tensor, as the cache of keys and values needs at each token",
+            fix="generate on JAX or PyTorch: lm.save(model, directory) here, lm.load(make_model, directory) there",
+        )
+
+    return make_generate_function
+
+
 _OPERATION = re.compile(r"'?tf\.(\w+)'?")
 _ABOUT_LAYOUTS = re.compile(r"DTensor|SPMD|sharding|layout|got a regular tensor", re.IGNORECASE)
 
