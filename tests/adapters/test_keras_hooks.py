@@ -140,7 +140,7 @@ def test_each_name_that_is_gone_is_refused(owner, name, monkeypatch):
     said = refusal()
     monkeypatch.undo()
 
-    assert said.startswith(f"Keras {keras.__version__} is not supported\n")
+    assert said.startswith(f"keras {keras.__version__} is not supported\n")
     assert f"{owner.__name__}.{name}" in missing_in(said)
     assert 'pip install "keras==3.15.*"' in said
     with make_map().scope():
@@ -222,3 +222,18 @@ def test_the_list_says_all_that_is_probed():
     assert {"__getitem__"} == {
         name for name in named if not any(name in text for text in lists)
     }  # Python's own
+
+
+def test_a_newer_keras_warns_once(monkeypatch):
+    """Of two scopes in one that was not tested and has each name, the first warns."""
+    monkeypatch.setattr(keras, "__version__", "99.0.0")
+    warn_if_untested.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with make_map().scope():
+                pass
+    warn_if_untested.cache_clear()
+    said = [(str(each.message).splitlines()[0], each.filename) for each in caught]
+
+    assert [("keras 99.0.0 is not a release that layoutmap was tested with", __file__)] == said

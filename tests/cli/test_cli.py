@@ -256,7 +256,7 @@ positional arguments:
     devices             List the devices of this machine.
     presets             List the presets of rules, and the published models that can be planned by
                         name.
-    schema              Print the JSON Schema of rules files, for editors.
+    schema              Print the JSON Schema of rules files, for editors, or check such files.
     completion          Print the script with which a shell completes this command.
 
 options:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Generator
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 
 from layoutmap.adapters.protocol import Adapter
 from layoutmap.core.errors import LayoutMapError, ScopeError
+from layoutmap.core.tested import import_for
 
 __all__ = [
     "ADAPTERS",
@@ -65,6 +65,7 @@ def get_adapter(name: str) -> Adapter:
 
     Raises:
         ScopeError: There is no such adapter, or its library is not installed.
+        EngineError: The library lacks names that are needed.
     """
     if name in REFUSED:
         refuse(name, f"library={name!r}")
@@ -80,7 +81,7 @@ def get_adapter(name: str) -> Adapter:
             why=f"no package {name!r} is found in this environment",
             fix=f'pip install "layoutmap[{name}]"',
         )
-    return importlib.import_module(ADAPTERS[name]).adapter()
+    return import_for(name, ADAPTERS[name]).adapter()
 
 
 def imported_adapter() -> Adapter:

@@ -4,9 +4,9 @@ A model is named as `package.module:function`: a function without arguments that
 current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
 
 Exit codes: 0 the output was printed and all is well; 1 the plan has problems, lint finds something, two plans differ,
-or a checkpoint is damaged; 2 something went wrong; 130 interrupted; 141 the reader of a pipe has closed it. Code of a
-model that ends the process itself (`os._exit`) decides the exit code as well: nothing inside of the process can prevent
-that.
+or a rules file or checkpoint is wrong; 2 something went wrong; 130 interrupted; 141 the reader of a pipe has closed it.
+Code of a model that ends the process itself (`os._exit`) decides the exit code as well: nothing inside of the process
+can prevent that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from layoutmap.cli.output import (
     say,
     write_all,
 )
-from layoutmap.cli.plans import add_model_options, plan_of, plans_of
+from layoutmap.cli.plans import add_model_options, num_rules, plan_of, plans_of
 from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError
@@ -58,11 +58,12 @@ _EXAMPLES = r"""examples:
   layoutmap devices --engine jax
   layoutmap presets
   layoutmap schema > rules.schema.json
+  layoutmap schema rules.yaml     checks the file, without a model
   source <(layoutmap completion bash)
 
 exit codes:
   0  the output was printed, and all is well
-  1  the plan has problems, lint found something, the plans differ, or the checkpoint is damaged
+  1  the plan has problems, lint found something, the plans differ, or a rules file or checkpoint is wrong
   2  something went wrong; stderr says what
 """
 
@@ -192,7 +193,10 @@ def _parser() -> argparse.ArgumentParser:
         _presets,
         "List the presets of rules, and the published models that can be planned by name.",
     )
-    command("schema", _schema, "Print the JSON Schema of rules files, for editors.")
+    rules = command(
+        "schema", _schema, "Print the JSON Schema of rules files, for editors, or check such files."
+    )
+    rules.add_argument("files", metavar="FILE", nargs="*", help="a rules file to check; no model is needed")
     completion = command(
         "completion", _completion, "Print the script with which a shell completes this command."
     )
@@ -289,8 +293,15 @@ def _completion(options: Any) -> int:
 
 
 def _schema(options: Any) -> int:
-    say(schema().rstrip("\n"), sys.stdout)
-    return WELL
+    if not options.files:
+        say(schema().rstrip("\n"), sys.stdout)
+    code = WELL
+    for name in options.files:
+        try:
+            say(f"{name}: {num_rules(name)} rules", sys.stdout)
+        except LayoutMapError as error:
+            code = _failed(error, PROBLEMS)
+    return code
 
 
 # -- what they need

@@ -17,7 +17,8 @@ from layoutmap.cli.models import add_preset_options, known_model, make_of, prese
 from layoutmap.cli.output import say
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
-from layoutmap.core.mesh import Mesh
+from layoutmap.core.mesh import UNSHARDED, Mesh
+from layoutmap.rules.yaml_file import from_yaml
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan as make_plan
@@ -144,6 +145,23 @@ def rules_of_file(name: str, mesh: Mesh | None) -> LayoutMap:
     text = _text_of(name)
     with _read_from(name):
         return LayoutMap.from_yaml(text, mesh)
+
+
+def num_rules(name: str) -> int:
+    """Check a rules file, for which any mesh will do if it names none, and count its rules.
+
+    Raises:
+        LayoutMapError: It cannot be read, or has what is no rule.
+    """
+    text = _text_of(name)
+    with _read_from(name):
+        fields = from_yaml(text)
+        named = [spec for specs in (*fields.rules.values(), *fields.activations.values()) for spec in specs]
+        dims = {dim for spec in named if spec for dim in ([spec] if isinstance(spec, str) else spec)} - {
+            UNSHARDED
+        }
+        mesh = Mesh(None, [(dim, 1) for dim in sorted(dims)]) if fields.dims is None else None
+        return len(LayoutMap.from_yaml(text, mesh).rules)
 
 
 def _with_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:

@@ -6,12 +6,12 @@ An engine knows its framework's arrays, devices and shardings, and no model libr
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from typing import Any
 
 from layoutmap.core.errors import EngineError
+from layoutmap.core.tested import import_for, warn_if_untested
 from layoutmap.engines.protocol import Engine
 
 __all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine", "step_counter"]
@@ -29,7 +29,7 @@ def get_engine(name: str) -> Engine:
         name: `"jax"`, `"tensorflow"` or `"torch"`.
 
     Raises:
-        EngineError: There is no such engine, or its framework is not installed.
+        EngineError: There is no such engine, or its framework is not installed, or it lacks names that are needed.
     """
     if name not in ENGINES:
         raise EngineError(
@@ -47,7 +47,9 @@ def get_engine(name: str) -> Engine:
             why=f"no package {name!r} is found in this environment",
             fix=f'pip install "layoutmap[{name}]"',
         )
-    return importlib.import_module(ENGINES[name]).engine()
+    made = import_for(name, ENGINES[name]).engine()
+    warn_if_untested(name)
+    return made
 
 
 def engine_of_array(array: object) -> Engine:

@@ -9,6 +9,7 @@ from typing import Any
 from layoutmap.adapters.jax import pytrees
 from layoutmap.adapters.jax.pytrees import Parts
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.tested import import_for, warn_if_untested
 
 
 def is_nnx(model: Any) -> bool:
@@ -24,8 +25,8 @@ def take_apart(model: Any) -> Parts:
         ScopeError: Two arrays have one path.
     """
     if is_nnx(model):
-        from layoutmap.adapters.jax import nnx  # late: not every program of JAX has flax
-
+        nnx = import_for("flax", "layoutmap.adapters.jax.nnx")  # late: not every program of JAX has flax
+        warn_if_untested("flax")
         return nnx.take_apart(model)
     return pytrees.take_apart(model)
 

@@ -39,18 +39,7 @@ import numpy as np
 
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.patches import Closing
-
-TESTED = "3.15"
-
-
-def _moved(what: str) -> ScopeError:
-    return ScopeError(
-        f"Keras {keras.__version__} is not supported",
-        facts={"missing": what},
-        why=f"deferring variables relies on names of Keras {TESTED} that this one does not have",
-        fix=f'pip install "keras=={TESTED}.*"',
-    )
-
+from layoutmap.core.tested import unsupported, warn_if_untested
 
 try:
     from keras.src.backend.common import global_state as keras_state
@@ -67,7 +56,7 @@ try:
     from keras.src.utils.naming import to_snake_case, uniquify
     from keras.src.utils.python_utils import is_default
 except ImportError as error:
-    raise _moved(str(error)) from error
+    raise unsupported("keras", error, ScopeError) from error
 
 CommonVariable: Any = KerasVariable
 BaseOptimizer: Any = KerasOptimizer
@@ -140,7 +129,7 @@ def check_names(more: Names = ()) -> None:
     if _COUNTS not in uniquify.__code__.co_consts:
         missing.append(_COUNTS)
     if missing:
-        raise _moved(", ".join(missing))
+        raise unsupported("keras", ", ".join(missing), ScopeError)
 
 
 def _lineage(owner: Any) -> list[Any]:
@@ -181,6 +170,7 @@ def check_keras(more: Names = ()) -> None:
         ScopeError: Keras is not one this adapter works with.
     """
     check_names(more)
+    warn_if_untested("keras")
     if keras.config.is_nnx_enabled():
         raise ScopeError(
             "Keras runs with KERAS_NNX_ENABLED",

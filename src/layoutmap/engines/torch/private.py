@@ -46,22 +46,11 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as _of_modules
 
-from layoutmap.core.errors import EngineError
 from layoutmap.core.patches import Attribute
-
-TESTED = "2.13"
+from layoutmap.core.tested import unsupported
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def _moved(what: str) -> EngineError:
-    return EngineError(
-        f"torch {torch.__version__} is not supported",
-        facts={"missing": what},
-        why=f"layouts on torch rely on names of torch {TESTED} that this one does not have",
-        fix=f'pip install "torch=={TESTED}.*"',
-    )
 
 
 # -- layouts and simulated devices
@@ -81,7 +70,7 @@ try:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from torch.utils._pytree import tree_leaves, tree_map
 except ImportError as error:
-    raise _moved(str(error)) from error
+    raise unsupported("torch", str(error)) from error
 
 _WANTED: list[tuple[Any, tuple[str, ...]]] = [
     (DTensorSpec, ("_convert_shard_order_to_StridedShard", "_maybe_convert_StridedShard_to_shard_order")),
@@ -95,7 +84,7 @@ _missing = [
     f"{owner.__name__}.{name}" for owner, names in _WANTED for name in names if not hasattr(owner, name)
 ]
 if _missing:
-    raise _moved(", ".join(_missing))
+    raise unsupported("torch", ", ".join(_missing))
 
 
 def left_out_of_state_dicts(module: torch.nn.Module) -> set[str]:
@@ -259,7 +248,7 @@ try:
     )
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as error:
-    raise _moved(str(error)) from error
+    raise unsupported("torch", str(error)) from error
 
 UNFORESEEN = (
     DataDependentOutputException,
@@ -270,7 +259,7 @@ UNFORESEEN = (
 """What a fake tensor raises if a result's shape depends on values, or nobody has said how to foresee it."""
 
 if not hasattr(torch.nn.Module, "_apply") or not hasattr(torch.ops.aten.add.Tensor, "_schema"):
-    raise _moved("torch.nn.Module._apply, OpOverload._schema")
+    raise unsupported("torch", "torch.nn.Module._apply, OpOverload._schema")
 
 
 @functools.cache
@@ -312,7 +301,7 @@ def module_apply(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> At
 
 
 if not hasattr(_of_modules, "_global_buffer_registration_hooks"):
-    raise _moved("torch.nn.modules.module._global_buffer_registration_hooks")
+    raise unsupported("torch", "torch.nn.modules.module._global_buffer_registration_hooks")
 
 
 def registration_hooks() -> Sequence[dict[Any, Any]]:
@@ -332,7 +321,7 @@ try:
 
     _ENGINE: Any = torch.autograd.Variable._execution_engine
 except (ImportError, AttributeError) as error:
-    raise _moved(str(error)) from error
+    raise unsupported("torch", str(error)) from error
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -356,7 +345,7 @@ def without_function_modes() -> Generator[None]:
 _DISPATCHER = DTensor._op_dispatcher
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
 if not hasattr(_DISPATCHER, _PROPAGATE) or not hasattr(_DISPATCHER, "_custom_op_handlers"):
-    raise _moved(f"DTensor._op_dispatcher: {_PROPAGATE}, _custom_op_handlers")
+    raise unsupported("torch", f"DTensor._op_dispatcher: {_PROPAGATE}, _custom_op_handlers")
 _HANDLED = ("convolution.default", "convolution_backward.default", "as_strided.default")
 
 
@@ -454,7 +443,7 @@ class FullySharded:
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:
-            raise _moved(f"fully_shard: {', '.join(missing)}")
+            raise unsupported("torch", f"fully_shard: {', '.join(missing)}")
         self._state._root_post_backward_final_callback = plainly(
             self._state._root_post_backward_final_callback
         )
@@ -537,7 +526,7 @@ class FullySharded:
 try:
     from torch._dynamo import nonstrict_trace
 except ImportError as error:
-    raise _moved(str(error)) from error
+    raise unsupported("torch", str(error)) from error
 
 # -- modules, and the tensors in them
 
@@ -545,9 +534,9 @@ top_saving_hooks: Any = getattr(
     getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
 )
 if top_saving_hooks is None:
-    raise _moved("torch._C._autograd._top_saved_tensors_default_hooks")
+    raise unsupported("torch", "torch._C._autograd._top_saved_tensors_default_hooks")
 if not hasattr(torch.Tensor, "_base") or not hasattr(torch.Tensor, "_is_view"):
-    raise _moved("torch.Tensor._base, torch.Tensor._is_view")
+    raise unsupported("torch", "torch.Tensor._base, torch.Tensor._is_view")
 
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
 
@@ -627,7 +616,7 @@ def is_checkpoint(saver: Any) -> bool:
 
 
 if not hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator"):
-    raise _moved("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+    raise unsupported("torch", "torch.utils.checkpoint._checkpoint_without_reentrant_generator")
 
 
 def checkpoints(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Sequence[Attribute]:

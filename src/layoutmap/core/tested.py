@@ -1,0 +1,103 @@
+"""Which releases of each framework the tests have run with, and what is said about others.
+
+The extras in pyproject.toml begin at the same releases and have no end: see docs/decisions/0098.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+import warnings
+from types import ModuleType
+
+from layoutmap.core.errors import EngineError, LayoutMapError, LayoutMapWarning
+from layoutmap.core.users_line import level_of_user
+
+TESTED = {
+    "jax": ("0.7", "0.10"),
+    "keras": ("3.14", "3.15"),
+    "tensorflow": ("2.20", "2.21"),
+    "torch": ("2.12", "2.15"),
+    "flax": ("0.12.4", "0.12"),
+}
+"""Package -> the oldest release that the tests have passed with, and the newest minor one."""
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def _version(package: str) -> str:
+    return str(getattr(sys.modules.get(package), "__version__", ""))
+
+
+def _is_tested(package: str) -> bool:
+    oldest, newest = map(_numbers, TESTED[package])
+    found = _numbers(_version(package))
+    return oldest <= found and found[:2] <= newest[:2]
+
+
+@functools.cache
+def warn_if_untested(package: str) -> None:
+    """Warn once in a process about a release that the tests have not run with.
+
+    Args:
+        package: One of `TESTED`. It is imported, and every name of it that is probed was found.
+    """
+    if _is_tested(package):
+        return
+    warning = LayoutMapWarning(
+        f"{package} {_version(package)} is not a release that layoutmap was tested with",
+        facts={
+            "tested": f"{package} {_range(package)}",
+            "probed": f"all names of {package} that are needed exist",
+        },
+        why="what a name does may have changed all the same",
+        fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_requirement(package)}"',
+    )
+    warnings.warn(warning, stacklevel=level_of_user(TESTED.keys()))
+
+
+def unsupported(package: str, missing: object, kind: type[LayoutMapError] = EngineError) -> LayoutMapError:
+    """Return the error about a release that lacks names which layoutmap needs.
+
+    Args:
+        package: One of `TESTED`. Its import has at least begun.
+        missing: The names, or the error that has them.
+        kind: The class of the error.
+    """
+    return kind(
+        f"{package} {_version(package)} is not supported",
+        facts={"missing": missing, "tested": f"{package} {_range(package)}"},
+        why=f"layoutmap needs names of {package} that this release does not have",
+        fix=f'pip install "{_requirement(package)}"',
+    )
+
+
+def import_for(package: str, module: str) -> ModuleType:
+    """Import a module of this library that needs a framework.
+
+    Args:
+        package: One of `TESTED`.
+        module: The module.
+
+    Raises:
+        EngineError: The framework is of a release that was not tested, and lacks a name.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, AttributeError) as error:
+        of_another = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(package)
+        if of_another or _is_tested(package):
+            raise
+        raise unsupported(package, error) from error
+
+
+def _range(package: str) -> str:
+    return " to ".join(dict.fromkeys(TESTED[package]))
+
+
+def _requirement(package: str) -> str:
+    return f"{package}=={TESTED[package][1]}.*"
