@@ -127,6 +127,7 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.timeout(900)  # side by side, it is a dozen programs
 @pytest.mark.parametrize("page", few(PAGES, PAGES[0]), ids=lambda p: str(p.relative_to(frameworks.ROOT)))
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
     """What the documentation shows works as shown; the examples are beside it, as in a checkout."""
@@ -149,6 +150,19 @@ def test_a_block_that_does_not_run_says_why(page: Path):
     ]
 
     assert [] == odd
+
+
+def test_each_task_takes_fewer_lines_than_with_the_frameworks_own_tools():
+    """The table has the lines of code of each pair of programs, in order, and ours are fewer."""
+    page = (frameworks.ROOT / "docs" / "side-by-side.md").read_text(encoding="utf-8")
+    lines = {b.title: len([*filter(str.strip, b.code.splitlines())]) for b in read_blocks(page) if b.title}
+    tasks = [title.removesuffix("_before.py") for title in lines if title.endswith("_before.py")]
+    pairs = [(lines[f"{task}_before.py"], lines[f"{task}_after.py"]) for task in tasks]
+
+    assert all(ours < theirs for theirs, ours in pairs)
+    assert pairs == [
+        (int(a), int(b)) for a, b in re.findall(r"^\| \[.* \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    ]
 
 
 def test_blocks_share_a_page_and_a_failing_one_is_seen(tmp_path: Path):
