@@ -2,9 +2,11 @@
 
 A file is one program: its blocks run in order in one namespace, in a process of its own with eight simulated devices.
 A block that cannot run says why in its opening line: ```python no-run: needs two machines
+A block that is a file has its name there, ```python title="train.py", for a later block to import or to start.
 
-In a ```console block a line that begins with `$ ` is a command, and those below it are what it prints, errors
-not counted: "..." stands for anything, and how many spaces there are does not matter.
+A ```text block is something that the program prints, in which "..." stands for anything. In a ```console block a line
+that begins with `$ ` is a command, and those below it are what it prints, errors not counted. How many spaces there
+are does not matter.
 """
 
 from __future__ import annotations
@@ -40,13 +42,25 @@ class Block:
         return self.info.split(maxsplit=1)[:1] in (["python"], ["py"], ["python3"])
 
     @property
+    def is_printed(self) -> bool:
+        return self.info == "text"
+
+    @property
     def is_console(self) -> bool:
         return self.info.split(maxsplit=1)[:1] == ["console"]
 
     @property
     def program(self) -> list[str]:
-        """The lines to run; a console block becomes one line that is as long as it needs to be."""
+        """The lines to run; a console block or a file becomes one line that is as long as it needs to be."""
+        if self.title:
+            return [f"open({self.title!r}, 'w').write({self.code!r})"]
         return [f"run_console({self.code!r})"] if self.is_console else self.code.splitlines()
+
+    @property
+    def title(self) -> str | None:
+        """The name of the file that it is."""
+        match = re.fullmatch(r'\w+ title="(\w+\.\w+)"', self.info)
+        return match and match[1]
 
     @property
     def reason_not_to_run(self) -> str | None:
@@ -55,7 +69,7 @@ class Block:
 
 
 def read_blocks(text: str) -> list[Block]:
-    """The blocks of a page that can run, in order."""
+    """The blocks of a page that can run, and what they print, in order."""
     blocks = [
         Block(
             line=text.count("\n", 0, m.start()) + 2,
@@ -64,14 +78,14 @@ def read_blocks(text: str) -> list[Block]:
         )
         for m in FENCE.finditer(text)
     ]
-    return [b for b in blocks if b.is_python or b.is_console]
+    return [b for b in blocks if b.is_python or b.is_console or b.is_printed]
 
 
 def program_of(page: Path) -> str:
     """A page's blocks as one program, each on the lines where the page has it, so that a traceback points there."""
     lines: list[str] = []
     for block in read_blocks(page.read_text(encoding="utf-8")):
-        if block.reason_not_to_run is None:
+        if block.reason_not_to_run is None and not block.is_printed:
             lines += [""] * (block.line - 1 - len(lines)) + block.program
     return "\n".join(lines) + "\n"
 
@@ -82,9 +96,13 @@ def run_console(block: str) -> None:
         command, wanted = re.split(r"(?<!\\)\n", part, maxsplit=1)
         run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
         told = f"$ {command}\n{run.stdout}{run.stderr}"
-        options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-        assert doctest.OutputChecker().check_output(wanted, run.stdout, options), told
+        assert is_as_shown(wanted, run.stdout), told
         assert 0 == run.returncode, told
+
+
+def is_as_shown(shown: str, printed: str) -> bool:
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(shown, printed, options)
 
 
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -109,6 +127,7 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.timeout(900)  # side by side, it is a dozen programs
 @pytest.mark.parametrize("page", few(PAGES, PAGES[0]), ids=lambda p: str(p.relative_to(frameworks.ROOT)))
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
     """What the documentation shows works as shown; the examples are beside it, as in a checkout."""
@@ -116,18 +135,34 @@ def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
     run = run_page(page, tmp_path) if program_of(page).strip() else None
 
     assert run is None or 0 == run.returncode, run.stderr
+    printed = run.stdout if run else ""
+    shown = [b.code for b in read_blocks(page.read_text(encoding="utf-8")) if b.is_printed]
+    assert [] == [text for text in shown if not is_as_shown(f"...\n{text}...", f"-\n{printed}\n-")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(frameworks.ROOT)))
 def test_a_block_that_does_not_run_says_why(page: Path):
-    """`python` alone, or `python no-run: <reason>`; nothing else, so that no block drops out by a misspelling."""
+    """It says no-run: and a reason, and what it is otherwise is spelt right, so that no block drops out by accident."""
     odd = [
         f"line {b.line - 1}: {b.info}"
         for b in read_blocks(page.read_text(encoding="utf-8"))
-        if b.info not in ("python", "console") and not b.reason_not_to_run
+        if b.info not in ("python", "console", "text") and not b.title and not b.reason_not_to_run
     ]
 
     assert [] == odd
+
+
+def test_each_task_takes_fewer_lines_than_with_the_frameworks_own_tools():
+    """The table has the lines of code of each pair of programs, in order, and ours are fewer."""
+    page = (frameworks.ROOT / "docs" / "side-by-side.md").read_text(encoding="utf-8")
+    lines = {b.title: len([*filter(str.strip, b.code.splitlines())]) for b in read_blocks(page) if b.title}
+    tasks = [title.removesuffix("_before.py") for title in lines if title.endswith("_before.py")]
+    pairs = [(lines[f"{task}_before.py"], lines[f"{task}_after.py"]) for task in tasks]
+
+    assert all(ours < theirs for theirs, ours in pairs)
+    assert pairs == [
+        (int(a), int(b)) for a, b in re.findall(r"^\| \[.* \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    ]
 
 
 def test_blocks_share_a_page_and_a_failing_one_is_seen(tmp_path: Path):

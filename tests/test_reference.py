@@ -1,5 +1,6 @@
 """The reference on the site has every name that users import."""
 
+import ast
 import importlib
 import re
 
@@ -38,3 +39,30 @@ def _all_of(module):
     with open(path, encoding="utf-8") as source:
         found = re.search(r"^__all__ = \[(.*?)\]", source.read(), re.MULTILINE | re.DOTALL)
     return re.findall(r'"(\w+)"', found[1])
+
+
+def test_every_error_and_every_kind_of_problem_has_its_cause_and_fix():
+    """The page of errors has a heading for each public class, and for each kind that the source gives a problem."""
+    page = (frameworks.ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    public = [getattr(lm, name) for name in lm.__all__ if name.endswith(("Error", "Warning"))]
+    assert all(issubclass(each, (lm.LayoutMapError, lm.LayoutMapWarning)) for each in public)
+    expected = {each.__name__ for each in public} | _kinds()
+    assert sorted(expected) == sorted(re.findall(r"^### `(.+)`$", page, re.MULTILINE))
+
+
+def _kinds():
+    """The kinds of all problems: the first argument of `Problem`, and of functions that pass theirs on to it."""
+    calls = [
+        call
+        for path in frameworks.PACKAGE.rglob("*.py")
+        if "roblem(" in (source := path.read_text(encoding="utf-8"))
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call)
+        and call.args
+        and ast.unparse(call.func) in ("Problem", "_problem", "_of_layout")
+    ]
+    kinds = [call.args[0] for call in calls]
+    assert {"kind", "read('kind', _text, '')"} == {
+        ast.unparse(kind) for kind in kinds if not isinstance(kind, ast.Constant)
+    }
+    return {kind.value for kind in kinds if isinstance(kind, ast.Constant)}
