@@ -28,7 +28,7 @@ FRAMEWORKS = {  # package -> the test process that loads it
 PROCESSES = ("core", *dict.fromkeys(FRAMEWORKS.values()))
 # Folders and files of the source that need no framework; engines and adapters have one each, and all others join a
 # map with an engine, which their doctests do with JAX.
-PURE = ("core", "rules", "plan", "report", "checkpoint")
+PURE = ("core", "cost", "rules", "plan", "report", "checkpoint")
 
 
 class ProcessError(Exception):
