@@ -48,7 +48,7 @@ def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
+    from jaxlib import xla_client
     from jaxlib.mlir import ir
 
     devices = _devices(target, num_devices)[:num_devices]

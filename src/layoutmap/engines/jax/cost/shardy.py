@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jaxlib
+import jaxlib.version
 
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
@@ -43,7 +43,7 @@ MARK = "layoutmap_mark"
 
 def _unsupported(missing: str) -> EngineError:
     return EngineError(
-        f"jaxlib {jaxlib.__version__}: the cost of a step cannot be counted",
+        f"jaxlib {jaxlib.version.__version__}: the cost of a step cannot be counted",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
         why="it is counted after the partitioner Shardy, whose passes are private to jaxlib, and this one has others",
         fix=f'pip install "jaxlib=={TESTED}.*", or have XLA compile the step: lm.lower_step(..).compile(layout_map)',
