@@ -19,6 +19,8 @@ from layoutmap.adapters.jax.training import (
     model_in,
     with_targets,
 )
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import ScopeError, brief
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 
@@ -46,6 +48,15 @@ def training_step(
     return TrainingStep(name, [*specs, *step.slots], step.batch, (), step.run, notes)
 
 
+def _check_array(inputs: Any, leaf: Any) -> None:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise ScopeError(
+            f"inputs={brief(inputs)}: {brief(leaf)} is no array",
+            why=f"it is {kind_of(leaf)}, and has neither a shape nor an element type",
+            fix='pass an example batch, or its shape and type: inputs=jax.ShapeDtypeStruct((8, 16), "float32")',
+        )
+
+
 class _Step:
     def __init__(
         self,
@@ -64,6 +75,8 @@ class _Step:
         plain = inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
         given = with_targets(inputs, state) if has_targets else (plain, ())
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(given)
+        for _, leaf in leaves:
+            _check_array(inputs, leaf)
         self.batch = [
             Shape(jax.tree_util.keystr(path, simple=True, separator="."), tuple(x.shape), str(x.dtype))
             for path, x in leaves

@@ -233,7 +233,7 @@ def _settings(layer: Any) -> tuple[Any, ...]:
 
 
 _ABSENT = object()
-_NAMES = ("name", "_name", "_path", "_parent_path")
+_NAMES = ("name", "_name", "_path", "_parent_path", "_inbound_nodes", "_outbound_nodes")
 
 
 def _plain(value: Any) -> Any:
