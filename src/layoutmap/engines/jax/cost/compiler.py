@@ -21,12 +21,12 @@ def environment(target: Target, num_devices: int) -> dict[str, str]:
     """Return the variables of the environment that the process needs."""
     needed = {"JAX_PLATFORMS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if target.platform == "cpu":
-        flags = f"--xla_force_host_platform_device_count={num_devices}"
-        return needed | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        flags = os.environ.get("XLA_FLAGS", "")
+        count = f"--xla_force_host_platform_device_count={num_devices}"
+        return needed | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {count}".strip()}
     if target.platform == "cuda":
-        # Tiles of Triton's are chosen by trying them on the GPU; without one XLA fails for shapes such as a ViT's.
-        return needed | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"}
-    return needed | {"TPU_SKIP_MDS_QUERY": "1", "XLA_FLAGS": ""}
+        return needed | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    return needed | {"TPU_SKIP_MDS_QUERY": "1"}
 
 
 def _devices(target: Target, num_devices: int) -> list[Any]:
