@@ -42,6 +42,7 @@ STATE = {
     "engines.torch.deferred_init.streams._rooms": "memory for random numbers, one piece on each thread",
     "engines.torch.malloc._malloc_trim": "the C library's function",
     "rules.zoo.models": "the list of published models, read once",
+    "cost.machines.known_devices": "the devices of machines.yaml, read once",
 }
 
 MUTABLE = {
