@@ -43,6 +43,7 @@ STATE = {
     "engines.torch.malloc._malloc_trim": "the C library's function",
     "engines.jax.cost.shardy.check": "whether jaxlib has Shardy's passes, asked once",
     "rules.zoo.models": "the list of published models, read once",
+    "cost.machines.known_devices": "the devices of machines.yaml, read once",
 }
 
 MUTABLE = {

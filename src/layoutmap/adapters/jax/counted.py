@@ -25,7 +25,7 @@ from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
-_NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
+_NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weights, and there are no slots"
 
 
 def training_step(
@@ -125,9 +125,9 @@ class _Step:
         weights = {path: values[key] for key in self._trained for path in (key[1],)}
         (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
-        if self.optimizer is None:
-            return after | {("", f"gradient {path}"): each for path, each in gradients.items()}
         with tracer.updating():
+            if self.optimizer is None:
+                return after | {key: weights[key[1]] - gradients[key[1]] for key in self._trained}
             state = jax.tree.unflatten(self._state_tree, [values[slot.key] for slot in self.slots])
             updates, state = self.optimizer.update(gradients, state, weights)
             new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
