@@ -295,8 +295,9 @@ class _Evaluation:
     def plan(self, layout_map: RuleSet) -> Plan:
         """The plan of a map, with its cost."""
         assert layout_map.mesh is not None
-        counted = self._lowered.count(layout_map, batch_dim=self.batch_dims[layout_map.mesh])
-        return self._lowered.plan(layout_map).with_cost(counted, self._machine)
+        batch_dim = self.batch_dims[layout_map.mesh]
+        counted = self._lowered.count(layout_map, batch_dim=batch_dim)
+        return self._lowered.plan(layout_map).with_cost(counted, self._machine, batch_dim)
 
     def __call__(self, layout_map: RuleSet) -> Figures:
         cost = self.plan(layout_map).cost
