@@ -13,6 +13,7 @@ from layoutmap.adapters import get_adapter, imported_adapter
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
+from layoutmap.core.variables import Assignment
 from layoutmap.cost.table import StepCost
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_maker
@@ -55,12 +56,32 @@ class LoweredStep:
             PlanError: Rules do not fit the model.
             LayoutError: A rule for activations does not fit what a layer returns.
         """
+        return self._lowered.count(*self._placed(layout_map, batch_dim))
+
+    def compile(self, layout_map: RuleSet, *, batch_dim: str | None = None, target: str = "cpu") -> Any:
+        """Have XLA compile the step under rules, for devices that need not be there: seconds to minutes.
+
+        Args:
+            layout_map: See `count`.
+            batch_dim: See `count`.
+            target: `"cpu"`; with the CUDA plugin of JAX `"h100"`, `"h200"`, `"a100"`; with libtpu `"v5e"`, `"v5p"`,
+                `"v6e"`.
+
+        Returns:
+            A value with `collectives`, `argument_bytes`, `peak_bytes` and `sent_bytes`, as XLA has them.
+
+        Raises:
+            EngineError: The plugin for the target is not installed, or XLA cannot compile the step.
+        """
+        return self._lowered.compile(*self._placed(layout_map, batch_dim), target)
+
+    def _placed(self, layout_map: RuleSet, batch_dim: str | None) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()
-        layouts = {assignment.variable.key: assignment for assignment in plan.assignments}
         batch_dim = batch_dim or (self._batch_dim if self._batch_dim in plan.mesh else None)
         activations = layout_map.activations
         policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
-        return self._lowered.count([layouts[variable.key] for variable in self.step.variables], policy)
+        found = {assignment.variable.key: assignment for assignment in plan.assignments}
+        return [found[variable.key] for variable in self.step.variables], policy
 
     @property
     def outputs(self) -> Mapping[str, tuple[int, ...]]:

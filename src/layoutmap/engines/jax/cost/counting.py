@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from layoutmap.core.layout import Layout
-from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import Collective, Phase
 from layoutmap.engines.jax.cost.causes import Causes
-from layoutmap.engines.jax.cost.graph import Block, Op, place_of, read
+from layoutmap.engines.jax.cost.graph import Block, Op
 from layoutmap.engines.jax.cost.memory import COLLECTIVE_NAMES, peaks_of
-from layoutmap.engines.jax.cost.rewrites import rewrite
-from layoutmap.engines.jax.cost.shardy import partition
 
 
 @dataclass(frozen=True)
@@ -51,36 +47,14 @@ def _sum(first: Mapping[Any, int], second: Mapping[Any, int], times: int) -> dic
     return {key: first.get(key, 0) + second.get(key, 0) * times for key in {**first, **second}}
 
 
-def count(
-    module: Any,
-    mesh: Mesh,
-    arguments: Sequence[Layout],
-    results: Sequence[Layout | None],
-    outputs: Callable[[str, tuple[int, ...]], Layout | None],
-    names: Sequence[str],
-    donated: Mapping[int, int],
-) -> Counts:
-    """Count what a step does.
+def count(block: Block, names: Sequence[str], donated: Mapping[int, int]) -> Counts:
+    """Count what the operations of a step do.
 
     Args:
-        module: The step.
-        mesh: The mesh.
-        arguments: The layout of each of its arguments.
-        results: The layout of each of its results; `None`: as the partitioner chooses.
-        outputs: Returns the layout of what a layer returns, by the layer's path and the shape.
+        block: The step, partitioned.
         names: The path of each argument.
         donated: For each result that takes the place of an argument, the number of that.
     """
-    block = read(
-        partition(module, mesh, arguments, results, lambda where, shape: outputs(place_of(where)[0], shape)),
-        mesh,
-    )
-    rewrite(block)
-    return count_block(block, names, donated)
-
-
-def count_block(block: Block, names: Sequence[str], donated: Mapping[int, int]) -> Counts:
-    """Count what the operations of a step do."""
     causes = Causes(block, names)
     collectives, flops = Counter[Collective](), Counter[str]()
 

@@ -21,7 +21,9 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import Collective, StepCost
 from layoutmap.engines.jax.cost import shardy
 from layoutmap.engines.jax.cost.counting import Counts, count
-from layoutmap.engines.jax.cost.graph import LAYER, UPDATE
+from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module
+from layoutmap.engines.jax.cost.graph import LAYER, UPDATE, place_of, read
+from layoutmap.engines.jax.cost.rewrites import rewrite
 from layoutmap.engines.jax.programs import undisturbed
 
 _KEPT = 2
@@ -145,14 +147,34 @@ class LoweredStep:
             path: self._step.blocks[n][0] for n in tied for path in _left_out(self._step.blocks[n], kept[n])
         }
         lowered = self._lowered(skipped)
+        block = read(shardy.partition(self._placed(lowered, layouts, policy)), policy.mesh)
+        rewrite(block)
+        names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
+        return count(block, names, {number: number for number in range(len(lowered.variables))})
+
+    def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
         given = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.batch_layout(each.shape) for each in self._step.batch]
-        names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
-        results = [*given, *[None] * lowered.num_others]
-        donated = {number: number for number in range(len(given))}
-        return count(
-            lowered.module, policy.mesh, [*given, *batch], results, lowered.layouts_of(policy), names, donated
+        outputs = lowered.layouts_of(policy)
+        return shardy.place(
+            lowered.module,
+            policy.mesh,
+            [*given, *batch],
+            [*given, *[None] * lowered.num_others],
+            lambda name, shape: outputs(place_of(name)[0], shape),
         )
+
+    def compile(self, assignments: Sequence[Assignment], policy: LayoutPolicy, target: str) -> CompiledStep:
+        """Have XLA compile the step, all of its blocks, for devices that need not be there; see `count`.
+
+        Args:
+            assignments: See `count`.
+            policy: See `count`.
+            target: A name of `targets`.
+        """
+        layouts = {a.variable.key: a.layout for a in assignments}
+        placed = self._placed(self._lowered({}), layouts, policy)
+        return compile_module(str(placed), policy.mesh.size, target)
 
     def _lowered(self, skipped: Mapping[str, str]) -> _Lowered:
         key = frozenset(skipped)

@@ -12,7 +12,7 @@ Tested on jaxlib 0.10.2.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jaxlib
@@ -77,26 +77,28 @@ def sharding_text(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
     return f"<@{mesh}, [{', '.join(f'{{{each}}}' for each in (*names, *[''] * (rank - layout.rank)))}]>"
 
 
-def partition(
+def place(
     module: Any,
     mesh: Mesh,
     arguments: Sequence[Layout | None],
     results: Sequence[Layout | None],
     outputs: Callable[[str, tuple[int, ...]], Layout | None],
 ) -> Any:
-    """Return a copy of a module, partitioned.
+    """Return a copy of a module with layouts: what XLA compiles.
 
     Args:
         module: The module, with marks; it stays as it is.
         mesh: The mesh.
         arguments: The layout of each argument of its function; `None`: the partitioner chooses.
-        results: The same for what it returns.
+        results: The same for what it returns; those with a layout take the place of the arguments of their number.
         outputs: Returns the layout of a mark, by the name of its operation and its shape; without one it is removed.
     """
     check()
     with module.context, _ir.Location.unknown():
         copy = module.operation.clone()
-        dims = ", ".join(f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
+        dims = ", ".join(
+            f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
+        )
         block = copy.regions[0].blocks[0]
         functions = [op for op in block if op.operation.name == "func.func"]
         named = {
@@ -104,30 +106,79 @@ def partition(
             "mesh": _ir.Attribute.parse(f"#sdy.mesh<[{dims}]>"),
         }
         _ir.Operation.create("sdy.mesh", attributes=named, ip=_ir.InsertionPoint.at_block_begin(block))
+        copy.attributes["mhlo.num_partitions"] = _ir.Attribute.parse(f"{mesh.size} : i32")
         main = next(f for f in functions if f.attributes["sym_name"].value == "main")
-        for name, layouts, types in (
-            ("arg_attrs", arguments, main.type.inputs),
-            ("res_attrs", results, main.type.results),
+        donated = {n: f"{n} : i32" for n, layout in enumerate(results) if layout is not None}
+        for name, layouts, types, aliases in (
+            ("arg_attrs", arguments, main.type.inputs, donated),
+            ("res_attrs", results, main.type.results, {}),
         ):
-            main.attributes[name] = _with_shardings(main.attributes, name, layouts, types)
+            main.attributes[name] = _with_layouts(main.attributes, name, layouts, types, aliases)
         for op in marks(copy):
             _replace(op, outputs(getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)))
-        for each in PASSES:
-            _PassManager.parse(each).run(copy)
         return copy
 
 
-def marks(module: Any) -> list[Any]:
-    """Return the marks of a module, in order."""
+def partition(placed: Any) -> Any:
+    """Have Shardy partition a module with layouts, in place; returns it."""
+    with placed.context:
+        for op in _operations(placed, "chlo."):
+            _replace_chlo(op)
+        with _ir.Location.unknown():
+            for each in PASSES:
+                _PassManager.parse(each).run(placed)
+        return placed
+
+
+def _operations(module: Any, prefix: str) -> list[Any]:
     found: list[Any] = []
 
     def look(op: Any) -> Any:
-        if op.name == "sdy.sharding_constraint" and _mesh_of(op) in _mark_meshes(module):
+        if op.name.startswith(prefix):
             found.append(op)
         return _ir.WalkResult.ADVANCE
 
     module.operation.walk(look)
     return found
+
+
+def _replace_chlo(op: Any) -> None:
+    """Have operations of CHLO, for which Shardy has no rules, stand there as others of StableHLO that cost as much."""
+    operands, results = list(op.operands), [result.type for result in op.results]
+    shapes = [tuple(each.type.shape) for each in operands]
+    attributes: dict[str, Any] = {}
+    if op.name == "chlo.top_k":
+        name = "stablehlo.custom_call"
+        symbols = _SYMBOLS[: len(shapes[0]) + 1]
+        *kept, last, taken = symbols
+        sizes = [f"{s}={n}" for s, n in zip(symbols, (*shapes[0], results[0].shape[-1]), strict=True)]
+        given, made = (f"[{', '.join((*kept, each))}]" for each in (last, taken))
+        rule = f"<({given})->({made}, {made}) {{{', '.join(sizes)}}} need_replication={{{last}, {taken}}}, custom>"
+        attributes["sdy.sharding_rule"] = _ir.Attribute.parse(f"#sdy.op_sharding_rule{rule}")
+        attributes["call_target_name"] = _ir.StringAttr.get("top_k")
+    elif any(shape != tuple(result.shape) for shape in shapes for result in results):
+        return
+    elif len(operands) == 2:
+        name = "stablehlo.add"
+    elif operands[0].type == results[0]:
+        name = "stablehlo.tanh"
+    else:
+        name = "stablehlo.is_finite"
+    made_op = _ir.Operation.create(
+        name, results, operands, attributes, loc=op.location, ip=_ir.InsertionPoint(op)
+    )
+    for old, new in zip(op.results, made_op.results, strict=True):
+        old.replace_all_uses_with(new)
+    op.erase()
+
+
+_SYMBOLS = "ijklmnopq"
+
+
+def marks(module: Any) -> list[Any]:
+    """Return the marks of a module, in order."""
+    meshes = _mark_meshes(module)
+    return [op for op in _operations(module, "sdy.sharding_constraint") if _mesh_of(op) in meshes]
 
 
 def _mesh_of(op: Any) -> str:
@@ -151,15 +202,21 @@ def _replace(op: Any, layout: Layout | None) -> None:
         op.attributes["sharding"] = _ir.Attribute.parse(f"#sdy.sharding{sharding_text(layout, rank)}")
 
 
-def _with_shardings(
-    attributes: Any, name: str, layouts: Sequence[Layout | None], types: Sequence[Any]
+def _with_layouts(
+    attributes: Any,
+    name: str,
+    layouts: Sequence[Layout | None],
+    types: Sequence[Any],
+    aliases: Mapping[int, str],
 ) -> Any:
     before = attributes[name] if name in attributes else [{}] * len(types)
     after: list[Any] = []
-    for each, layout, kind in zip(before, layouts, types, strict=True):
+    for number, (each, layout, kind) in enumerate(zip(before, layouts, types, strict=True)):
         entries = {entry.name: entry.attr for entry in each} if each else {}
         if layout is not None:
             text = sharding_text(layout, len(kind.shape))
             entries["sdy.sharding"] = _ir.Attribute.parse(f"#sdy.sharding{text}")
+        if number in aliases:
+            entries["tf.aliasing_output"] = _ir.Attribute.parse(aliases[number])
         after.append(_ir.DictAttr.get(entries))
     return _ir.ArrayAttr.get(after)

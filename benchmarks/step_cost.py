@@ -1,0 +1,156 @@
+"""How near the counted cost of a training step comes to what XLA's compiler makes of it.
+
+    python benchmarks/step_cost.py                       all models on all meshes, for H100: an hour
+    python benchmarks/step_cost.py cpu llama 8x8         for another target, models that start so, one mesh
+
+Models of keras-hub with published widths and few layers, in bfloat16, with AdamW, and a scanned stack of flax.nnx; each
+is counted and compiled for devices that are not there. Targets but "cpu" need the plugin of JAX for them. Collectives
+are in GB that each device sends on rings, memory in GB; beside each the quotient of counted and compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+MESHES = {"8x8": "data=8,model=8", "64x1": "data=64,model=1", "16x4": "data=16,model=4"}
+LAYERS = 4
+MODELS = ("llama", "gemma", "mixtral", "vit", "whisper", "bert", "scan")
+
+
+def _tokens(*shape):
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, "int32")
+
+
+def make(name):
+    """Return what makes a model, what it is called with, the preset for it and its optimizer."""
+    import jax
+
+    if name == "scan":
+        return scanned()
+    import keras
+    import keras_hub
+
+    keras.config.set_dtype_policy("bfloat16")
+    hub = keras_hub.models
+    text = {"token_ids": _tokens(64, 2048), "padding_mask": _tokens(64, 2048)}
+    llama = dict(vocabulary_size=128256, num_query_heads=32, num_key_value_heads=8, hidden_dim=4096)
+    gemma = dict(vocabulary_size=256000, num_query_heads=16, num_key_value_heads=16, hidden_dim=3072)
+    mixtral = dict(vocabulary_size=32000, num_query_heads=32, num_key_value_heads=8, hidden_dim=4096)
+    vit = dict(image_shape=(224, 224, 3), patch_size=16, num_heads=16, hidden_dim=1024, mlp_dim=4096)
+    speech = dict(vocabulary_size=51865, num_heads=16, hidden_dim=1280, intermediate_dim=5120, dropout=0.0)
+    bert = dict(vocabulary_size=30522, num_heads=16, hidden_dim=1024, intermediate_dim=4096, dropout=0.0)
+    images = jax.ShapeDtypeStruct((256, 224, 224, 3), "float32")
+    sounds = {
+        "encoder_features": jax.ShapeDtypeStruct((64, 3000, 80), "float32"),
+        "decoder_token_ids": _tokens(64, 448),
+        "decoder_padding_mask": _tokens(64, 448),
+    }
+    segmented = {name: _tokens(64, 512) for name in ("token_ids", "padding_mask", "segment_ids")}
+    found = {
+        "llama": (lambda: hub.Llama3Backbone(num_layers=LAYERS, intermediate_dim=14336, **llama), text),
+        "gemma": (lambda: hub.GemmaBackbone(num_layers=LAYERS, head_dim=256, intermediate_dim=49152, **gemma), text),
+        "mixtral": (
+            lambda: hub.MixtralBackbone(
+                num_layers=LAYERS, intermediate_dim=14336, num_experts=8, top_k=2, output_router_logits=False, **mixtral
+            ),
+            text,
+        ),
+        "vit": (lambda: hub.ViTBackbone(num_layers=LAYERS, **vit), images),
+        "whisper": (lambda: hub.WhisperBackbone(num_layers=LAYERS, max_encoder_sequence_length=3000, **speech), sounds),
+        "bert": (lambda: hub.BertBackbone(num_layers=LAYERS, **bert), segmented),
+    }
+    return *found[name], name, "adamw"
+
+
+def scanned():
+    """Return a stack of 32 blocks of flax.nnx, under one scan, as `make` does."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            options = {"use_bias": False, "rngs": rngs, "param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
+            self.norm = nnx.RMSNorm(4096, rngs=rngs, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+            self.gate, self.up = nnx.Linear(4096, 14336, **options), nnx.Linear(4096, 14336, **options)
+            self.down = nnx.Linear(14336, 4096, **options)
+
+        def __call__(self, x):
+            h = self.norm(x)
+            return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.vmap(nnx.split_rngs(Block, splits=32), in_axes=0, out_axes=0)(rngs)
+
+        def __call__(self, x):
+            return nnx.scan(nnx.remat(lambda block, x: block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
+                self.blocks, x
+            )
+
+    inputs = jax.ShapeDtypeStruct((64, 2048, 4096), "bfloat16")
+    return lambda: Stack(nnx.Rngs(0)), inputs, "scan", optax.adamw(1e-4)
+
+
+def rules(name, mesh):
+    """Return the preset of a model on a mesh; weights that it leaves replicated are sharded over nothing."""
+    import layoutmap as lm
+
+    made = lm.Mesh(None, MESHES[mesh])
+    if name != "scan":
+        return lm.LayoutMap.preset(name, made)
+    return lm.LayoutMap(
+        made,
+        {r".*(gate|up)\.kernel": (None, "data", "model"), r".*down\.kernel": (None, "model", "data")},
+    )
+
+
+def child(target, name, mesh):
+    """One row, in this process."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import layoutmap as lm
+
+    maker, inputs, name, optimizer = make(name)
+    layout_map, library = rules(name, mesh), "jax" if name == "scan" else "keras"
+    start = time.perf_counter()
+    lowered = lm.lower_step(
+        maker, layout_map, inputs=inputs, batch_dim="data", optimizer=optimizer, library=library
+    )
+    cost = lowered.count(layout_map)
+    counted = time.perf_counter() - start
+    start = time.perf_counter()
+    made = lowered.compile(layout_map, target=target)
+    compiled = time.perf_counter() - start
+    kinds = {}
+    for each in cost.collectives:
+        kinds.setdefault(each.kind, [0, 0])[0] += each.sent_bytes(cost.mesh)
+    for each, number in made.collectives.items():
+        kinds.setdefault(each.kind, [0, 0])[1] += each.sent_bytes * number
+    parts = "  ".join(f"{kind} {a / 1e9:.3f}/{b / 1e9:.3f}" for kind, (a, b) in sorted(kinds.items()))
+    print(
+        f"| {name} | {mesh} | {counted:.1f} | {compiled:.1f} | {cost.sent_bytes / max(made.sent_bytes, 1):.3f} | "
+        f"{'exact' if cost.argument_bytes == made.argument_bytes else cost.argument_bytes - made.argument_bytes} | "
+        f"{cost.peak_bytes / 1e9:.2f}/{made.peak_bytes / 1e9:.2f} = {cost.peak_bytes / made.peak_bytes:.2f} | {parts} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 5 and sys.argv[1] == "--one":
+        child(*sys.argv[2:])
+    else:
+        _target = sys.argv[1] if len(sys.argv) > 1 else "h100"
+        _prefix = sys.argv[2] if len(sys.argv) > 2 else ""
+        print("| model | mesh | counted in s | compiled in s | sent | arguments | peak in GB | GB sent by kind |")
+        print("|---|---|---|---|---|---|---|---|")
+        for _name in MODELS:
+            for _mesh in sys.argv[3:] or MESHES:
+                if _name.startswith(_prefix):
+                    subprocess.run([sys.executable, __file__, "--one", _target, _name, _mesh], check=False)
