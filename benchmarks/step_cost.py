@@ -87,7 +87,7 @@ def scanned():
 
     class Stack(nnx.Module):
         def __init__(self, rngs):
-            self.blocks = nnx.vmap(nnx.split_rngs(Block, splits=32), in_axes=0, out_axes=0)(rngs)
+            self.blocks = nnx.split_rngs(splits=32)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
 
         def __call__(self, x):
             return nnx.scan(nnx.remat(lambda block, x: block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(

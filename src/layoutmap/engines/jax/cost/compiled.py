@@ -79,7 +79,7 @@ def compile_module(module: str, num_devices: int, target: str) -> CompiledStep:
 
 
 def _failed(target: str, package: str, text: str) -> EngineError:
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if "Error" in line] or text.strip().splitlines()
     missing = package and ("not implemented for" in text or "libtpu" in text)
     return EngineError(
         f"XLA did not compile the step for {target!r}",
