@@ -136,7 +136,7 @@ def test_a_file_keeps_figures(tmp_path):
         ({"keep": ["up"]}, "search: keep='up' is no rule of start"),
         ({"start": {"up": ("model",)}}, "search: start={'up': ('model',)} is no layout map"),
         ({"inputs": None}, "search: there are no inputs"),
-        ({"make_model": narrow}, "narrow: its training step fails when it is traced"),
+        ({"make_model": narrow}, "Sequential: it fails when it is called with the inputs"),
         (
             {"inputs": jax.ShapeDtypeStruct((3, 64), "float32")},
             "search: a batch of 3 cannot be sharded evenly on h100:64",
