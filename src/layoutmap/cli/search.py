@@ -108,6 +108,7 @@ def run_search_command(options: Any) -> int:
             tries=options.tries,
             seed=options.seed,
             cache=options.cache,
+            verify=options.verify,
             library=library,
         )
     made = {
