@@ -54,7 +54,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help='what the model is called with, if it makes its weights then: "float32[8,128]", or "name=int32[8,16]"',
     )
     parser.add_argument(
-        "--optimizer", metavar="NAME", help="a Keras optimizer whose slots are planned as well, as in adamw"
+        "--optimizer",
+        metavar="NAME",
+        help="a Keras optimizer whose slots are planned as well, as in adamw; with --on also one of torch",
     )
     parser.add_argument(
         "--on",
@@ -125,11 +127,17 @@ def _plan_of_model(name: str, options: Any) -> Plan:
     say(f"layoutmap: planning {name}{by}", sys.stderr)
     with users_code(name):
         make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
+        library = options.library or ("keras" if known else imported_library())
+        # Slots of torch are those of a step, and its plans have none.
+        optimizer = options.optimizer if library == "torch" and options.on else None
         return make_plan(
-            _with_optimizer(make_model, options.optimizer) if options.optimizer else make_model,
+            make_model
+            if optimizer or not options.optimizer
+            else _with_optimizer(make_model, options.optimizer),
             layout_map,
             inputs=inputs,
-            library=options.library or ("keras" if known else imported_library()),
+            library=library,
+            optimizer=optimizer,
             on=options.on,
             batch_dim=options.batch_dim if options.on else None,
         )

@@ -19,7 +19,7 @@ __all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine", "step_counter"]
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
 """Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
 
-_STEP_COUNTERS = {"jax": "layoutmap.engines.jax.cost.lowered"}
+_STEP_COUNTERS = {"jax": "layoutmap.engines.jax.cost.lowered", "torch": "layoutmap.engines.torch.cost"}
 
 
 def get_engine(name: str) -> Engine:

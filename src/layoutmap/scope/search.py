@@ -106,7 +106,7 @@ def search(
     batch_dim: str | None = None,
     start: RuleSet | None = None,
     keep: Iterable[str] = (),
-    tries: int = 60,
+    tries: int = 48,
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
     verify: bool = False,

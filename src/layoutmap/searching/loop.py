@@ -142,7 +142,7 @@ class _Search:
         for number, grid in enumerate(meshes):
             mine = [experts[n] for n in order if experts[n].grid == grid]
             space = Space(model, grid, also=[(e.layouts, e.blocks) for e in mine])
-            most = self.left // (len(meshes) - number)
+            most = self.left if number == len(meshes) - 1 else self.left // 2  # the most for the best
             if most < 1:
                 break
             starts = [space.point_of(e.layouts, e.blocks) for e in mine]

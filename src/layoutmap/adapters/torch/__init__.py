@@ -18,7 +18,15 @@ from layoutmap.adapters.torch.checkpoints import restore_settings, restored, set
 from layoutmap.adapters.torch.forward import is_planned
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
-from layoutmap.adapters.torch.training import arrays_of, call, loss_of, optimizer_of, train_with, training_of
+from layoutmap.adapters.torch.training import (
+    arrays_of,
+    call,
+    loss_of,
+    optimizer_named,
+    optimizer_of,
+    train_with,
+    training_of,
+)
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
@@ -80,6 +88,17 @@ class TorchAdapter:
 
     def complete(self, model: Any, batch: Any) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
+
+    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+        """Return a model, for which `train_with` then knows an optimizer, by its name or what makes it.
+
+        Raises:
+            ScopeError: torch has no optimizer of that name.
+        """
+        training_of(model).make_optimizer = (
+            optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
+        )
+        return model
 
     def variables(self, model: Any) -> dict[str, Any]:
         """Parameters, buffers, and slots of the optimizer that `train_with` was called with, by path."""

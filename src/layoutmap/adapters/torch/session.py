@@ -43,6 +43,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.patches import Closing
+from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines.torch.deferred_init.tape import Tape
 from layoutmap.engines.torch.private import FakeTensor
@@ -52,7 +53,7 @@ _FAILED = "its scope failed, so it has no values"
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """A tensor of this scope, as the core will see it."""
 
     found: Found
@@ -76,6 +77,7 @@ class TorchSession:
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
+        self._planned: Sequence[Entry] = ()  # in a dry run
 
     def _new_tape(self) -> Tape:
         return Tape(
@@ -179,6 +181,7 @@ class TorchSession:
                 layers,
             )
             if self.home.plan_only:
+                self._planned = entries
                 self._mark_valueless(roots, _ONLY_A_PLAN)
             else:
                 self._make(roots, entries, assignments)
@@ -200,7 +203,7 @@ class TorchSession:
             fix="give the layer its sizes, as in torch.nn.Linear(in_features, out_features)",
         )
 
-    def _describe(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> Iterator[_Entry]:
+    def _describe(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> Iterator[Entry]:
         seen: set[int] = set()
         for name, root in zip(model_names(roots), roots, strict=True):
             sizes = head_sizes(root)
@@ -212,7 +215,7 @@ class TorchSession:
                 seen.add(id(tensor))
                 kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
                 shape = tuple(int(n) for n in tensor.shape)
-                yield _Entry(
+                yield Entry(
                     found,
                     VariableSpec(
                         found.path,
@@ -227,7 +230,7 @@ class TorchSession:
                 )
 
     def _make(
-        self, roots: Sequence[torch.nn.Module], entries: Sequence[_Entry], assignments: Sequence[Assignment]
+        self, roots: Sequence[torch.nn.Module], entries: Sequence[Entry], assignments: Sequence[Assignment]
     ) -> None:
         pairs = {
             f"{number}:{e.spec.path}": (e, a)
@@ -240,24 +243,27 @@ class TorchSession:
             {key: assignment for key, (_, assignment) in deferred.items()},
             {key: self._initializer(entry.found.tensor) for key, (entry, _) in deferred.items()},
         )
-        replaced: dict[int, Any] = {}
-        kept: dict[int, Any] = {}  # while ids stand for the tensors
-        for key, (entry, assignment) in pairs.items():
-            old = entry.found.tensor
-            array = (
-                made[key] if key in deferred else self.home.engine.relayout(old.detach(), assignment.layout)
-            )
-            replaced[id(old)] = self._held(entry, array, assignment.layout)
-            kept[id(old)] = old
+        arrays = (
+            made[key] if key in deferred else self.home.engine.relayout(e.found.tensor.detach(), a.layout)
+            for key, (e, a) in pairs.items()
+        )
+        self.install(
+            roots, [(e, array, a.layout) for (e, a), array in zip(pairs.values(), arrays, strict=True)]
+        )
+
+    def install(self, roots: Sequence[torch.nn.Module], placed: Sequence[tuple[Entry, Any, Layout]]) -> None:
+        """Have models hold arrays in the places of their tensors, and compute in these layouts."""
+        replaced = {id(e.found.tensor): self._held(e, array, layout) for e, array, layout in placed}
+        for entry, _, _ in placed:
             for place in entry.found.places:
-                put(place, replaced[id(old)])
-        layouts = {id(replaced[id(e.found.tensor)]): a.layout for e, a in pairs.values()}
+                put(place, replaced[id(entry.found.tensor)])
+        layouts = {id(replaced[id(e.found.tensor)]): layout for e, _, layout in placed}
         self._replace_references(roots, replaced, layouts)
-        for entry, _ in pairs.values():
+        for entry, _, _ in placed:
             note_replaced(entry.found.tensor, entry.spec.path)
         self._attach(roots, layouts)
 
-    def _check_values(self, entries: Iterable[_Entry]) -> None:
+    def _check_values(self, entries: Iterable[Entry]) -> None:
         """Raise if tensors that exist in each process, their gradients or slots, are not the same in all of them."""
         paths = {entry.found.tensor: entry.spec.path for entry in entries}
         found: list[tuple[str, torch.Tensor]] = []
@@ -281,7 +287,7 @@ class TorchSession:
             recipe.global_value, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
         )
 
-    def _held(self, entry: _Entry, array: Any, layout: Layout) -> Any:
+    def _held(self, entry: Entry, array: Any, layout: Layout) -> Any:
         """What a module holds in the place of its tensor."""
         old = entry.found.tensor
         new = array
@@ -355,6 +361,14 @@ class TorchSession:
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
+
+    def step(
+        self, model: torch.nn.Module, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
+    ) -> TrainingStep:
+        """Return a training step of a module that was made in a dry run; see `Session`."""
+        from layoutmap.adapters.torch.counted import training_step  # it imports this module
+
+        return training_step(self._planned, model, inputs, loss)
 
 
 class _Recording(Closing):

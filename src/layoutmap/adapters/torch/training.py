@@ -94,16 +94,24 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
         return loss(output, _tensor(batch[1]))
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    found = found[0] if isinstance(found, (tuple, list)) else found
-    if isinstance(found, torch.Tensor) and found.ndim == 0:
-        return plain(found) if isinstance(found, DTensor) else found
+    found = scalar_loss(output)
+    if found is not None:
+        return found
     raise ScopeError(
         f"{type(model).__name__}: no loss is known for it",
         facts={"returns": type(output).__name__},
         why="it returns no single number, and nothing that is called loss",
         fix="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
     )
+
+
+def scalar_loss(output: Any) -> torch.Tensor | None:
+    """The number that a model returns, alone or as `loss` among others; `None`: it returns none."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    found = found[0] if isinstance(found, (tuple, list)) else found
+    if isinstance(found, torch.Tensor) and found.ndim == 0:
+        return plain(found) if isinstance(found, DTensor) else found
+    return None
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -122,6 +130,24 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     if training.optimizer is None:
         training.optimizer = training.make_optimizer(p for p in model.parameters() if p.requires_grad)
     return training.optimizer
+
+
+def optimizer_named(name: str) -> MakeOptimizer:
+    """The optimizer of `torch.optim` of a name, as in `"adamw"`, with its own settings.
+
+    Raises:
+        ScopeError: There is none.
+    """
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    known = {each.__name__.lower(): each for each in kinds if issubclass(each, torch.optim.Optimizer)}
+    if name.lower() not in known:
+        raise ScopeError(
+            f"optimizer {name!r}: torch has no such optimizer",
+            facts={"optimizers": ", ".join(sorted(known))},
+            why="a name is that of a class of torch.optim",
+            fix="use one of them, or pass what makes yours, as in functools.partial(torch.optim.AdamW, lr=1e-3)",
+        )
+    return known[name.lower()]
 
 
 def arrays_of(output: Any, read: Callable[[Any], Any]) -> Any:

@@ -100,6 +100,14 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     return known
 
 
+def forget_process_group(group: Any) -> None:
+    """Forget the device meshes of a process group that ends."""
+    with _lock:
+        for known in (_known, _device_meshes):
+            for key in [key for key in known if key[-1] is group]:
+                del known[key]
+
+
 def _device_mesh(mesh: Mesh) -> DeviceMesh:
     bound = bound_mesh(mesh)
     check_order(mesh)

@@ -16,6 +16,7 @@ torch.distributed.tensor._op_schema     OutputSharding: what it does about one
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse;
                                         ShardOrderEntry: one axis that is sharded over several mesh dims, in any order
 torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
+torch.distributed.tensor.debug          _clear_sharding_prop_cache: what DTensor remembers of device meshes
 torch.distributed.fsdp                  the state of a module that fully_shard was applied to: _lazy_init, _pre_forward,
                                         _post_forward, _pre_backward, _root_post_backward_final_callback, _state_ctx,
                                         _comm_ctx, _reset_iter_state; of its group of parameters: _training_state,
@@ -578,6 +579,15 @@ def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
         list((tensor._backward_hooks or {}).values()),
         list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()),
     )
+
+
+def clear_sharding_caches() -> None:
+    """Have DTensor forget how operations on device meshes come out, and with that the meshes."""
+    try:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear
+    except ImportError as error:
+        raise _moved(str(error)) from error
+    clear()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -1,0 +1,146 @@
+"""A training step of a torch module, for the engine that counts what it does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.paths import layer_paths
+from layoutmap.adapters.torch.session import Entry, TorchSession
+from layoutmap.adapters.torch.training import call, scalar_loss, training_of
+from layoutmap.core.layout import Layout
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import Key, Shape, TrainingStep
+from layoutmap.engines.protocol import Engine
+
+_NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
+_NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
+
+
+@dataclass(slots=True)
+class _Home:
+    """What a session needs to have a module compute in layouts."""
+
+    policy: LayoutPolicy
+    engine: Engine
+    plan_only: bool = False
+    across: bool = False
+    check_batches: bool = False
+    draws: str = "exact"
+    gathering: str = "own"
+
+
+def training_step(
+    entries: Sequence[Entry],
+    model: torch.nn.Module,
+    inputs: Any,
+    loss: Callable[..., Any] | None,
+) -> TrainingStep:
+    """Return the training step of a module without values, with the optimizer of `train_with`.
+
+    Args:
+        entries: Its tensors.
+        model: The module.
+        inputs: What it is called with, or like: one tensor, several in a list, or by name in a mapping.
+        loss: Called with what the module returns, returns a number; `None`: the number that it returns, alone or as
+            `loss`, or else the mean of its squared outputs.
+    """
+    step = _Step(entries, model, inputs, training_of(model).make_optimizer, loss)
+    batch = [Shape(name, tuple(each.shape), _name(each.dtype)) for name, each in step.inputs.items()]
+    notes = [_NO_LOSS] * (loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
+    return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, notes)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Step:
+    def __init__(
+        self, entries: Sequence[Entry], model: torch.nn.Module, inputs: Any, optimizer: Any, loss: Any
+    ):
+        self._entries = entries
+        self._model = model
+        self._is_named = isinstance(inputs, Mapping)
+        several: Mapping[str, Any] = (
+            inputs
+            if isinstance(inputs, Mapping)
+            else {
+                f"input {i}": each
+                for i, each in enumerate(inputs if isinstance(inputs, (list, tuple)) else [inputs])
+            }
+        )
+        self.inputs = dict(several)
+        self.optimizer = optimizer
+        self._loss = loss
+
+    def run(self, tracer: Any, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
+        """Run two steps: the first one makes slots, and DTensor works out its operations; the engine sees the second."""
+        session = TorchSession(_Home(tracer.policy, tracer.engine))  # pyright: ignore[reportArgumentType]
+        layouts = {key: tracer.engine.layout_of(value) for key, value in values.items()}
+        placed: list[tuple[Entry, Any, Layout]] = [
+            (entry, values[entry.spec.key], layouts[entry.spec.key]) for entry in self._entries
+        ]
+        session.install([self._model], placed)
+        paths = layer_paths(self._model)
+        for module in self._model.modules():
+            _tell(module, paths.get(id(module), ""), tracer)
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        optimizer = self.optimizer(trained) if self.optimizer is not None else None
+        with tracer:
+            self._once(tracer, batch, optimizer)
+            self._model.zero_grad()
+            gc.collect()  # graphs are circles
+            tracer.forget()
+            self._once(tracer, batch, optimizer)
+        return {}
+
+    def _once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
+        inputs = dict(zip(self.inputs, batch, strict=True)) if self._is_named else (tuple(batch), None)
+        output = call(self._model, inputs)
+        if self._loss is not None:
+            value = self._loss(output)
+        else:
+            value = scalar_loss(output)
+            if value is None:
+                value = sum(
+                    each.float().square().mean() for each in tensors_in(output) if each.is_floating_point()
+                )
+        with tracer.phase("backward"):
+            value.backward()
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                tracer.is_gradient(parameter.grad, name)
+        if optimizer is not None:
+            with tracer.updating():
+                optimizer.step()
+
+
+def _tell(module: torch.nn.Module, path: str, tracer: Any) -> None:
+    """Have the tracer know when a module computes, forward and backward."""
+
+    def enter(*_: Any) -> None:
+        tracer.layers.append(path)
+
+    def leave(_module: Any, _args: Any, output: Any) -> None:
+        tracer.layers.pop()
+
+        def of_gradient(_: Any) -> None:
+            tracer.layers[:] = [path]
+
+        def watched(tensor: torch.Tensor) -> torch.Tensor:
+            # The innermost layer has been here before those that it is in.
+            if tensor.grad_fn is not None and tensor.grad_fn not in tracer.nodes:
+                tracer.nodes.add(tensor.grad_fn)
+                tensor.register_hook(of_gradient)
+            return tensor
+
+        map_tensors(watched, output)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)

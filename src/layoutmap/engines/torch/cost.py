@@ -1,0 +1,328 @@
+"""What a training step of a torch module does on each device, counted with tensors that have no values.
+
+The step runs once as process 0 of a program of as many processes as the mesh has devices, in a process group whose
+other processes do not exist: each operation that DTensor carries out on this process's pieces is seen, and none is
+computed. Nothing of it is left afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from layoutmap.core.errors import LayoutMapError, ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import TrainingStep
+from layoutmap.core.variables import Assignment
+from layoutmap.cost.table import Collective, CollectiveKind, Phase, StepCost
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.arrays import mark, native_of
+from layoutmap.engines.torch.devices import forget_process_group
+from layoutmap.engines.torch.element_types import torch_dtype
+from layoutmap.engines.torch.engine import TorchEngine, engine
+from layoutmap.engines.torch.private import (
+    FakeStore,
+    FakeTensorMode,
+    TorchDispatchMode,
+    clear_sharding_caches,
+    is_view,
+    local_of,
+    storage_key,
+    tree_leaves,
+)
+
+_KINDS: Mapping[str, CollectiveKind] = {
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all",
+}
+_COMMUNICATING = ("c10d", "_c10d_functional")
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+# What is still the same weight, or the same gradient, afterwards.
+_COPIES = {"cat", "clone", "_to_copy", "div", "mul", "neg", "copy_", "wait_tensor", "add", "add_"}
+_EAGER = "each operation reads what it takes and writes what it returns, as without torch.compile"
+_ACCUMULATED = "weights of a block are gathered together, under the name of the first of them"
+
+
+class LoweredStep:
+    """A training step of a torch module, counted in any layouts.
+
+    Args:
+        step: The step; its function places values in the module, and calls the engine that the tracer has.
+    """
+
+    def __init__(self, step: TrainingStep):
+        self._step = step
+
+    def count(self, assignments: Sequence[Assignment], policy: LayoutPolicy) -> StepCost:
+        """Count what the step does in given layouts.
+
+        Args:
+            assignments: Each variable of the step and its layout, in their order.
+            policy: The layouts of batches and of what layers return.
+
+        Raises:
+            ScopeError: The module fails when it is called with such inputs; or this process has a process group.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(_no_one_else(policy.mesh.size))
+            groups = _groups(policy.mesh)  # with values: torch reads those of a device mesh
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            counting = _Counting(policy, groups)
+            values = {a.variable.key: _valueless(a) for a in assignments}
+            batch = [
+                torch.empty(each.shape, dtype=torch_dtype(each.dtype, each.name)) for each in self._step.batch
+            ]
+            given = sum(_num_bytes(local_of(value)) for value in values.values())
+            given += sum(_shard_bytes(each, policy.batch_layout(tuple(each.shape))) for each in batch)
+            for key, value in values.items():
+                counting.name(local_of(value), key[1])
+            for each in batch:  # of which only this device's part counts
+                counting.name(each, "")
+            with _failures(self._step):
+                self._step.run(counting, values, batch)
+            made = tuple(counting.made())
+        return StepCost(
+            policy.mesh,
+            made,
+            {name: number for name, number in counting.flops.items() if number},
+            counting.traffic,
+            given + counting.kept,
+            given + counting.kept + counting.peak,
+            (_EAGER, _ACCUMULATED, *self._step.notes),
+        )
+
+
+@contextmanager
+def _no_one_else(num_processes: int) -> Generator[None]:
+    """While open, this is process 0 of so many, of which the others do not exist."""
+    if dist.is_initialized():
+        raise ScopeError(
+            "the cost of a step cannot be counted in this process",
+            facts={"process group": dist.get_backend()},
+            why="it is counted in a process group of its own, and torch has one default group in a process",
+            fix="plan in a process that has opened no scope and no process group, as layoutmap plan --on does",
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
+    group = dist.group.WORLD
+    try:
+        yield
+    finally:
+        forget_process_group(group)
+        dist.destroy_process_group()
+        clear_sharding_caches()
+
+
+@contextmanager
+def _failures(step: TrainingStep) -> Generator[None]:
+    try:
+        yield
+    except LayoutMapError:
+        raise
+    except Exception as error:
+        inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
+        raise ScopeError(
+            f"{step.name}: its training step fails with tensors that have no values",
+            facts={"inputs": inputs, type(error).__name__: str(error).strip().partition("\n")[0]},
+            why="the step is run with shapes, to count what it does",
+            fix="pass inputs= of the shapes and types that the module is called with, and call it with them in a test",
+        ) from error
+
+
+def _valueless(assignment: Assignment) -> Any:
+    """A DTensor in its layout, without values."""
+    variable, layout = assignment.variable, assignment.layout
+    native, placements = native_of(layout)
+    local = torch.empty(
+        assignment.shard_shape, dtype=torch_dtype(variable.dtype, variable.path), device=native.device_type
+    )
+    shape = torch.Size(variable.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(local, native, placements, run_check=False, shape=shape, stride=stride)
+    return mark(made, layout)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _shard_bytes(tensor: torch.Tensor, layout: Layout) -> int:
+    return math.prod(layout.local_shape_from_global_shape(tuple(tensor.shape))) * tensor.element_size()
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what runs on the pieces of this process, while it is open.
+
+    Attributes:
+        policy: The layouts of the step.
+        engine: What lays out.
+        flops: Operations of matrix products, by element type.
+        traffic: What operations read and write.
+        kept: What is held on to after the step: slots.
+        peak: The most that is held at one time beside what the step is given.
+        layers: The paths of the layers that compute now.
+        nodes: Operations whose gradients say that a layer begins its backward pass.
+    """
+
+    def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]]):
+        super().__init__()
+        self.policy = policy
+        self._groups = groups
+        self.engine: TorchEngine = engine()
+        self.flops: dict[str, int] = {}
+        self.traffic = self.kept = self.peak = self._held = 0
+        self._calls: list[tuple[CollectiveKind, tuple[str, ...], int, list[str], Phase]] = []
+        self._storages: dict[Any, tuple[int, list[str] | None]] = {}
+        self._named: dict[Any, str] = {}
+        self._phase: Phase = "forward"
+        self.layers: list[str] = []
+        self.nodes: set[Any] = set()
+
+    # -- what the step tells
+
+    def name(self, local: torch.Tensor, path: str) -> None:
+        """The piece of a variable."""
+        self._named[storage_key(local)] = path
+
+    @contextmanager
+    def phase(self, name: Phase) -> Generator[None]:
+        """While open, the step is in this part."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def updating(self) -> AbstractContextManager[None]:
+        """While open, the optimizer updates the variables."""
+        return self.phase("optimizer")
+
+    def forget(self) -> None:
+        """Begin anew: what is held now is kept from step to step."""
+        self.flops.clear()
+        self._calls.clear()
+        self.nodes.clear()
+        self.layers.clear()
+        self.kept, self.traffic, self.peak = self._held, 0, 0
+
+    def is_gradient(self, gradient: Any, path: str) -> None:
+        """What a weight's gradient came from is because of the weight."""
+        _, cause = self._storages.get(storage_key(local_of(gradient)), (0, None))
+        if cause is not None:
+            cause[0] = path
+
+    def made(self) -> Iterator[Collective]:
+        """The collectives, equal ones in one."""
+        counts: dict[Any, int] = {}
+        for kind, dims, num_bytes, (cause,), phase in self._calls:
+            key = kind, dims, num_bytes, cause, phase
+            counts[key] = counts.get(key, 0) + 1
+        for (kind, dims, num_bytes, cause, phase), number in counts.items():
+            yield Collective(kind, dims, number, num_bytes, cause, phase)
+
+    # -- what is seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes again, with the pieces
+        result = func(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        cause = self._cause_of(inputs, name)
+        if func.namespace in _COMMUNICATING and name not in _SILENT:
+            cause = self._collective(name, args, kwargs, inputs, cause)
+            outputs = outputs or inputs[:1]
+        elif func.namespace == "aten" and not is_view(func):
+            self.traffic += sum(map(_num_bytes, (*inputs, *outputs)))
+            if func.overloadpacket in flop_registry and inputs:
+                dtype = str(inputs[0].dtype).removeprefix("torch.")
+                number = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+                self.flops[dtype] = self.flops.get(dtype, 0) + int(number)
+        for output in outputs:
+            self._see(output, cause)
+        return result
+
+    def _cause_of(self, inputs: Sequence[torch.Tensor], name: str) -> list[str] | None:
+        """What a result is because of, if it is a copy of it."""
+        if name not in _COPIES and name not in _KINDS:
+            return None
+        for each in inputs:
+            key = storage_key(each)
+            if self._named.get(key):
+                return [self._named[key]]
+            if key in self._storages and self._storages[key][1] is not None:
+                return self._storages[key][1]
+        return None
+
+    def _collective(
+        self, name: str, args: Sequence[Any], kwargs: Any, inputs: Sequence[torch.Tensor], cause: Any
+    ) -> list[str]:
+        kind = _KINDS.get(name)
+        dims, size = self._dims_of([*args, *kwargs.values()])
+        if kind is None or not dims:
+            return [""]
+        cause = [cause[0] if cause else self.layers[-1] if self.layers else ""]
+        num_bytes = max(map(_num_bytes, inputs))
+        if kind == "all_to_all" or name == "all_gather_into_tensor":
+            num_bytes *= size
+        self._calls.append((kind, dims, num_bytes, cause, self._phase))
+        return cause
+
+    def _dims_of(self, args: Sequence[Any]) -> tuple[tuple[str, ...], int]:
+        """The mesh dims over which a collective runs, and how many devices take part."""
+        mesh = self.policy.mesh
+        for each in args:
+            if isinstance(each, torch.ScriptObject):
+                each = dist.ProcessGroup.unbox(each).group_name
+            if isinstance(each, str) and each in self._groups:
+                dims = self._groups[each]
+                return dims, math.prod(map(mesh.dim_size, dims))
+        return (), 1
+
+    def _see(self, tensor: torch.Tensor, cause: list[str] | None) -> None:
+        """Count what is held, until it is freed."""
+        key = storage_key(tensor)
+        if key in self._named:
+            return
+        if key in self._storages:
+            if cause is not None:
+                self._storages[key] = (self._storages[key][0], cause)
+            return
+        storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes()
+        self._storages[key] = num_bytes, cause
+        self._held += num_bytes
+        self.peak = max(self.peak, self._held - self.kept)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: Any) -> None:
+        self._held -= self._storages.pop(key)[0]
+
+
+def _groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """The mesh dims of each process group of a mesh, by the group's name."""
+    native = native_of(Layout.replicated(mesh, 0))[0]
+    simulation.ranks_of(native)  # which is then known
+    return {
+        native.get_group(i).group_name: (dim,)
+        for i, dim in enumerate(mesh.dim_names)
+        if mesh.dim_size(dim) > 1
+    }

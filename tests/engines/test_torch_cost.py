@@ -1,0 +1,78 @@
+"""The cost of a step of torch modules: what is counted without devices is what torch's debug mode sees with them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import layoutmap as lm
+from layoutmap.core.errors import LayoutMapError
+
+PROCESS = Path(__file__).with_name("torch_cost_process.py")
+
+
+def run(*names):
+    """What a process of its own counts and sees: this one simulates devices already."""
+    done = subprocess.run(
+        [sys.executable, str(PROCESS), *names], capture_output=True, text=True, check=False, timeout=250
+    )
+    assert 0 == done.returncode, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(found):
+    assert found["taken"] == {name: calls for name, (calls, _) in found["counted"].items()}
+    assert not found["left"]
+
+
+def test_a_step_in_two_dims_is_counted_as_it_runs():
+    """Calls by kind; gradients are named for weights; no process group is left, and a simulation begins after it."""
+    found = run("both")
+
+    check(found)
+    _, facts = found["counted"]["both"]
+    assert ["blocks.0.down.weight", "blocks.1.down.weight"] == facts["causes"]
+    # Weights and two slots of each, a step count of each, and this device's rows of the batch.
+    sharded, replicated, rows = 2 * 2 * 64 * 256 // 8, 2 * 2 * 64 + 64 * 32 + 32, 8 * 8 * 64
+    assert 4 * (3 * (sharded + replicated) + 10 + rows) == facts["arguments"]
+    # Three products of 64 rows for each matrix, on a quarter of it, and those of the head; but the gradient of a loss
+    # that is computed plainly comes in with all 128 rows, and goes through two of them so.
+    products, more = 3 * 2 * 64 * (2 * 2 * 64 * 256 // 4 + 64 * 32), 2 * 64 * (64 * 32 + 64 * 256 // 4)
+    assert {"float32": products + more} == facts["flops"]
+
+
+@pytest.mark.long
+def test_steps_are_counted_as_they_run():
+    """Replicated, sharded over one dim or the other, over both; one after the other in a process."""
+    check(run("data", "model", "fsdp", "both"))
+
+
+class Given:
+    shape, dtype = (8, 4), "float32"
+
+
+def make():
+    return torch.nn.Linear(4, 4)
+
+
+def test_a_process_with_a_process_group_is_refused():
+    """With why, and what to do; it keeps its group."""
+    layout_map = lm.LayoutMap(lm.create_mesh("data=8", engine="torch"))
+    lm.build(make, layout_map)
+    with pytest.raises(
+        LayoutMapError, match="the cost of a step cannot be counted in this process"
+    ) as caught:
+        lm.plan(make, layout_map, inputs=Given(), on="h100", library="torch")
+
+    assert "plan in a process that has opened no scope" in caught.value.fix
+    assert torch.distributed.is_initialized()
+
+
+def test_an_optimizer_that_torch_does_not_have_is_refused():
+    """With those that it has."""
+    with pytest.raises(LayoutMapError, match="optimizer 'adamx': torch has no such optimizer") as caught:
+        lm.plan(make, lm.LayoutMap("data=8"), inputs=Given(), on="h100", library="torch", optimizer="adamx")
+    assert "adamw" in str(caught.value)
