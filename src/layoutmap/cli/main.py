@@ -1,4 +1,4 @@
-"""The command line: `layoutmap plan | explain | lint | diff | checkpoint | devices | presets | schema | completion`.
+"""The command line: `layoutmap plan | explain | lint | diff | search | checkpoint | devices | presets | ...`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
@@ -34,6 +34,7 @@ from layoutmap.cli.output import (
     write_all,
 )
 from layoutmap.cli.plans import add_model_options, num_rules, plan_of, plans_of
+from layoutmap.cli.search import add_search_options, run_search_command
 from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError
@@ -54,6 +55,8 @@ _EXAMPLES = r"""examples:
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
+  layoutmap search keras_hub:llama3_8b --dtype bfloat16 --optimizer adamw --on h100:64 --write rules.yaml \
+      --inputs "token_ids=int32[64,4096]" "padding_mask=int32[64,4096]"       the best map, found
   layoutmap checkpoint describe runs/llama --step 1000     more: layoutmap checkpoint --help
   layoutmap devices --engine jax
   layoutmap presets
@@ -127,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(
         required=True,
-        metavar="plan | explain | lint | diff | checkpoint | devices | presets | schema | completion",
+        metavar="plan | explain | lint | diff | search | checkpoint | devices | presets | schema | completion",
     )
 
     def command(name: str, run: Callable[[Any], int], text: str, *plans: str) -> argparse.ArgumentParser:
@@ -176,6 +179,12 @@ def _parser() -> argparse.ArgumentParser:
         *("before", "after"),
     )
     add_model_options(diff)
+    search = command(
+        "search",
+        run_search_command,
+        "Find the layout map with which a training step takes least on a machine, and compare it with experts' maps.",
+    )
+    add_search_options(search)
     checkpoint = command(
         "checkpoint",
         run_checkpoint_command,

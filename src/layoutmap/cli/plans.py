@@ -115,7 +115,7 @@ def _plan_of_file(name: str) -> Plan:
 
 
 def _plan_of_model(name: str, options: Any) -> Plan:
-    inputs = _inputs(options.inputs)
+    inputs = inputs_of(options.inputs)
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
     mesh = Mesh(None, options.mesh) if options.mesh else None
@@ -128,7 +128,7 @@ def _plan_of_model(name: str, options: Any) -> Plan:
     say(f"layoutmap: planning {name}{by}", sys.stderr)
     with users_code(name):
         make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
-        library = options.library or ("keras" if known else _imported_library())
+        library = options.library or ("keras" if known else imported_library())
         # Slots of torch are those of a step, and its plans have none.
         optimizer = options.optimizer if library == "torch" and options.on else None
         return make_plan(
@@ -192,14 +192,19 @@ def _with_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[
     return make
 
 
-def _imported_library() -> str:
+def imported_library() -> str:
+    """The library that is imported.
+
+    Raises:
+        ScopeError: None is, or several are.
+    """
     try:
         return imported_adapter().name
     except ScopeError as error:
         raise ScopeError(error.what, why=error.why, fix=f"pass --library {' or '.join(ADAPTERS)}") from error
 
 
-def _inputs(texts: Sequence[str] | None) -> Any:
+def inputs_of(texts: Sequence[str] | None) -> Any:
     """What a model is called with: one for the first place, a list, or a dict by name."""
     if not texts:
         return None

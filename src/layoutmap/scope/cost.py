@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layoutmap.adapters import get_adapter, imported_adapter
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import LayoutMapError, ScopeError, brief
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment
@@ -150,9 +150,32 @@ def lower_step(
         )
     dry = Scope(layout_map, adapter, None)
     with adapter.undisturbed():
-        model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
+        model = _made(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
         step = dry.session.step(model, inputs, optimizer, loss)
     return LoweredStep(step, batch_dim)
+
+
+def _made(dry: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+    """Return the model that a function makes; what fails when that is called is said to be its inputs."""
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(make_model())
+        return made[0]
+
+    try:
+        return make_in(dry, make, inputs)
+    except LayoutMapError:
+        raise
+    except Exception as error:
+        if not made:
+            raise
+        raise ScopeError(
+            f"{type(made[0]).__name__}: it fails when it is called with the inputs",
+            facts={"inputs": brief(inputs), type(error).__name__: str(error).strip()},
+            why="a step is traced with the shapes and types of its inputs",
+            fix="pass inputs of the shapes and types that the model is called with, the global batch first",
+        ) from error
 
 
 def step_cost(

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from layoutmap.core.arguments import kind_of
@@ -43,9 +44,11 @@ class SearchResult:
         rows: What was found and experts' maps: name, mesh, time of a step, memory, and why one cannot be used.
         num_tried: For how many maps the cost was counted.
         is_complete: Whether the search came to its end; `False`: it was interrupted.
+        compiled: What XLA's compiler makes of a step with it, with `peak_bytes` and `sent_bytes`; `None` without
+            `verify`.
     """
 
-    def __init__(self, outcome: Outcome, plan: Plan, batch_dim: str | None):
+    def __init__(self, outcome: Outcome, plan: Plan, batch_dim: str | None, compiled: Any = None):
         best = outcome.best.layout_map
         self.layout_map = LayoutMap(best.mesh, uneven=best.uneven, rest=best.rest)
         self.layout_map.update(best)
@@ -55,6 +58,7 @@ class SearchResult:
         self.rows = rows(outcome)
         self.num_tried = outcome.num_tried
         self.is_complete = outcome.is_complete
+        self.compiled = compiled
 
     @property
     def cost(self) -> Cost:
@@ -102,9 +106,10 @@ def search(
     batch_dim: str | None = None,
     start: RuleSet | None = None,
     keep: Iterable[str] = (),
-    tries: int = 60,
+    tries: int = 48,
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
+    verify: bool = False,
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:
@@ -130,6 +135,8 @@ def search(
         tries: For how many maps the cost is counted at most.
         seed: Decides the order in which layouts are tried. The same arguments give the same map.
         cache: A file in which figures are kept beside a fingerprint of the step, so that a search begun again is quick.
+        verify: Whether XLA compiles what is found for the machine, which need not be there, and the next best map is
+            taken where that needs more than the memory: seconds to minutes, with JAX's plugin for such devices.
         progress: Whether to show the best so far on stderr; `None`: on a terminal.
         library: See `plan`.
 
@@ -138,6 +145,7 @@ def search(
         LayoutMapError: There is no such machine, or it has another number of devices than the mesh.
         RuleError: `start` has no such rule to keep.
         ScopeError: The model fails when it is traced, or is of a library that does not run on JAX.
+        EngineError: `verify`, and the plugin for the machine's devices is not installed.
 
     Example:
         >>> import keras, layoutmap as lm
@@ -191,9 +199,27 @@ def search(
         finally:
             if known is not None:
                 known.write()
+    compiled: Any = None
+    if verify:
+        outcome, compiled = _verified(outcome, evaluate, limit)
     best = outcome.best.layout_map
-    assert best.mesh is not None
-    return SearchResult(outcome, evaluate.plan(best), evaluate.batch_dims[best.mesh])
+    return SearchResult(outcome, evaluate.plan(best), evaluate.batch_dim(best), compiled)
+
+
+def _verified(outcome: Outcome, evaluate: _Evaluation, limit: int) -> tuple[Outcome, Any]:
+    """The first of the best maps that fits when XLA has compiled it, and what it made."""
+    needed: list[str] = []
+    for tried in (outcome.best, *outcome.others):
+        compiled = evaluate.compile(tried.layout_map)
+        if compiled.peak_bytes <= limit:
+            return replace(outcome, best=tried), compiled
+        needed.append(size(compiled.peak_bytes))
+    raise PlanError(
+        "search: no layout map fits the memory when XLA has compiled it",
+        facts={"limit": size(limit), "compiled": ", ".join(needed)},
+        why="XLA needs more than was counted, margin included",
+        fix="search with a smaller memory=, so that what is found leaves more free",
+    )
 
 
 _WIDEST = 32
@@ -290,13 +316,24 @@ class _Evaluation:
     """What a step costs with a map, on one machine."""
 
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
-        self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
+        self._lowered, self._machine, self._batch_dims = lowered, machine, batch_dims
+
+    def batch_dim(self, layout_map: RuleSet) -> str | None:
+        """The dim over which batches are sharded with a map."""
+        assert layout_map.mesh is not None
+        return self._batch_dims[layout_map.mesh]
+
+    def compile(self, layout_map: RuleSet) -> Any:
+        """What XLA makes of a step with a map, on such devices."""
+        return self._lowered.compile(
+            layout_map, batch_dim=self.batch_dim(layout_map), target=self._machine.device.name
+        )
 
     def plan(self, layout_map: RuleSet) -> Plan:
         """The plan of a map, with its cost."""
-        assert layout_map.mesh is not None
-        counted = self._lowered.count(layout_map, batch_dim=self.batch_dims[layout_map.mesh])
-        return self._lowered.plan(layout_map).with_cost(counted, self._machine)
+        batch_dim = self.batch_dim(layout_map)
+        counted = self._lowered.count(layout_map, batch_dim=batch_dim)
+        return self._lowered.plan(layout_map).with_cost(counted, self._machine, batch_dim)
 
     def __call__(self, layout_map: RuleSet) -> Figures:
         cost = self.plan(layout_map).cost

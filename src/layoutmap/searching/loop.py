@@ -19,6 +19,7 @@ MARGIN = 1.2
 _MESHES = 3  # that a descent is worth
 _WORTH = 0.99  # of the time that rules more must leave, where groups that are alike get different layouts
 _FOUND = "found"
+_OTHERS = 4
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,14 @@ class Outcome:
         experts: Experts' maps, the best first.
         num_tried: For how many maps the cost was counted.
         is_complete: Whether it was not interrupted.
+        others: The next best maps that fit, for where the compiler needs more memory than was counted.
     """
 
     best: Tried
     experts: tuple[Tried, ...]
     num_tried: int
     is_complete: bool
+    others: tuple[Tried, ...] = ()
 
 
 class _Search:
@@ -121,6 +124,11 @@ class _Search:
             self._on_tried(self.num_tried, self.best)
         return self._known[key]
 
+    def others(self) -> tuple[Tried, ...]:
+        """The next best maps that fit."""
+        fitting = [t for t in self._known.values() if not t.missing_bytes and t is not self.best]
+        return tuple(sorted(fitting, key=lambda tried: tried.score)[:_OTHERS])
+
     def run(self, model: Model, experts: Sequence[Expert], seed: int) -> None:
         """Try the experts' maps, then others on the meshes of the best of them."""
         scores: dict[int, Score] = {}
@@ -134,7 +142,7 @@ class _Search:
         for number, grid in enumerate(meshes):
             mine = [experts[n] for n in order if experts[n].grid == grid]
             space = Space(model, grid, also=[(e.layouts, e.blocks) for e in mine])
-            most = self.left // (len(meshes) - number)
+            most = self.left if number == len(meshes) - 1 else self.left // 2  # the most for the best
             if most < 1:
                 break
             starts = [space.point_of(e.layouts, e.blocks) for e in mine]
@@ -217,7 +225,7 @@ def search(
     if best is None or best.missing_bytes:
         raise _nothing_fits(best, limit, searching.num_tried)
     rows = tuple(sorted(searching.experts, key=lambda tried: tried.score))
-    return Outcome(best, rows, searching.num_tried, is_complete)
+    return Outcome(best, rows, searching.num_tried, is_complete, searching.others())
 
 
 def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanError:

@@ -1,0 +1,217 @@
+"""The maps that `lm.search` finds, held against those of experts, and what the search takes.
+
+    python benchmarks/search.py                     the published models of the table: a few minutes each
+    python benchmarks/search.py vit whisper         models whose names start so
+    python benchmarks/search.py --measure           the order of five maps by cost and by the clock, on 8 CPU devices
+
+Models of keras-hub at full size, in bfloat16, with AdamW. "search s" is the wall time of `lm.search`, "building s" the
+part of it in which the model was made, and "CPU s" what it computed, which does not depend on what else the machine
+does. Times of steps are estimates, at the peak of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+CASES = {  # model: machine, batch, memory of a device
+    "llama3_8b": ("h100:64", 64, None),
+    "llama3_70b": ("v5p:256", 256, 95 * 10**9),
+    "vit_large": ("h100:64", 2048, None),
+    "whisper_large_v3": ("h100:64", 256, None),
+    "mixtral_8x7b": ("h100:64", 64, None),
+}
+SEQUENCE = 2048
+HEAD = (
+    "model",
+    "machine",
+    "found",
+    "step",
+    "memory",
+    "data parallel",
+    "fully sharded",
+    "best expert",
+    "maps",
+    "search s",
+)
+HEAD += ("building s", "CPU s")
+
+
+def inputs_of(name, batch):
+    """What a model is called with."""
+    import jax
+
+    def tokens(*shape):
+        return jax.ShapeDtypeStruct(shape, "int32")
+
+    if name.startswith("vit"):
+        return jax.ShapeDtypeStruct((batch, 224, 224, 3), "float32")
+    if name.startswith("whisper"):
+        sound = jax.ShapeDtypeStruct((batch, 3000, 128), "float32")
+        return {
+            "encoder_features": sound,
+            "decoder_token_ids": tokens(batch, 448),
+            "decoder_padding_mask": tokens(batch, 448),
+        }
+    return {"token_ids": tokens(batch, SEQUENCE), "padding_mask": tokens(batch, SEQUENCE)}
+
+
+def child(name):
+    """One row, in this process."""
+    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    import layoutmap as lm
+    from layoutmap.rules import zoo
+    from layoutmap.scope import search as module
+
+    machine, batch, memory = CASES[name]
+    model, inputs = zoo.model(name), inputs_of(name, batch)
+    lower, building = module.lower_step, []
+
+    def timed(*args, **options):
+        begin = time.monotonic()
+        found = lower(*args, **options)
+        building.append(time.monotonic() - begin)
+        return found
+
+    module.lower_step = timed
+    begin, cpu = time.monotonic(), time.process_time()
+    try:
+        found = lm.search(
+            lambda: model.make(dtype="bfloat16"),
+            inputs,
+            machine,
+            optimizer="adamw",
+            memory=memory,
+            library="keras",
+        )
+    except lm.PlanError as error:
+        print(json.dumps({"text": str(error)}))
+        return
+    seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
+    times = {}
+    for row in found.rows:
+        for kind in ("data parallel", "fully sharded"):
+            if row[0] == kind:
+                times[kind] = f"{row[2]}, {row[4]}" if row[4].startswith("lacks") else row[2]
+    best = next((row for row in found.rows if row[0] != "found" and not row[4].startswith("lacks")), None)
+    row = [
+        name,
+        machine,
+        str(found.layout_map.mesh),
+        f"{1000 * found.cost.step_seconds:.1f} ms",
+        f"{found.cost.step.peak_bytes / 1e9:.1f} GB",
+        *(times.get(kind, "-") for kind in ("data parallel", "fully sharded")),
+        f"{best[0]}, {best[1]}: {best[2]}" if best else "none fits",
+        str(found.num_tried),
+        *(f"{each:.0f}" for each in (seconds, building[0], cpu)),
+    ]
+    print(json.dumps({"row": row, "text": str(found)}))
+
+
+def measure():
+    """The order of five maps by cost, and by measured steps, on 8 simulated CPU devices."""
+    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    import layoutmap as lm
+    from layoutmap.cost.machines import machine_named
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(1024, 4096, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(4096, 1024, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.gelu(self.up(x)))
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    up, down = r".*\.up\.kernel$", r".*\.down\.kernel$"
+    maps = {
+        "data parallel": lm.LayoutMap("data=8", rest="replicated"),
+        "fully sharded": lm.LayoutMap("data=8", {up: ("data", None), down: ("data", None)}),
+        "Megatron 2x4": lm.LayoutMap("data=2,model=4", {up: (None, "model"), down: ("model", None)}),
+        "Megatron 2x4, fully sharded": lm.LayoutMap(
+            "data=2,model=4",
+            {up: ("data", "model"), down: ("model", "data")},
+            activations={r"blocks\.\d+$": ("data", None)},
+        ),
+        "replicated batch, Megatron 8": lm.LayoutMap("model=8", {up: (None, "model"), down: ("model", None)}),
+    }
+    batch, optimizer = jax.ShapeDtypeStruct((1024, 1024), "float32"), optax.sgd(1e-3)
+    by_cost, by_clock = {}, {}
+    for name, layout_map in maps.items():
+        batch_dim = "data" if "data" in layout_map.mesh else None
+        options = {"inputs": batch, "batch_dim": batch_dim, "optimizer": optimizer, "library": "jax"}
+        lowered = lm.lower_step(lambda: Stack(nnx.Rngs(0)), layout_map, **options)
+        plan = lowered.plan(layout_map).with_cost(
+            lowered.count(layout_map), machine_named("h100:8"), batch_dim
+        )
+        by_cost[name] = plan.cost.serial_seconds
+        real = lm.LayoutMap(lm.create_mesh([(d.name, d.size) for d in layout_map.mesh.mesh_dims]))
+        real.update({pattern: layout.sharding_specs for pattern, layout in layout_map.items()})
+        real.activations.update({p: layout.sharding_specs for p, layout in layout_map.activations.items()})
+        real.rest = "replicated"
+        model = real.build(lambda: Stack(nnx.Rngs(0)), batch_dim=batch_dim, library="jax")
+        spec = jax.sharding.PartitionSpec(batch_dim)
+        mesh = jax.tree.leaves(nnx.state(model))[0].sharding.mesh
+        x = jax.device_put(jnp.ones((1024, 1024)), jax.sharding.NamedSharding(mesh, spec))
+
+        @nnx.jit
+        def step(model, x):
+            def loss(model):
+                return (model(x) ** 2).mean()
+
+            gradients = nnx.grad(loss)(model)
+            nnx.update(model, jax.tree.map(lambda w, g: w - 1e-3 * g, nnx.state(model, nnx.Param), gradients))
+
+        clock = []
+        for _ in range(8):
+            begin = time.perf_counter()
+            step(model, x)
+            jax.block_until_ready(nnx.state(model))
+            clock.append(time.perf_counter() - begin)
+        by_clock[name] = sorted(clock[2:])[len(clock[2:]) // 2]
+    print(f"{'map':<32} {'by cost':>12} {'measured':>12}")
+    for name in maps:
+        print(f"{name:<32} {1e6 * by_cost[name]:>9.1f} us {1000 * by_clock[name]:>9.1f} ms")
+    print("order by cost:    ", " < ".join(sorted(by_cost, key=by_cost.get)))
+    print("order as measured:", " < ".join(sorted(by_clock, key=by_clock.get)))
+
+
+def main(arguments):
+    """Print a row for each model, or both orders."""
+    if arguments[:1] == ["--child"]:
+        return child(arguments[1])
+    if arguments[:1] == ["--measure"]:
+        return measure()
+    print("\t".join(HEAD), flush=True)
+    for name in CASES:
+        if arguments and not name.startswith(tuple(arguments)):
+            continue
+        done = subprocess.run([sys.executable, __file__, "--child", name], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name}\tfailed\n{done.stderr[-2000:]}", flush=True)
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        print("\t".join(found.get("row", [name])), flush=True)
+        print("\n" + found["text"] + "\n", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

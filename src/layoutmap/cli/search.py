@@ -1,0 +1,123 @@
+"""`layoutmap search`: the layout map with which a training step of a model takes least on a machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from layoutmap.adapters import ADAPTERS
+from layoutmap.cli.models import known_model, make_of
+from layoutmap.cli.output import WELL, check_targets, say, write_all
+from layoutmap.cli.plans import imported_library, inputs_of, rules_of_file
+from layoutmap.cli.sizes import size_in_bytes
+from layoutmap.cli.users_code import function_named, names_of, users_code
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.mesh import Mesh
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """What says how a map is searched."""
+    parser.add_argument(
+        "model", metavar="MODULE:FUNCTION", help="a function that makes a model, or a published one"
+    )
+    parser.add_argument("--on", metavar="MACHINE", required=True, help='the machine, as in "h100:64"')
+    parser.add_argument(
+        "--inputs",
+        metavar="SPEC",
+        nargs="+",
+        required=True,
+        help='what the model is called with in a step, of the global batch: "int32[64,4096]", or "name=int32[64,4096]"',
+    )
+    parser.add_argument("--optimizer", metavar="NAME", help="a Keras optimizer, as in adamw")
+    parser.add_argument(
+        "--dtype", metavar="POLICY", help="the Keras dtype policy of a published model, as in bfloat16"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=size_in_bytes,
+        help='the memory of a device that may be used, as in "80GB"; default: all that the machine has',
+    )
+    parser.add_argument(
+        "--mesh",
+        metavar="DIMS",
+        help="the mesh; default: that of --start, or else its shape is searched as well",
+    )
+    parser.add_argument(
+        "--batch-dim", metavar="DIM", help="the dim of --mesh over which the batch is sharded"
+    )
+    parser.add_argument("--start", metavar="FILE", help="a rules file to start from")
+    parser.add_argument(
+        "--keep", metavar="PATTERN", nargs="+", default=[], help="rules of --start that stay as they are"
+    )
+    parser.add_argument(
+        "--tries", metavar="N", type=int, default=48, help="how many maps are counted at most"
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="decides the order in which layouts are tried"
+    )
+    parser.add_argument(
+        "--cache", metavar="FILE", help="a file that keeps figures, so that a second search is quick"
+    )
+    parser.add_argument(
+        "--write", metavar="FILE", help='also write the rules to a file, for --rules; "-": to stdout'
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write the plan with its cost to a file, for diff"
+    )
+    parser.add_argument("--html", metavar="FILE", help="also write it as a page for a browser")
+    parser.add_argument("--library", choices=tuple(ADAPTERS), help="the library of the model")
+
+
+def run_search_command(options: Any) -> int:
+    """Search a map and print it with what it is held against.
+
+    Raises:
+        LayoutMapError: No map fits, or an option is not as it should be.
+    """
+    from layoutmap.scope.search import search  # late: it imports JAX
+
+    files = check_targets({"--write": options.write, "--json": options.json, "--html": options.html})
+    inputs = inputs_of(options.inputs)
+    mesh = Mesh(None, options.mesh) if options.mesh else None
+    start = rules_of_file(options.start, mesh) if options.start else None
+    known = known_model(options.model)
+    if options.dtype and not known:
+        raise LayoutMapError(
+            f"--dtype {options.dtype} is for published models",
+            why="it has no meaning here",
+            fix="leave it out, and make the model with that policy",
+        )
+    module_name, function_name = names_of(options.model)
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    with users_code(options.model):
+        make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
+        library = options.library or ("keras" if known else imported_library())
+        found = search(
+            make_model,
+            inputs,
+            options.on,
+            optimizer=options.optimizer,
+            memory=options.memory,
+            mesh=mesh,
+            batch_dim=options.batch_dim,
+            start=start,
+            keep=options.keep,
+            tries=options.tries,
+            seed=options.seed,
+            cache=options.cache,
+            verify=options.verify,
+            library=library,
+        )
+    made = {
+        "--write": found.layout_map.to_yaml,
+        "--json": found.plan.to_json,
+        "--html": lambda: found.plan.to_html(found.batch_dim),
+    }
+    out = write_all({path: made[option]() for option, path in files.items()})
+    say(str(found), out)
+    if not found.is_complete:
+        say("layoutmap: interrupted; the best map so far is above", sys.stderr)
+    return WELL

@@ -1,0 +1,172 @@
+"""`lm.search` and `layoutmap search`, with the real count of a step: small models, from one call to rules in a file."""
+
+import sys
+
+import jax
+import keras
+import optax
+import pytest
+from flax import nnx
+
+import layoutmap as lm
+from layoutmap.cli.main import main
+
+INPUTS = jax.ShapeDtypeStruct((32, 16, 64), "float32")
+
+
+class Block(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.up = keras.layers.Dense(1024)
+        self.down = keras.layers.Dense(64)
+
+    def call(self, x):
+        return x + self.down(keras.ops.gelu(self.up(x)))
+
+
+class Stack(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Block() for _ in range(4)]
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Module(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 1024, rngs=rngs)
+        self.down = nnx.Linear(1024, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Modules(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Module(rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def narrow():
+    return keras.Sequential([keras.Input((16, 63)), keras.layers.Dense(64)], name="narrow")
+
+
+def find(tries=16, **options):
+    return lm.search(Stack, INPUTS, "h100:8", optimizer="adam", tries=tries, library="keras", **options)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return find()
+
+
+def test_a_keras_model(found):
+    """The map is no slower than any expert's, its plan has its cost, and counting it from nothing gives the same."""
+    alone = lm.step_cost(
+        Stack, found.layout_map, inputs=INPUTS, batch_dim=found.batch_dim, optimizer="adam", library="keras"
+    )
+    assert alone == found.cost.step
+    assert 16 >= found.num_tried > len(found.rows) >= 7
+    assert "the result" in {row[-1] for row in found.rows}
+
+
+def test_the_rules_are_those_of_their_file(found):
+    """The rules survive their YAML, and planning with them warns of nothing."""
+    again = lm.LayoutMap.from_yaml(found.layout_map.to_yaml())
+    assert found.layout_map == again
+    plan = lm.plan(Stack, again, inputs=INPUTS, library="keras")
+    assert [] == [str(problem) for problem in plan.problems if problem.kind != "no activations"]
+    assert {a.variable.path: a.layout for a in plan.assignments} == {
+        a.variable.path: a.layout
+        for a in found.plan.assignments
+        if a.variable.kind != "slot" and a.variable.path in plan
+    }
+
+
+def test_a_module_of_nnx():
+    """A module of flax.nnx is searched alike, and gets rules for its own paths."""
+    found = lm.search(
+        lambda: Modules(nnx.Rngs(0)),
+        INPUTS,
+        "h100:8",
+        optimizer=optax.adam(1e-3),
+        tries=10,
+        library="jax",
+        mesh="model=8",
+    )
+    assert {"model=8"} == {row[1] for row in found.rows}
+    sharded = [a.variable.path for a in found.plan.assignments if not a.layout.is_fully_replicated()]
+    assert {f"blocks.{n}.{name}.kernel" for n in range(4) for name in ("up", "down")} <= set(sharded)
+
+
+@pytest.mark.long
+def test_it_starts_from_rules_and_keeps_some(found):
+    """Rules that are kept are in the map, and the rules it starts from stand among the experts."""
+    start = lm.LayoutMap(
+        "data=2,model=4", {r".*\.up\.kernel$": ("model", "data"), r".*\.down\.kernel$": (None, "model")}
+    )
+    kept = find(12, start=start, keep=[r".*\.up\.kernel$"])
+    assert ("model", "data") == kept.layout_map["blocks.1.up.kernel"].sharding_specs
+    assert "start" in {row[0] for row in kept.rows}
+    assert {"data=2, model=4"} == {row[1] for row in kept.rows}
+
+
+@pytest.mark.long
+def test_a_file_keeps_figures(tmp_path):
+    """A search with a file of figures finds the same a second time."""
+    first, second = (find(10, cache=tmp_path / "figures.json", mesh="model=8") for _ in range(2))
+    assert str(first) == str(second)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"on": "h1000:8"}, "on='h1000:8': there is no device 'h1000'"),
+        ({"on": 3}, "search: on=3 names no machine"),
+        ({"mesh": "data=2,model=8"}, "on='h100:8': the machine has 8 devices, and the mesh 16"),
+        ({"mesh": "data=2,model=4", "batch_dim": "rows"}, "search: batch_dim 'rows' is no dim of the mesh"),
+        ({"mesh": "data=2,model=2,expert=2"}, "search: the mesh has 2 dims besides that of the batch"),
+        ({"keep": ["up"]}, "search: keep='up' is no rule of start"),
+        ({"start": {"up": ("model",)}}, "search: start={'up': ('model',)} is no layout map"),
+        ({"inputs": None}, "search: there are no inputs"),
+        ({"make_model": narrow}, "Sequential: it fails when it is called with the inputs"),
+        (
+            {"inputs": jax.ShapeDtypeStruct((3, 64), "float32")},
+            "search: a batch of 3 cannot be sharded evenly on h100:64",
+        ),
+        ({"memory": 1 << 20, "mesh": "data=8"}, "search: no layout map fits the memory"),
+    ],
+)
+def test_bad_input(options, what):
+    """Each mistake is an error that says what is wrong."""
+    on = "h100:64" if "cannot be sharded" in what else "h100:8"
+    given = {"make_model": Stack, "inputs": INPUTS, "on": on, "library": "keras", "tries": 3} | options
+    with pytest.raises(lm.LayoutMapError) as caught:
+        lm.search(**given)
+    assert what == caught.value.what
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    """The command prints what is found and writes its rules, which `layoutmap plan` takes."""
+    (tmp_path / "searched.py").write_text(
+        "import keras\n\ndef make():\n"
+        "    up, down = keras.layers.Dense(1024, name='up'), keras.layers.Dense(64, name='down')\n"
+        "    return keras.Sequential([keras.Input((64,)), up, down])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ("searched:make", "--inputs", "float32[32,64]", "--library", "keras")
+    assert 0 == main(["search", *arguments, "--on", "h100:4", "--tries", "6", "--write", "rules.yaml"])
+    out = capsys.readouterr().out
+    assert "Found: " in out
+    assert (tmp_path / "rules.yaml").read_text() in out
+    assert 0 == main(["plan", *arguments, "--rules", "rules.yaml", "--strict"])
+    assert 2 == main(["search", *arguments, "--on", "h100:4", "--memory", "1KiB", "--tries", "6"])
+    assert "no layout map fits the memory" in capsys.readouterr().err
+    sys.modules.pop("searched", None)
