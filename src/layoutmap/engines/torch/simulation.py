@@ -138,7 +138,7 @@ def start() -> None:
 
 
 def _reduced(tensor: DTensor, protocol: Any) -> Any:
-    """How a DTensor is pickled: of simulated ranks as the plain tensor that it is, as the file says nothing of these."""
+    """How a DTensor is pickled: one of simulated ranks as a plain tensor, since those end with the process."""
     if not isinstance(local_of(tensor), LocalTensor):
         return super(DTensor, tensor).__reduce_ex__(protocol)
     with on_mesh(tensor.device_mesh):
