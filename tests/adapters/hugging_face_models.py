@@ -31,7 +31,7 @@ def on_mesh(make=make_llama):
 
 
 def value_of(tensor):
-    return torch.from_numpy(engine().to_numpy(tensor.detach()))
+    return torch.from_numpy(engine().to_numpy(tensor.detach().float()))
 
 
 def assert_alike(model, plain, atol=1e-5):

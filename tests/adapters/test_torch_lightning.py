@@ -13,12 +13,9 @@ pytestmark = [
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-@pytest.fixture(scope="module")
-def lightning():
-    return pytest.importorskip("lightning")
+def make_module():
+    import lightning
 
-
-def make_module(lightning):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -37,7 +34,9 @@ def make_module(lightning):
     return Module
 
 
-def fit(lightning, module, folder, accumulation=1, **options):
+def fit(module, folder, accumulation=1, **options):
+    import lightning
+
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -53,14 +52,14 @@ def fit(lightning, module, folder, accumulation=1, **options):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_fit_trains_as_on_one_device(lightning, tmp_path, accumulation):
+def test_fit_trains_as_on_one_device(tmp_path, accumulation):
     """With clipping and accumulation of gradients; a checkpoint of its own goes on in layouts and on one device."""
-    make = make_module(lightning)
+    make = make_module()
     plain = make()
     with make_map().scope(batch_dim="batch", library="torch"):
         model, resumed = make(), make()
-    fit(lightning, plain, tmp_path, accumulation)
-    trainer = fit(lightning, model, tmp_path, accumulation)
+    fit(plain, tmp_path, accumulation)
+    trainer = fit(model, tmp_path, accumulation)
     path = tmp_path / "last.ckpt"
     trainer.save_checkpoint(path, weights_only=False)
 
@@ -69,7 +68,7 @@ def test_fit_trains_as_on_one_device(lightning, tmp_path, accumulation):
     assert_alike(make.load_from_checkpoint(path, weights_only=False), model, 0)
 
     again = make()
-    fit(lightning, again, tmp_path, epochs=2, ckpt_path=path, weights_only=False)
-    fit(lightning, resumed, tmp_path, epochs=2, ckpt_path=path, weights_only=False)
+    fit(again, tmp_path, epochs=2, ckpt_path=path, weights_only=False)
+    fit(resumed, tmp_path, epochs=2, ckpt_path=path, weights_only=False)
     assert pytest.approx(again.losses, rel=1e-5) == resumed.losses
     assert_alike(resumed, again)
