@@ -227,11 +227,6 @@ def forward_of(module: torch.nn.Module) -> Forward | None:
     return own if isinstance(own, Forward) else None
 
 
-def is_laid_out(module: torch.nn.Module) -> bool:
-    """Whether a module is one of a model in layouts."""
-    return forward_of(module) is not None
-
-
 def is_planned(module: torch.nn.Module) -> bool:
     """Whether a model has no values: it was only planned, or its scope failed."""
     own = forward_of(module)

@@ -4,18 +4,12 @@
     lora_embedding_A, _B        the rank, then the rows of the table; its outputs, then the rank
     lora_magnitude_vector       the outputs
 
-PEFT also wraps a model and its layers, which renames the weights. The rules know them by both names. And it gives the
-factors of a weight in a layout the size of a shard, as for transformers' own tensor parallelism; here a layer computes
-all of its outputs, so the factors have the sizes of the layer.
-
-The private name of PEFT, tested on 0.21: peft.tuners.lora.LoraLayer._get_in_out_features(module), the sizes of a layer.
+PEFT also wraps a model and its layers, which renames the weights: the rules know them by both names.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,29 +63,3 @@ def _factors(module: Any, inward: int, output: int) -> Iterator[tuple[torch.Tens
 
 def _is_of_peft(module: torch.nn.Module) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
-
-
-def look_after_peft(is_laid_out: Callable[[torch.nn.Module], bool]) -> None:
-    """From now on, have PEFT give factors the sizes of the layers of laid out models, if it is imported.
-
-    It stays, as laid out models do.
-    """
-    if "peft" in sys.modules:
-        _look_after_peft(is_laid_out)
-
-
-@functools.cache
-def _look_after_peft(is_laid_out: Callable[[torch.nn.Module], bool]) -> None:
-    from peft.tuners.lora import LoraLayer
-
-    plain: Any = getattr(LoraLayer, "_get_in_out_features", None)
-    if plain is None:
-        return  # then factors of sharded layers have other sizes than the layer, and its call fails
-
-    @functools.wraps(plain)
-    def get_in_out_features(self: Any, module: torch.nn.Module) -> tuple[int, int] | tuple[None, None]:
-        if isinstance(module, torch.nn.Linear) and is_laid_out(module):
-            return module.in_features, module.out_features
-        return plain(self, module)
-
-    LoraLayer._get_in_out_features = get_in_out_features

@@ -33,6 +33,7 @@ def use_of(found: Found, sizes: dict[int, int]) -> Use | None:
 
 
 def roles_of(module: torch.nn.Module, name: str) -> tuple[str, ...]:
+    """What the axes of a module's parameter are for; empty if that is not known."""
     kind = type(module)
     if isinstance(module, torch.nn.Linear):
         return ("out.0", "in.0") if name == "weight" else ("out.0",)

@@ -21,11 +21,11 @@ from torch.nn.parameter import is_lazy
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.counted import training_step
-from layoutmap.adapters.torch.forward import Forward, forward_of, is_laid_out
+from layoutmap.adapters.torch.forward import Forward, forward_of
 from layoutmap.adapters.torch.from_pretrained import Reading
 from layoutmap.adapters.torch.fsdp_units import weights_to_gather
 from layoutmap.adapters.torch.loading import accept_any_layout
-from layoutmap.adapters.torch.lora import derivations, look_after_peft, names_without
+from layoutmap.adapters.torch.lora import derivations, names_without
 from layoutmap.adapters.torch.optimizer_hooks import note_replaced
 from layoutmap.adapters.torch.paths import (
     Found,
@@ -39,6 +39,7 @@ from layoutmap.adapters.torch.paths import (
 )
 from layoutmap.adapters.torch.roles import head_sizes, use_of
 from layoutmap.adapters.torch.swap import carry_over, put, replace_in_module, replace_in_optimizer
+from layoutmap.adapters.torch.tools import look_after_tools
 from layoutmap.adapters.torch.unsupported import unsupported_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.current import current, entered, is_entered
@@ -344,7 +345,7 @@ class TorchSession:
         ]
 
     def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
-        look_after_peft(is_laid_out)
+        look_after_tools()
         for root in roots:
             paths = layer_paths(root)
             gather = weights_to_gather(root, layouts, self.home)

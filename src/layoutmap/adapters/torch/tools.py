@@ -1,0 +1,190 @@
+"""What other libraries do with laid out models: what they would do wrongly is done right, or refused by its name.
+
+From the first laid out model on, each of these is looked after once it is imported, and that stays, as laid out models
+do. The names that are replaced, and the versions on which that was tested:
+
+peft 0.21           tuners.lora.LoraLayer._get_in_out_features(module): the sizes of a layer. It gives factors the size
+                    of a shard, as transformers' own tensor parallelism wants them; a layer here has all of its outputs
+accelerate 1.15     Accelerator.get_state_dict(model): what is saved of a model, which has to be plain;
+                    prepare_model(model): wraps it in DistributedDataParallel, in several processes
+safetensors 0.8     torch._remove_duplicate_names(state_dict), _flatten_as_ptr(tensors): they read memory, which a
+                    tensor in a layout has none of
+transformers 5.23   PreTrainedModel.save_pretrained, and that of peft.PeftModel: what is saved has to be plain
+torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.torch.boundary import plain
+from layoutmap.adapters.torch.forward import forward_of
+from layoutmap.core.errors import ScopeError
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.private import local_of, storage_key
+
+
+def look_after_tools() -> None:
+    """From now on, look after each of the libraries that are imported."""
+    for module, replace in _TOOLS.items():
+        if module in sys.modules:
+            replace()
+
+
+def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain tensors in the place of those in layouts, on the CPU; what is one tensor stays one.
+
+    All processes must call it.
+    """
+    known: dict[Any, torch.Tensor] = {}
+    made: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            key = storage_key(next(iter(simulation.pieces_of(local_of(tensor)).values())))
+            if key not in known:
+                known[key] = plain(tensor.detach()).cpu()
+            tensor = known[key]
+        made[name] = tensor
+    return made
+
+
+def _gathered_here(what: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same where one process has all shards.
+
+    Raises:
+        ScopeError: Each process has its own.
+    """
+    found = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
+    if found is not None and not simulation.is_simulated():
+        raise ScopeError(
+            f"{what}: {found} is in a layout of several processes",
+            why="this process has only its own shards, and what it wrote would be a part of the weight",
+            fix="call layoutmap.export(model, directory) in all processes: it writes safetensors, each weight once",
+        )
+    return gathered(tensors)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    own = getattr(owner, name, None)
+    if own is not None:  # else the library says itself what it cannot do
+        setattr(owner, name, functools.wraps(own)(make(own)))
+
+
+def _saving(own: Any) -> Any:
+    def save_pretrained(self: Any, directory: Any, *args: Any, **options: Any) -> Any:
+        tensors = options.get("state_dict") or self.state_dict()
+        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+            options["state_dict"] = gathered(tensors)
+            if simulation.rank():  # the first process writes
+                return None
+        return own(self, directory, *args, **options)
+
+    return save_pretrained
+
+
+@functools.cache
+def _transformers() -> None:
+    from transformers import PreTrainedModel
+
+    _replace(PreTrainedModel, "save_pretrained", _saving)
+
+
+@functools.cache
+def _peft() -> None:
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
+    _replace(PeftModel, "save_pretrained", _saving)
+
+    def sizes(own: Any) -> Any:
+        def get_in_out_features(self: Any, module: torch.nn.Module) -> Any:
+            if isinstance(module, torch.nn.Linear) and forward_of(module) is not None:
+                return module.in_features, module.out_features
+            return own(self, module)
+
+        return get_in_out_features
+
+    _replace(LoraLayer, "_get_in_out_features", sizes)
+
+
+@functools.cache
+def _accelerate() -> None:
+    from accelerate import Accelerator
+
+    def of_model(own: Any) -> Any:
+        def get_state_dict(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+            found = own(self, model, *args, **options)
+            return gathered(found) if found else found
+
+        return get_state_dict
+
+    def prepared(own: Any) -> Any:
+        def prepare_model(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+            if self.num_processes > 1:
+                _refuse_wrapping("Accelerator.prepare", model)
+            return own(self, model, *args, **options)
+
+        return prepare_model
+
+    _replace(Accelerator, "get_state_dict", of_model)
+    _replace(Accelerator, "prepare_model", prepared)
+
+
+@functools.cache
+def _safetensors() -> None:
+    import safetensors.torch
+
+    def distinct(own: Any) -> Any:
+        def remove_duplicate_names(state_dict: dict[str, Any], **options: Any) -> Any:
+            state_dict.update(_gathered_here("safetensors", state_dict))
+            return own(state_dict, **options)
+
+        return remove_duplicate_names
+
+    def flattened(own: Any) -> Any:
+        def flatten_as_ptr(tensors: Any, *args: Any) -> Any:
+            is_mapping = isinstance(tensors, Mapping)
+            return own(_gathered_here("safetensors", tensors) if is_mapping else tensors, *args)
+
+        return flatten_as_ptr
+
+    _replace(safetensors.torch, "_remove_duplicate_names", distinct)
+    _replace(safetensors.torch, "_flatten_as_ptr", flattened)
+
+
+@functools.cache
+def _data_parallel() -> None:
+    def made(own: Any) -> Any:
+        def __init__(self: Any, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+            _refuse_wrapping("DistributedDataParallel", module)
+            own(self, module, *args, **options)
+
+        return __init__
+
+    _replace(torch.nn.parallel.DistributedDataParallel, "__init__", made)
+
+
+def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
+    if any(forward_of(each) is not None for each in module.modules()):
+        raise ScopeError(
+            f"{what}: {type(module).__name__} is in layouts",
+            why="in several processes it wants a model that each process has for itself, with a batch of its own; a "
+            "model in layouts is one of all processes, takes the global batch, and reduces its gradients itself",
+            fix="train it with a loop of your own, the same in each process. Trainer of transformers, "
+            "Accelerator.prepare and Trainer of Lightning train it in one process, on simulated devices",
+        )
+
+
+_TOOLS: dict[str, Callable[[], None]] = {
+    "torch": _data_parallel,
+    "transformers.modeling_utils": _transformers,
+    "peft": _peft,
+    "accelerate": _accelerate,
+    "safetensors.torch": _safetensors,
+}

@@ -1,0 +1,74 @@
+"""One of several processes with tools of Hugging Face; run by test_torch_hugging_face.py."""
+
+import sys
+from pathlib import Path
+
+import accelerate
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import transformers
+from hugging_face_models import DATA, assert_alike, make_llama, train
+
+import layoutmap as lm
+from layoutmap.core.errors import ScopeError
+
+WIDE = {"vocab_size": 64, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
+
+
+def num_bytes(what):
+    """Of this process: the memory that it has, or had at most; the pages of mapped files that it has count, too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{what}:"))
+
+
+def load(folder):
+    """A checkpoint as bfloat16, sharded by rows, and how much more memory that took at most."""
+    layout_map = lm.LayoutMap(
+        "model=2", {r".*(proj|embed_tokens|lm_head)\.weight": ("model", None)}, rest="replicated"
+    )
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # begins to measure anew
+    before = num_bytes("VmRSS")
+    model = layout_map.build(
+        lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+        library="torch",
+    )
+    return model, num_bytes("VmHWM") - before
+
+
+def main(folder):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        config = transformers.LlamaConfig(**WIDE, num_attention_heads=8, num_key_value_heads=8)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / "wide")
+        make_llama().save_pretrained(folder / "small")
+    torch.manual_seed(0)
+    load(folder / "small")  # imports, and what is kept after a first time
+    model, grown = load(folder / "wide")
+    of_file = sum(path.stat().st_size for path in (folder / "wide").glob("*.safetensors"))
+    print(f"a file of {of_file >> 20} MiB: {grown >> 20} MiB", flush=True)
+    assert grown < of_file * (0.5 + 0.25) + (40 << 20)  # half of its pages, and that in half the bytes
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "wide", dtype=torch.bfloat16)
+    assert_alike(model, plain, 0)
+    model.save_pretrained(folder / "saved")
+    dist.barrier()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.bfloat16)
+    assert_alike(saved, plain, 0)
+
+    with pytest.raises(ScopeError, match="is in a layout of several processes"):
+        safetensors.torch.save_file(model.state_dict(), folder / f"{dist.get_rank()}.safetensors")
+    with pytest.raises(ScopeError, match=r"Accelerator\.prepare: LlamaForCausalLM is in layouts"):
+        accelerate.Accelerator(cpu=True).prepare(model)
+    arguments = transformers.TrainingArguments(output_dir=folder, report_to=[], use_cpu=True)
+    trainer = transformers.Trainer(model, arguments, train_dataset=DATA)
+    with pytest.raises(ScopeError, match="LlamaForCausalLM is in layouts"):
+        trainer.train()
+    assert 6 == len(train(model))
+    print("all is well", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

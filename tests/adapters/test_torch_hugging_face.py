@@ -1,0 +1,246 @@
+"""Tools of Hugging Face with a laid out model: they train it as they train a plain one, and save all of it."""
+
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from hugging_face_models import DATA, assert_alike, make_llama, make_map, on_mesh, train
+from torch.distributed.tensor import DTensor
+
+import layoutmap as lm
+
+WORKER = Path(__file__).with_name("hugging_face_process.py")
+# PEFT asks transformers for a name that it has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def with_lora(model, **options):
+    """The model with factors of LoRA, of which those that begin as zeros do not."""
+    torch.manual_seed(7)
+    chosen = {"target_modules": ["q_proj", "down_proj"], "r": 4, "task_type": "CAUSAL_LM", **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**chosen, init_lora_weights=False))
+
+
+def layouts_of(model, part):
+    return {
+        name.removeprefix("base_model.model.model."): str(lm.dtensor.fetch_layout(parameter))
+        for name, parameter in model.named_parameters()
+        if part in name
+    }
+
+
+def test_lora_in_a_scope_trains_as_on_one_device():
+    """Rules for the model hold for it in PEFT's wrapping, factors follow their weight, and they alone are trained."""
+    plain, model = with_lora(make_llama()), on_mesh(lambda: with_lora(make_llama()))
+
+    assert {
+        "layers.0.self_attn.q_proj.lora_A.default.weight": "(unsharded, unsharded)",
+        "layers.0.self_attn.q_proj.lora_B.default.weight": "(model, unsharded)",
+        "layers.0.mlp.down_proj.lora_A.default.weight": "(unsharded, model)",
+        "layers.0.mlp.down_proj.lora_B.default.weight": "(unsharded, unsharded)",
+    } == layouts_of(model, "lora")
+    assert {
+        "layers.0.self_attn.q_proj.base_layer.weight": "(model, unsharded)",
+        "layers.0.mlp.down_proj.base_layer.weight": "(unsharded, model)",
+    } == layouts_of(model, "base_layer")
+    assert pytest.approx(train(plain), rel=1e-5) == train(model)
+    assert_alike(model, plain)
+    assert_alike(model.merge_and_unload(), plain.merge_and_unload())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [{"target_modules": ["embed_tokens", "lm_head"]}, {"use_dora": True}, {"lora_dropout": 0.3}],
+    ids=str,
+)
+def test_kinds_of_lora_train_as_on_one_device(options):
+    """Factors of embeddings, magnitudes, and dropout in front of the factors."""
+    plain, model = with_lora(make_llama(), **options), on_mesh(lambda: with_lora(make_llama(), **options))
+
+    assert pytest.approx(train(plain), rel=1e-5) == train(model)
+    assert_alike(model, plain)
+
+
+def test_lora_of_a_model_in_layouts_trains_as_on_one_device():
+    """Factors that are added later are plain until `apply`, of the layer's sizes, and train rightly in either way."""
+    plain = with_lora(make_llama())
+    told = train(plain)
+    added, applied = with_lora(on_mesh()), make_map().apply(with_lora(on_mesh()), batch_dim="batch")
+
+    assert not any(isinstance(each, DTensor) for name, each in added.named_parameters() if "lora" in name)
+    assert "(model, unsharded)" in layouts_of(applied, "lora").values()
+    for model in (added, applied):
+        assert pytest.approx(told, rel=1e-5) == train(model)
+        assert_alike(model, plain)
+
+
+def test_a_rule_for_a_factor_wins():
+    """A rule that is meant for the factor, and not for its weight, says its layout."""
+    layout_map = make_map()
+    layout_map[r".*lora_A.*"] = ("model", None)
+    with layout_map.scope(library="torch"):
+        model = with_lora(make_llama())
+
+    assert {"(model, unsharded)"} == set(layouts_of(model, "lora_A").values())
+
+
+def test_what_is_saved_is_all_of_the_model(tmp_path):
+    """By save_pretrained, safetensors, pickle and torch.save: plain weights, and tied ones once."""
+    model = on_mesh(lambda: transformers.LlamaForCausalLM(tied()))
+    plain = transformers.LlamaForCausalLM(tied())
+    plain.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
+    model.save_pretrained(tmp_path / "ours")
+    plain.save_pretrained(tmp_path / "theirs")
+    safetensors.torch.save_model(model, tmp_path / "model.safetensors")
+    one_of_each = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    safetensors.torch.save_file(one_of_each, tmp_path / "file.safetensors")
+    other = on_mesh(lambda: transformers.LlamaForCausalLM(tied()))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+
+    read = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs")]
+    assert read[0] == read[1]
+    assert (set(), []) == safetensors.torch.load_model(other, tmp_path / "model.safetensors")
+    assert_alike(other, plain, 0)
+    for found in (safetensors.torch.load_file(tmp_path / "file.safetensors"), torch.load(file)):
+        assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in found.items())
+    assert_alike(pickle.loads(pickle.dumps(model)), plain, 0)
+
+
+def tied():
+    return transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True
+    )
+
+
+def test_adapters_are_saved_and_loaded_on_another_mesh(tmp_path):
+    """PEFT saves the factors of a laid out model, and loads them into a plain one and one in layouts."""
+    model = on_mesh(lambda: with_lora(make_llama()))
+    model.save_pretrained(tmp_path)
+    plain = peft.PeftModel.from_pretrained(make_llama(), tmp_path, is_trainable=True)
+
+    assert {"lora_A", "lora_B"} == {
+        name.split(".")[-2] for name in safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+    }
+    assert_alike(model, plain, 0)
+    assert_alike(peft.PeftModel.from_pretrained(on_mesh(), tmp_path, is_trainable=True), plain, 0)
+    assert_alike(
+        on_mesh(lambda: peft.PeftModel.from_pretrained(make_llama(), tmp_path)), plain_frozen(plain), 0
+    )
+
+
+def plain_frozen(model):
+    return model.requires_grad_(False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_trainer_of_transformers_trains_as_on_one_device(tmp_path, accumulation):
+    """With its clipping, accumulation of gradients, and evaluation; it goes on from a checkpoint of its own."""
+    plain, model = (run(make(), tmp_path, accumulation) for make in (make_llama, on_mesh))
+    told = [
+        [(e.get("loss"), e.get("grad_norm")) for e in t.state.log_history if "loss" in e]
+        for t in (plain, model)
+    ]
+
+    assert 3 // accumulation == len(told[0])
+    for one, other in zip(*told, strict=True):
+        assert pytest.approx(one, rel=1e-5) == other
+    assert_alike(model.model, plain.model)
+    assert pytest.approx(plain.evaluate(DATA)["eval_loss"], rel=1e-5) == model.evaluate(DATA)["eval_loss"]
+
+    last = str(tmp_path / f"checkpoint-{3 // accumulation}")
+    resumed = trainer(on_mesh(), tmp_path, accumulation, num_train_epochs=2)
+    resumed.train(resume_from_checkpoint=last)
+    straight = trainer(make_llama(), tmp_path, accumulation, num_train_epochs=2)
+    straight.train(resume_from_checkpoint=last)
+    assert_alike(resumed.model, straight.model)
+
+
+def trainer(model, folder, accumulation, **options):
+    arguments = {"num_train_epochs": 1, "save_strategy": "epoch", **options}
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=1e-2,
+            adam_epsilon=1e-3,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            **arguments,
+        ),
+        train_dataset=DATA,
+    )
+
+
+def run(model, folder, accumulation):
+    made = trainer(model, folder, accumulation)
+    made.train()
+    return made
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_accelerate_trains_as_on_one_device(tmp_path, accumulation):
+    """Prepared model, optimizer, data and schedule; clipped gradients; its states are saved and loaded."""
+    import accelerate
+
+    told, models = [], []
+    for make in (make_llama, on_mesh):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        batches = torch.utils.data.DataLoader(DATA, batch_size=4)
+        model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
+        found = []
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    found.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        told.append(found)
+        models.append(accelerator.unwrap_model(model))
+
+    assert pytest.approx(told[0], rel=1e-5) == told[1]
+    assert_alike(models[1], models[0])
+    accelerator.save_state(tmp_path)
+    accelerator.save_model(model, tmp_path / "model")
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.zero_()
+    accelerator.load_state(tmp_path)
+    assert_alike(models[1], models[0])
+    [file] = (tmp_path / "model").glob("*.safetensors")
+    assert models[0].state_dict().keys() == safetensors.torch.load_file(file).keys()
+
+
+@pytest.mark.long
+def test_processes_read_their_shards_and_refuse_wrapping(tmp_path):
+    """Two processes read what each needs of a checkpoint, save it once, and refuse what would train or save a part."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ran = subprocess.run(
+        [*launcher, str(WORKER), str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
+
+    assert 0 == ran.returncode, ran.stderr[-4000:]
+    assert 2 == ran.stdout.count("all is well")
