@@ -253,7 +253,7 @@ positional arguments:
     diff                Show what changes from one plan to another; the exit code is 1 if anything
                         does.
     checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
-    devices             List the devices that this process sees, and say as which process of a job.
+    devices             List the devices of this process, and say which of a job it is.
     presets             List the presets of rules, and the published models that can be planned by
                         name.
     schema              Print the JSON Schema of rules files, for editors.
@@ -266,7 +266,7 @@ options:
     ("devices", "--help"): """\
 usage: layoutmap devices [-h] [--engine {jax,tensorflow,torch}]
 
-List the devices that this process sees, and say as which process of a job.
+List the devices of this process, and say which of a job it is.
 
 options:
   -h, --help            show this help message and exit

@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_checkpoint_commands(checkpoint)
     there = command(
-        "devices", list_devices, "List the devices that this process sees, and say as which process of a job."
+        "devices", list_devices, "List the devices of this process, and say which of a job it is."
     )
     there.add_argument(
         "--engine",
