@@ -76,7 +76,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.all: pyproject.toml | $(BIN)/python
-	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group docs --group dev
+	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group tools --group docs --group dev
 	$(PIP) --no-deps --group tf-keras --group keras-hub --group jax-models
 	@touch $(VENV)/.demo $@
 

@@ -1,11 +1,13 @@
 """`fit` with a callback that saves: when it does, and that a run goes on where it stood."""
 
+import grain
 import keras
 import numpy as np
 import pytest
 
 import layoutmap as lm
 from layoutmap.adapters.keras import CheckpointCallback
+from layoutmap.adapters.keras.paths import find_variables
 
 L = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
@@ -94,3 +96,29 @@ def test_the_state_of_the_data_is_kept(tmp_path):
     manager.load(model, data=CheckpointCallback(manager, data=other))
 
     assert 7 == other.count
+
+
+def test_data_goes_on_after_the_last_batch_that_was_trained_on(tmp_path):
+    """Keras reads batches before it trains on them; a resumed run still trains on each of a grain dataset's once."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(ROWS, 8)).astype("float32"), random.normal(size=(ROWS, 4)).astype("float32")
+
+    def run(model, callback):
+        for epoch in range(callback.epoch, 2):
+            steps = {"steps_per_epoch": BATCHES - callback.batch, "initial_epoch": epoch, "epochs": epoch + 1}
+            model.fit(callback.batches(), callbacks=[callback], shuffle=False, verbose=0, **steps)
+        return [found.variable.numpy() for found in find_variables(model)]
+
+    def begun(manager):
+        rows = grain.MapDataset.range(ROWS).seed(3).shuffle().map(lambda row: (x[row], y[row]))
+        return CheckpointCallback(manager, data=iter(rows.batch(BATCH).repeat()))
+
+    manager = lm.CheckpointManager(tmp_path, every_steps=1, keep_last=None)
+    model = layout_map("batch=2,model=4").build(make_model, batch_dim="batch")
+    expected = run(model, begun(manager))
+    callback = begun(lm.CheckpointManager(tmp_path / "resumed"))
+    actual = run(manager.load(model, step=1, data=callback), callback)
+
+    assert len(expected) == len(actual)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert np.array_equal(ours, theirs)

@@ -253,7 +253,7 @@ positional arguments:
     diff                Show what changes from one plan to another; the exit code is 1 if anything
                         does.
     checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
-    devices             List the devices of this machine.
+    devices             List the devices of this process, and say which of a job it is.
     presets             List the presets of rules, and the published models that can be planned by
                         name.
     schema              Print the JSON Schema of rules files, for editors, or check such files.
@@ -266,7 +266,7 @@ options:
     ("devices", "--help"): """\
 usage: layoutmap devices [-h] [--engine {jax,tensorflow,torch}]
 
-List the devices of this machine.
+List the devices of this process, and say which of a job it is.
 
 options:
   -h, --help            show this help message and exit
@@ -427,13 +427,30 @@ def test_the_command_itself(folder):
         in told.stdout
     )
     there = command("devices", "--engine", "jax")
-    assert (0, True) == (there.returncode, there.stdout.startswith("jax: 8 devices\n   CPU:0\n"))
+    assert 0 == there.returncode
+    assert there.stdout.startswith(
+        "process 0 of 1: neither SLURM nor torchrun started it\njax: 8 devices, all of this process\n   CPU:0\n"
+    )
     assert 2 == command("pan").returncode
     made = command(
         "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json", "--backend", "jax"
     )
     assert 0 == made.returncode, made.stderr
     assert "layoutmap plan" == json.loads((folder / "plan.json").read_text())["format"]
+
+
+def test_a_process_of_a_job_is_told_how_to_join_the_others(monkeypatch, capsys):
+    """In a step of SLURM, JAX sees its own devices alone until the program calls `initialize`."""
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+
+    assert 0 == main(["devices", "--engine", "jax"])
+    assert """\
+started by SLURM: process 1 of 2
+jax: 8 devices, all of this process
+   to see those of all 2 processes, call jax.distributed.initialize() first in the program
+   CPU:0
+""" == "".join(capsys.readouterr().out.splitlines(keepends=True)[:4])
 
 
 ENDS = """

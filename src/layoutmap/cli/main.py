@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
 from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
+from layoutmap.cli.device_list import list_devices
 from layoutmap.cli.models import listing
 from layoutmap.cli.output import (
     CANNOT,
@@ -42,7 +43,6 @@ from layoutmap.core.escaping import escaped
 from layoutmap.core.text_table import size
 from layoutmap.engines import ENGINES
 from layoutmap.rules.yaml_file import schema
-from layoutmap.scope.devices import devices
 
 _EXAMPLES = r"""examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
@@ -191,7 +191,9 @@ def _parser() -> argparse.ArgumentParser:
         "Show, verify, relayout and export what was saved; no framework is loaded.",
     )
     add_checkpoint_commands(checkpoint)
-    there = command("devices", _devices, "List the devices of this machine.")
+    there = command(
+        "devices", list_devices, "List the devices of this process, and say which of a job it is."
+    )
     there.add_argument(
         "--engine",
         choices=tuple(ENGINES),
@@ -262,33 +264,6 @@ def _diff(options: Any) -> int:
     difference = before.diff(after)
     say(str(difference), sys.stdout)
     return PROBLEMS if difference else WELL
-
-
-def _devices(options: Any) -> int:
-    found = False
-    for engine in [options.engine] if options.engine else ENGINES:
-        try:
-            names = devices(engine=engine)
-        except Exception as error:  # a driver's, too
-            missing = isinstance(error, LayoutMapError | ImportError)
-            if options.engine:
-                raise LayoutMapError(
-                    f"{engine}: no devices",
-                    why=str(error),
-                    fix=f'pip install "layoutmap[{engine}]"'
-                    if missing
-                    else f"make {engine} itself list its devices",
-                ) from error
-            if not missing:
-                say(f"layoutmap: {engine}: no devices: {error}", sys.stderr)
-            continue
-        found = True
-        say("\n".join([f"{engine}: {len(names)} devices", *(f"   {name}" for name in names)]), sys.stdout)
-    if not found:
-        raise LayoutMapError(
-            "no engine has devices", fix='pip install "layoutmap[jax]", [tensorflow] or [torch]'
-        )
-    return WELL
 
 
 def _presets(_: Any) -> int:

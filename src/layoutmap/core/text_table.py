@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from layoutmap.core.escaping import escaped
 
+_TABLE = "border-collapse:collapse;color:inherit"  # of a dark notebook, too
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
 
 
@@ -47,6 +48,6 @@ def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]])
         "<tr>" + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows
     )
     return (
-        f'<table style="border-collapse:collapse"><caption style="text-align:left">{escape(caption)}</caption>'
+        f'<table style="{_TABLE}"><caption style="text-align:left">{escape(caption)}</caption>'
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
     )

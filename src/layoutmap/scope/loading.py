@@ -19,6 +19,7 @@ from layoutmap.checkpoint.renamed import Renamed
 from layoutmap.checkpoint.renaming import Names, read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
+from layoutmap.core.data_states import restore_state
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -29,7 +30,7 @@ from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.group import Group
 from layoutmap.scope.progress import Progress
 from layoutmap.scope.scope import build
-from layoutmap.scope.states import check_data, random_states_of, restore_state
+from layoutmap.scope.states import check_data, random_states_of
 
 Missing = Literal["error", "keep"]
 Extra = Literal["error", "ignore"]

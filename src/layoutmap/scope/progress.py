@@ -20,7 +20,7 @@ class Progress:
 
     Args:
         variables: The variables, by key.
-        enabled: Whether to show it; `None`: on a terminal, if the work takes more than two seconds.
+        enabled: Whether to show it; `None`: on a terminal and in a notebook, if the work takes more than two seconds.
         verb: What is done with them, as in `"saved"`; empty: they are materialized, which needs no word.
     """
 
@@ -28,9 +28,9 @@ class Progress:
         self._variables = variables
         self._total_bytes = sum(variable.global_bytes for variable in self._variables.values()) or 1
         self._made = self._made_bytes = 0
-        self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._enabled = _is_watched() if enabled is None else enabled
         self._next = time.monotonic() + (0 if enabled else _PATIENCE_SECONDS)
-        self._shown = False
+        self._width = 0  # of the line that is shown
         self._verb = f" {verb}" * bool(verb)
 
     def __enter__(self) -> Self:
@@ -44,15 +44,23 @@ class Progress:
         now = time.monotonic()
         if self._enabled and now >= self._next:
             self._next = now + _BETWEEN_SECONDS
-            self._shown = True
             share = 100 * self._made_bytes // self._total_bytes
             counts = f"{self._made}/{len(self._variables)} variables{self._verb}, {share}%"
-            sys.stderr.write(f"\r\x1b[Klayoutmap: {counts}  {escaped(variable.path)}")
-            sys.stderr.flush()
+            self._show(f"layoutmap: {counts}  {escaped(variable.path)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        if self._width:
+            self._show("")
+
+    def _show(self, line: str) -> None:
+        """Write over the line that is shown, with spaces: notebooks know `\\r`, and no codes of terminals."""
+        sys.stderr.write(f"\r{line.ljust(self._width)}\r{line}")
+        sys.stderr.flush()
+        self._width = len(line)
+
+
+def _is_watched() -> bool:
+    """Whether somebody sees what is written now: on a terminal, or in a notebook of Jupyter's."""
+    return sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"

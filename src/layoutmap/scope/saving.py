@@ -20,6 +20,7 @@ from layoutmap.checkpoint.storage import MOST_STEP, new_token
 from layoutmap.checkpoint.writer import ToWrite
 from layoutmap.core.arguments import as_int
 from layoutmap.core.blocks import Ends, Index, ends_of, full_index
+from layoutmap.core.data_states import state_of
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
@@ -30,7 +31,6 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.scope.group import Group
 from layoutmap.scope.processes import check_saves, check_values
 from layoutmap.scope.progress import Progress
-from layoutmap.scope.states import state_of
 
 T = TypeVar("T")
 

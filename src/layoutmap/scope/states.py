@@ -5,35 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.data_states import taker
 from layoutmap.core.errors import CheckpointError, listed
-
-
-def state_of(data: Any) -> Any:
-    """The state of an iterator over data, of a schedule or the like; of a mapping of them, the states by name.
-
-    Raises:
-        CheckpointError: One has no way to ask for it.
-    """
-    if isinstance(data, Mapping):
-        return {name: state_of(each) for name, each in cast("Mapping[Any, Any]", data).items()}
-    for name in ("state_dict", "get_state"):
-        if callable(method := getattr(data, name, None)):
-            return method()
-    raise CheckpointError(
-        f"data: {kind_of(data)}, it has no state that can be saved",
-        why="what goes on where it was is asked for its state by state_dict() or get_state()",
-        fix="pass one that has them, or a mapping of several, or leave data out and save what you need as metadata",
-    )
-
-
-def restore_state(data: Any, state: Any) -> None:
-    """Give a state back to what `state_of` was given."""
-    if isinstance(data, Mapping):
-        for name, each in cast("Mapping[Any, Any]", data).items():
-            restore_state(each, state[name])
-    else:
-        _taker(data)(state)
 
 
 def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
@@ -69,7 +42,7 @@ def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: 
             key: check_data(each, [state[key] for state in states], number, count, f"{name}[{key!r}]")
             for key, each in several.items()
         }
-    _taker(data)
+    taker(data)
     found = own_of(states, number, count)
     if found is None:
         raise CheckpointError(
@@ -100,17 +73,6 @@ def random_states_of(states: Sequence[Mapping[str, Any]], number: int, count: in
         if own is not None:
             found[name] = own[0]
     return found
-
-
-def _taker(data: Any) -> Any:
-    for name in ("load_state_dict", "set_state"):
-        if callable(method := getattr(data, name, None)):
-            return method
-    raise CheckpointError(
-        f"data: {kind_of(data)}, it cannot take up a state",
-        why="what goes on where it was is given its state by load_state_dict() or set_state()",
-        fix="pass the one whose state was saved",
-    )
 
 
 def _same(one: Any, other: Any) -> bool:

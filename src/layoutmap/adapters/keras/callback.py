@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import keras
+
+from layoutmap.core.data_states import restore_state, state_of
 
 
 class Manager(Protocol):
@@ -42,7 +44,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         every_epochs: Save at the end of each epoch whose number is a multiple of it, and at no other time; `None`:
             save when the manager says that a step is due, inside of epochs, too.
         data: An iterator over the data, whose state is saved and restored along: anything with `state_dict()` and
-            `load_state_dict()`.
+            `load_state_dict()`, or `get_state()` and `set_state()` as those of grain. Pass `batches()` to `fit`.
 
     Attributes:
         epoch: The epoch in which `fit` is to go on: its `initial_epoch`.
@@ -72,8 +74,35 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._manager = manager
         self._every_epochs = every_epochs
         self._data = data
+        self._states: dict[int, Any] = {}  # by step: of the data, after the batch of that step
         self._num_before = 0  # batches of the present epoch that were trained on before it was resumed
         self._is_new = False  # whether there is a step that was not offered to the manager
+
+    def batches(self) -> Iterator[Any]:
+        """Yield batches of the data, for `fit`: from the one after the last that was trained on.
+
+        Keras reads some batches before it trains on them. So the state of the data is noted after each batch, and
+        saved with the step that trains on it.
+
+        Example:
+            >>> import grain, keras, layoutmap as lm, numpy as np, tempfile
+            >>> from layoutmap.adapters.keras import CheckpointCallback
+            >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="d1")])
+            >>> model.compile("adam", "mse")
+            >>> dataset = grain.MapDataset.range(32).map(lambda row: (np.ones(8), np.ones(4))).batch(8).repeat()
+            >>> manager = lm.CheckpointManager(tempfile.mkdtemp(), every_steps=2)
+            >>> callback = CheckpointCallback(manager, data=iter(dataset))
+            >>> options = {"steps_per_epoch": 3, "shuffle": False, "verbose": 0}
+            >>> history = model.fit(callback.batches(), callbacks=[callback], **options)
+            >>> manager.steps
+            [2]
+        """
+        if self.step in self._states:
+            restore_state(self._data, self._states[self.step])
+        self._states = {self.step: state_of(self._data)}
+        for step, batch in enumerate(self._data, self.step + 1):
+            self._states[step] = state_of(self._data)
+            yield batch
 
     def set_model(self, model: Any) -> None:
         """Take the model of `fit`."""
@@ -96,6 +125,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         now = self._num_before + batch + 1
         self.step += now - self.batch
         self.batch, self._is_new = now, True
+        for step in [each for each in list(self._states) if each < self.step]:
+            del self._states[step]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save the last step of an epoch, with its metrics."""
@@ -112,13 +143,18 @@ class CheckpointCallback(keras.callbacks.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands, and the state of its data."""
         found = {"epoch": self.epoch, "batch": self.batch, "step": self.step}
-        return found if self._data is None else found | {"data": self._data.state_dict()}
+        if self._data is None:
+            return found
+        return found | {
+            "data": self._states[self.step] if self.step in self._states else state_of(self._data)
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a run stood."""
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
         if self._data is not None:
-            self._data.load_state_dict(state["data"])
+            self._states = {}
+            restore_state(self._data, state["data"])
 
     def _save(self, *, metrics: Mapping[str, float] | None = None, force: bool = False) -> None:
         self._is_new = False

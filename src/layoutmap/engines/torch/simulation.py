@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from layoutmap.core.errors import EngineError
+from layoutmap.core.errors import EngineError, LayoutMapWarning
+from layoutmap.core.launchers import launcher
 from layoutmap.engines.torch.private import (
     FakeStore,
     LocalIntNode,
@@ -128,6 +130,7 @@ def start() -> None:
                 fix="open a scope, or place an array with layoutmap.dtensor, before the mode begins",
             )
         number = world_size()
+        _warn_of_processes(number)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
         _simulation = _Simulation(number)
         _simulation.__enter__()
@@ -147,6 +150,20 @@ def _reduced(tensor: DTensor, protocol: Any) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
         value = torch.nn.Parameter(value, tensor.requires_grad)
     return value.__reduce_ex__(protocol)
+
+
+def _warn_of_processes(number: int) -> None:
+    """Warn if there are other processes, which a simulation knows nothing of."""
+    started_by = launcher()
+    if started_by is not None and started_by.num_processes > 1:
+        warnings.warn(
+            f"{number} devices are simulated in each of {started_by.num_processes} processes that {started_by.name} "
+            "started, and none knows of the others\n"
+            "  why   torch reads RANK and WORLD_SIZE, which nobody has set\n"
+            "  fix   start the program with torchrun, as in srun torchrun ..., or set them",
+            LayoutMapWarning,
+            stacklevel=2,
+        )
 
 
 def _num_launched() -> int:

@@ -1,0 +1,62 @@
+"""`layoutmap devices`: what this process sees, and as which process of a job."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from layoutmap.cli.output import WELL, say
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.launchers import Launcher, launcher
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines import ENGINES, get_engine
+from layoutmap.scope.devices import devices
+
+_JOIN = {
+    "jax": "call jax.distributed.initialize() first in the program",
+    "tensorflow": "set DTENSOR_CLIENT_ID, DTENSOR_NUM_CLIENTS and DTENSOR_JOBS",
+    "torch": "set RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start it with torchrun",
+}
+
+
+def list_devices(options: Any) -> int:
+    """Print who started this process, and the devices of each engine; returns the exit code."""
+    started_by = launcher()
+    texts: list[str] = []
+    for engine in [options.engine] if options.engine else ENGINES:
+        try:
+            texts.append(_devices_of(engine, started_by))
+        except Exception as error:  # a driver's, too
+            missing = isinstance(error, LayoutMapError | ImportError)
+            if options.engine:
+                raise LayoutMapError(
+                    f"{engine}: no devices",
+                    why=str(error),
+                    fix=f'pip install "layoutmap[{engine}]"'
+                    if missing
+                    else f"make {engine} itself list its devices",
+                ) from error
+            if not missing:
+                say(f"layoutmap: {engine}: no devices: {error}", sys.stderr)
+    if not texts:
+        raise LayoutMapError(
+            "no engine has devices", fix='pip install "layoutmap[jax]", [tensorflow] or [torch]'
+        )
+    say(
+        "\n".join([str(started_by or "process 0 of 1: neither SLURM nor torchrun started it"), *texts]),
+        sys.stdout,
+    )
+    return WELL
+
+
+def _devices_of(engine: str, started_by: Launcher | None) -> str:
+    names = devices(engine=engine)
+    here = get_engine(engine).bind(Mesh(names, {"all": len(names)})).local_device_ids
+    alone = len(here) == len(names)
+    count = "1 device" if len(names) == 1 else f"{len(names)} devices"
+    lines = [f"{engine}: {count}, {'all' if alone else len(here)} of this process"]
+    if alone and started_by is not None and started_by.num_processes > 1:
+        lines.append(f"   to see those of all {started_by.num_processes} processes, {_JOIN[engine]}")
+    return "\n".join(
+        lines + [f"   {name}{' here' * (i in here and not alone)}" for i, name in enumerate(names)]
+    )

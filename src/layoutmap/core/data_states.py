@@ -1,0 +1,52 @@
+"""States of what goes on with a run: iterators over data, schedules and the like, of any library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import CheckpointError
+
+
+def state_of(data: Any) -> Any:
+    """The state of an iterator over data, of a schedule or the like; of a mapping of them, the states by name.
+
+    Raises:
+        CheckpointError: One has no way to ask for it.
+    """
+    if isinstance(data, Mapping):
+        return {name: state_of(each) for name, each in cast("Mapping[Any, Any]", data).items()}
+    for name in ("state_dict", "get_state"):
+        if callable(method := getattr(data, name, None)):
+            return method()
+    raise CheckpointError(
+        f"data: {kind_of(data)}, it has no state that can be saved",
+        why="what goes on where it was is asked for its state by state_dict() or get_state()",
+        fix="pass one that has them, or a mapping of several, or leave data out and save what you need as metadata",
+    )
+
+
+def restore_state(data: Any, state: Any) -> None:
+    """Give a state back to what `state_of` was given."""
+    if isinstance(data, Mapping):
+        for name, each in cast("Mapping[Any, Any]", data).items():
+            restore_state(each, state[name])
+    else:
+        taker(data)(state)
+
+
+def taker(data: Any) -> Any:
+    """Return the method by which something takes up a state.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    for name in ("load_state_dict", "set_state"):
+        if callable(method := getattr(data, name, None)):
+            return method
+    raise CheckpointError(
+        f"data: {kind_of(data)}, it cannot take up a state",
+        why="what goes on where it was is given its state by load_state_dict() or set_state()",
+        fix="pass the one whose state was saved",
+    )
