@@ -1,16 +1,20 @@
 """What is released: the files of a wheel and of a source distribution, and an installation from the wheel."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
+from pathlib import Path
 
 import frameworks
 import pytest
 
 import layoutmap as lm
+from layoutmap.core.tested import TESTED
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +52,109 @@ def test_a_source_distribution_can_be_tested(built):
 
 
 def test_the_metadata_say_what_was_tested(built):
-    """Name, version, licence and README; and a range of versions that ends for each framework."""
+    """Name, version, licence and README; and for each framework the oldest release that was tested, and no end."""
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())
     needed = metadata.get_all("Requires-Dist") or []
-    of_frameworks = [n for n in needed if n.startswith(("jax", "tensorflow", "torch", "keras", "flax"))]
+    extras = [re.fullmatch(r"(\w+)>=([\d.]+); extra == '(\w+)'", each) for each in needed]
+    oldest = {found[1]: found[2] for found in extras if found and found[1] == found[3]}
     assert ("layoutmap", lm.__version__, "Apache-2.0") == tuple(
         metadata[key] for key in ("Name", "Version", "License-Expression")
     )
     assert str(metadata.get_payload()).startswith("# layoutmap")
-    assert of_frameworks
-    assert [] == [each for each in of_frameworks if not ("<" in each and ">=" in each)]
+    assert {package: first for package, (first, _) in TESTED.items()} == oldest
+
+
+def test_the_page_of_versions_says_what_was_tested():
+    """Its table has the oldest and the newest release of each framework, and the Pythons are those of the metadata."""
+    page = (frameworks.ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|", page, re.M)
+    project = tomllib.loads((frameworks.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pythons = [each.rpartition(" ")[2] for each in project["classifiers"] if ":: Python :: 3." in each]
+
+    assert TESTED == {package: (oldest, newest) for package, oldest, newest in rows}
+    assert [] == [each for each in pythons if not re.search(rf"^\| {re.escape(each)} \|", page, re.M)]
+
+
+SMALL = {
+    "rules.yaml": "version: 1\nmesh:\n  dims: {model: 4}\nrules:\n  up: [null, model]\n",
+    "try.py": """
+import sys
+from pathlib import Path
+
+import layoutmap as lm
+from layoutmap.core.variables import VariableSpec
+from layoutmap.scope.plan import make_plan
+
+layout_map = lm.LayoutMap.from_yaml(Path("rules.yaml").read_text())
+plan = make_plan([VariableSpec("up", (8, 16), "float32")], layout_map)
+Path("plan.json").write_text(plan.to_json())
+print(lm.Plan.from_json(Path("plan.json").read_text())["up"].layout)
+print(lm.LayoutMap.preset("llama", lm.Mesh(None, "model=8"))["token_embedding.embeddings"])
+print(lm.__file__.startswith(sys.prefix), sorted({"jax", "keras", "tensorflow", "torch"} & set(sys.modules)))
+""",
+}
+
+
+def interpreters():
+    """Python 3.11 and the newest one of this machine: those on PATH, and those installed beside the one that runs."""
+    beside = sorted(Path(sys.base_prefix).parent.glob("*/bin"))
+    folders = [*os.environ.get("PATH", "").split(os.pathsep), *map(str, beside)]
+    found = {}
+    for folder in folders:
+        for minor in range(11, 30):
+            command = os.path.join(folder, f"python3.{minor}")
+            if minor not in found and os.access(command, os.X_OK):
+                ran = subprocess.run([command, "-c", "import ensurepip, venv"], capture_output=True)
+                if ran.returncode == 0:  # also a name of a version manager that has none
+                    found[minor] = command
+    return {minor: found[minor] for minor in sorted({11, max(found)} & set(found))}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", ["3.11", "the newest"])
+def test_a_clean_environment_needs_nothing_but_the_wheel(which, built, tmp_path):
+    """Installed with what it requires and no more: rules, plans, presets and the command line work."""
+    found = interpreters()
+    minor = 11 if which == "3.11" else max(found)
+    if minor not in found or (which != "3.11" and minor == 11):
+        pytest.skip(f"this machine has no {'Python 3.11' if which == '3.11' else 'newer Python than 3.11'}")
+    print(f"Python 3.{minor}")
+    subprocess.run([found[minor], "-m", "venv", str(tmp_path / "venv")], check=True, capture_output=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    (wheel,) = built.glob("*.whl")
+    installed = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", str(wheel)], capture_output=True, text=True
+    )
+    assert 0 == installed.returncode, installed.stderr
+    for name, text in SMALL.items():
+        (tmp_path / name).write_text(text)
+    commands = ([python, "try.py"], [f"{tmp_path}/venv/bin/layoutmap", "--version"])
+    commands += (
+        [python, "-m", "layoutmap", "schema", "rules.yaml"],
+        [python, "-m", "layoutmap", "diff", "plan.json", "plan.json"],
+    )
+    said = [
+        subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for command in commands
+    ]
+
+    assert [
+        "(unsharded, model)\n(model, unsharded)\nTrue []\n",
+        f"layoutmap {lm.__version__}\n",
+        "rules.yaml: 1 rules\n",
+        "no change\n",
+    ] == said
 
 
 def test_what_is_installed_from_a_wheel_runs(built, tmp_path):

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import keras
@@ -15,6 +16,7 @@ import pytest
 import layoutmap as lm
 from layoutmap.adapters.keras import private
 from layoutmap.adapters.keras.protocol import backend_name, backend_of
+from layoutmap.core.tested import warn_if_untested
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers

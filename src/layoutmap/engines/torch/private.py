@@ -575,7 +575,7 @@ def clear_sharding_caches() -> None:
     try:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear
     except ImportError as error:
-        raise _moved(str(error)) from error
+        raise unsupported("torch", str(error)) from error
     clear()
 
 
