@@ -7,7 +7,7 @@ PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
 PROTO := layoutmap/core/proto/layout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format proto check-proto works pictures dist docs docs-serve bench clean
+.PHONY: help setup demo test test-all check format proto check-proto works pictures notebooks dist docs docs-serve bench clean
 
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -46,6 +46,9 @@ works: $(VENV)/.all ## Write the tables of what works, from the results of the c
 
 pictures: $(VENV)/.all ## Make the README's picture anew, from a real plan, in Debian's chromium
 	$(BIN)/python tools/pictures.py
+
+notebooks: $(VENV)/.all ## Run the notebooks of the documentation, and write what they show
+	PYTHONPATH=tests $(BIN)/python tests/test_notebooks.py
 
 dist: $(VENV)/.all ## Build the wheel and the source distribution into dist/, and check their metadata
 	rm -rf dist && $(BIN)/python -m build --quiet && $(BIN)/twine check --strict dist/*

@@ -1,7 +1,8 @@
-"""What the site needs beyond mkdocs: files outside of docs/ that pages link to, and what GitHub forgives."""
+"""What the site needs beyond mkdocs: files outside of docs/ that pages link to, notebooks, and what GitHub forgives."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ OUTSIDE = re.compile(
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files of the repository that pages link to."""
+    """Add the files of the repository that pages link to, and a page for each notebook."""
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        page = File.generated(config, as_page(notebook.src_uri), content=markdown_of(notebook.content_string))
+        files.append(page)
     linked = {
         match[2]
         for page in (ROOT / "docs").rglob("*.md")
@@ -36,4 +40,24 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def inside(match: re.Match[str]) -> str:
         return f"]({up}files/{match[2]}.txt" if (ROOT / match[2]).is_file() else match[0]
 
-    return OUTSIDE.sub(inside, markdown)
+    return as_page(OUTSIDE.sub(inside, markdown))
+
+
+def as_page(text: str) -> str:
+    """A path of a notebook, or links to notebooks, as those of pages."""
+    return re.sub(r"\.ipynb(?=$|\))", ".md", text)
+
+
+def markdown_of(notebook: str) -> str:
+    """A notebook as Markdown: its text, its code, and what each cell shows, as a table where there is one."""
+    parts: list[str] = []
+    for cell in json.loads(notebook)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text")})
+            if "text/html" in data:
+                parts.append(f'<div class="output">{"".join(data["text/html"])}</div>')
+            else:
+                parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
