@@ -1,0 +1,40 @@
+"""Rules that a search writes, for all published models of the zoo."""
+
+import itertools
+import random
+
+import keras
+import pytest
+
+import layoutmap as lm
+from layoutmap.plan.planner import make_table
+from layoutmap.rules import zoo
+from layoutmap.searching.experts import experts, fitting_preset
+from layoutmap.searching.options import grids, specs_in
+from layoutmap.searching.space import Model, Space
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", zoo.models())
+def test_written_rules_give_the_layouts_that_were_chosen(name):
+    """Planning with the rules of any choice gives each kind of weight just its layout, and its preset is found."""
+    assert keras.backend.backend() == "jax"
+    known = zoo.model(name)
+    plan = lm.plan(lambda: known.make(dtype="bfloat16"), lm.LayoutMap("data=64"), library="keras")
+    model, chance = Model(tuple(a.variable for a in plan.assignments)), random.Random(0)
+    for grid in grids(64, 64, 8):
+        preset = fitting_preset(model, grid)
+        assert known.preset == preset
+        also = [(expert.layouts, expert.blocks) for expert in experts(model, grid, preset)]
+        for tied in (True, False):
+            space = Space(model, grid, tied=tied, also=also)
+            for _ in itertools.repeat(None, 3):
+                point = tuple(map(chance.randrange, space.sizes))
+                layouts, _ = space.layouts_of(point)
+                made = space.map_of(point)
+                table = make_table(model.variables, made)
+                got = {group: {specs_in(table[path].layout) for path in group.paths} for group in layouts}
+                assert {group: {specs} for group, specs in layouts.items()} == got
+                assert [] == [p for p in table.problems if p.severity != "note"]
+                if tied:
+                    assert len(made) <= 20
