@@ -22,6 +22,7 @@ STATE = {
     "engines.torch.simulation._simulation": "simulated ranks: one process group, and a mode for the process's life",
     "engines.torch.simulation._has_begun": "whether there is a process group, asked at each operation",
     "adapters.torch.optimizer_hooks.look_after_optimizers": "torch's hooks on all optimizers, registered once",
+    "adapters.torch.from_pretrained._patches": "what replaces functions of transformers while scopes are open",
     "adapters.torch.optimizer_hooks._replaced": "tensors that a model had before a layout, while they live",
     "engines.tensorflow.selfcheck._sound": "whether DTensor trains right in this process: found by one experiment",
     "engines.torch.deferred_init.jump.works": "whether torch's generators jump as they should: found by one experiment",

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import accelerate
+import peft
 import pytest
 import safetensors.torch
 import torch
@@ -12,7 +13,7 @@ import transformers
 from hugging_face_models import DATA, assert_alike, make_llama, train
 
 import layoutmap as lm
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import LayoutMapError, ScopeError
 
 WIDE = {"vocab_size": 64, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
 
@@ -66,6 +67,11 @@ def main(folder):
     with pytest.raises(ScopeError, match="LlamaForCausalLM is in layouts"):
         trainer.train()
     assert 6 == len(train(model))
+    small, _ = load(folder / "small")
+    torch.manual_seed(dist.get_rank())
+    adapted = peft.get_peft_model(small, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(LayoutMapError, match=r"lora_A\.default\.weight: the processes have different values"):
+        train(adapted)
     print("all is well", flush=True)
     dist.destroy_process_group()
 

@@ -69,6 +69,7 @@ def test_kinds_of_lora_train_as_on_one_device(options):
     assert_alike(model, plain)
 
 
+@pytest.mark.long
 def test_lora_of_a_model_in_layouts_trains_as_on_one_device():
     """Factors that are added later are plain until `apply`, of the layer's sizes, and train rightly in either way."""
     plain = with_lora(make_llama())

@@ -24,6 +24,7 @@ from layoutmap.adapters.torch.compiled import Compiled, check_compilable
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
 from layoutmap.adapters.torch.mesh_context import is_recording, is_running, running, summing_up
+from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
@@ -118,7 +119,7 @@ class Forward:
 
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self._watch = self._watch or Watch(self._the_module())
+            self._watch = self._watch or self._first_watch()
             self._watch.look()
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
         with self._checked(args, kwargs), running(self.home):
@@ -126,6 +127,14 @@ class Forward:
             with summing_up(not all(map(batch_divides, tensors_in((args, kwargs))))):
                 result = self._run(args, kwargs)
         return plain(result) if is_plain else summed_up(result)
+
+    def _first_watch(self) -> Watch:
+        """The watch of a model that begins to train, after a look at what else it trains: adapters, for example."""
+        module, home = self._the_module(), self.home
+        if home.across:
+            others = ((n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor))
+            home.check_values((n, checksum(home.engine.to_numpy(p.detach()))) for n, p in others)
+        return Watch(module)
 
     @contextmanager
     def _checked(self, args: Any, kwargs: Any) -> Generator[None]:

@@ -32,9 +32,14 @@ from layoutmap.engines.torch.private import local_of, storage_key
 
 def look_after_tools() -> None:
     """From now on, look after each of the libraries that are imported."""
-    for module, replace in _TOOLS.items():
+    for module in _TOOLS:
         if module in sys.modules:
-            replace()
+            _look_after(module)
+
+
+@functools.cache
+def _look_after(module: str) -> None:
+    _TOOLS[module]()
 
 
 def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,14 +93,12 @@ def _saving(own: Any) -> Any:
     return save_pretrained
 
 
-@functools.cache
 def _transformers() -> None:
     from transformers import PreTrainedModel
 
     _replace(PreTrainedModel, "save_pretrained", _saving)
 
 
-@functools.cache
 def _peft() -> None:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
@@ -113,7 +116,6 @@ def _peft() -> None:
     _replace(LoraLayer, "_get_in_out_features", sizes)
 
 
-@functools.cache
 def _accelerate() -> None:
     from accelerate import Accelerator
 
@@ -136,7 +138,6 @@ def _accelerate() -> None:
     _replace(Accelerator, "prepare_model", prepared)
 
 
-@functools.cache
 def _safetensors() -> None:
     import safetensors.torch
 
@@ -158,7 +159,6 @@ def _safetensors() -> None:
     _replace(safetensors.torch, "_flatten_as_ptr", flattened)
 
 
-@functools.cache
 def _data_parallel() -> None:
     def made(own: Any) -> Any:
         def __init__(self: Any, module: torch.nn.Module, *args: Any, **options: Any) -> None:

@@ -136,17 +136,17 @@ def start() -> None:
         _simulation.__enter__()
         simulate_on_all_threads(_simulation)
         run_for_ranks_of_arguments()
-        DTensor.__reduce_ex__ = _reduced
+        pickled: Any = DTensor
+        pickled.__reduce_ex__ = _reduced
         _has_begun = True
 
 
-def _reduced(tensor: DTensor, protocol: Any) -> Any:
+def _reduced(tensor: Any, protocol: Any) -> Any:
     """How a DTensor is pickled: one of simulated ranks as a plain tensor, since those end with the process."""
     if not isinstance(local_of(tensor), LocalTensor):
         return super(DTensor, tensor).__reduce_ex__(protocol)
     with on_mesh(tensor.device_mesh):
-        value: Any = tensor.detach().full_tensor()
-    value = plain(value)
+        value: Any = plain(tensor.detach().full_tensor())
     if isinstance(tensor, torch.nn.Parameter):
         value = torch.nn.Parameter(value, tensor.requires_grad)
     return value.__reduce_ex__(protocol)
