@@ -50,8 +50,8 @@ def gather_over(tensors: Sequence[Any], mesh_dim: int) -> list[Any]:
 
 # What torch 2.12 has under other names, which 2.13 still has and warns of.
 _is_old = not hasattr(dist, "all_gather_single")
-_all_gather: Any = dist.all_gather_into_tensor if _is_old else dist.all_gather_single
-_reduce_scatter: Any = dist.reduce_scatter_tensor if _is_old else dist.reduce_scatter_single
+_ALL_GATHER = "all_gather_into_tensor" if _is_old else "all_gather_single"
+_REDUCE_SCATTER = "reduce_scatter_tensor" if _is_old else "reduce_scatter_single"
 
 
 class _GatherOver(torch.autograd.Function):
@@ -62,7 +62,7 @@ class _GatherOver(torch.autograd.Function):
         number = mesh.size(mesh_dim)
         flat = torch.cat([local_of(tensor).reshape(-1) for tensor in tensors])
         gathered = flat.new_empty(number * flat.numel())
-        _all_gather(gathered, flat, group=mesh.get_group(mesh_dim))
+        getattr(dist, _ALL_GATHER)(gathered, flat, group=mesh.get_group(mesh_dim))
         columns = gathered.view(number, -1).split([place.local_size for place in ctx.tensors], dim=1)
         return tuple(place.gathered_of(part) for place, part in zip(ctx.tensors, columns, strict=True))
 
@@ -80,7 +80,7 @@ class _GatherOver(torch.autograd.Function):
             mesh = some[0][1].device_mesh
             flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
             mine = flat.new_empty(flat.numel() // mesh.size(ctx.mesh_dim))
-            _reduce_scatter(mine, flat, group=mesh.get_group(ctx.mesh_dim))
+            getattr(dist, _REDUCE_SCATTER)(mine, flat, group=mesh.get_group(ctx.mesh_dim))
             parts = mine.split([place.local_size for place, _ in some])
             results |= {id(place): place.sharded(part) for (place, _), part in zip(some, parts, strict=True)}
         return None, *(results.get(id(place)) for place in ctx.tensors)
