@@ -188,6 +188,22 @@ def test_xla_sends_what_was_counted(kind):
     assert arguments[1] == arguments[2]
 
 
+def test_random_keys_and_states_are_arguments():
+    """Keys of dropout and moving statistics are given to the step as they are to XLA's."""
+
+    class Random(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.drop = nnx.Linear(WIDTH, INNER, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+            self.norm = nnx.BatchNorm(INNER, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.drop(self.up(x)))
+
+    cost = lowered(Random).count(lm.LayoutMap(MESH))
+    kernel, bias, norm, key_and_count = WIDTH * INNER * 4, INNER * 4, 4 * INNER * 4, 8 + 4
+    assert kernel + bias + norm + key_and_count + ROWS // 4 * WIDTH * 4 == cost.argument_bytes
+
+
 def test_a_pytree_is_counted():
     """A pytree is called by the function that `train_with` was given, with its loss and its optimizer."""
 

@@ -239,7 +239,11 @@ def _lower(step: TrainingStep, skipped: Mapping[str, str]) -> _Lowered:
 
 
 def _dtype(name: str) -> Any:
-    return jax.random.key(0).dtype if name.startswith("key<") else name
+    impl = _KEYS.get(name)
+    return name if impl is None else jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 @contextmanager
