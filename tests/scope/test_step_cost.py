@@ -151,6 +151,9 @@ def test_equal_blocks_cost_what_each_of_them_costs():
     # A rule for one block alone, on the same mesh: its weights stay as they are, and all blocks are traced.
     apart = {r"block_0\..*kernel": (None, None)} | MEGATRON
     mixed = step.count(lm.LayoutMap(MESH, apart))
+    inner = lm.LayoutMap(MESH, MEGATRON)
+    inner.activations[r"block_3\.up"] = ("data", None)  # inside of one block
+    constrained = step.count(inner)
     step.step.blocks[:] = []
     untied = step.count(lm.LayoutMap(MESH, MEGATRON))
     assert (collectives(tied), tied.flops, tied.peak_bytes) == (
@@ -158,7 +161,7 @@ def test_equal_blocks_cost_what_each_of_them_costs():
         untied.flops,
         untied.peak_bytes,
     )
-    assert mixed == step.count(lm.LayoutMap(MESH, apart))
+    assert (mixed, constrained) == (step.count(lm.LayoutMap(MESH, apart)), step.count(inner))
 
 
 def test_a_rule_for_activations_counts_as_in_the_step():

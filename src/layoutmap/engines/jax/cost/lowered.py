@@ -81,6 +81,8 @@ class LoweredStep:
         tied = self._tied(layouts, policy)
         try:
             low = self._count(tied, dict.fromkeys(tied, _KEPT), layouts, policy)
+            if self._tied(layouts, policy) != tied:  # the layers inside of blocks are known only now
+                return self._counts(layouts, policy)
             total = low
             for size in sorted({len(self._step.blocks[number]) for number in tied}):
                 same = {number for number in tied if len(self._step.blocks[number]) == size}
