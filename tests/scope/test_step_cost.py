@@ -151,6 +151,9 @@ def test_equal_blocks_cost_what_each_of_them_costs():
     # A rule for one block alone, on the same mesh: its weights stay as they are, and all blocks are traced.
     apart = {r"block_0\..*kernel": (None, None)} | MEGATRON
     mixed = step.count(lm.LayoutMap(MESH, apart))
+    inner = lm.LayoutMap(MESH, MEGATRON)
+    inner.activations[r"block_3\.up"] = ("data", None)  # inside of one block
+    constrained = step.count(inner)
     step.step.blocks[:] = []
     untied = step.count(lm.LayoutMap(MESH, MEGATRON))
     assert (collectives(tied), tied.flops, tied.peak_bytes) == (
@@ -158,7 +161,7 @@ def test_equal_blocks_cost_what_each_of_them_costs():
         untied.flops,
         untied.peak_bytes,
     )
-    assert mixed == step.count(lm.LayoutMap(MESH, apart))
+    assert (mixed, constrained) == (step.count(lm.LayoutMap(MESH, apart)), step.count(inner))
 
 
 def test_a_rule_for_activations_counts_as_in_the_step():
@@ -186,6 +189,22 @@ def test_xla_sends_what_was_counted(kind):
     arguments = found.rows[-2]
     assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
     assert arguments[1] == arguments[2]
+
+
+def test_random_keys_and_states_are_arguments():
+    """Keys of dropout and moving statistics are given to the step as they are to XLA's."""
+
+    class Random(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.drop = nnx.Linear(WIDTH, INNER, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+            self.norm = nnx.BatchNorm(INNER, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.drop(self.up(x)))
+
+    cost = lowered(Random).count(lm.LayoutMap(MESH))
+    kernel, bias, norm, key_and_count = WIDTH * INNER * 4, INNER * 4, 4 * INNER * 4, 8 + 4
+    assert kernel + bias + norm + key_and_count + ROWS // 4 * WIDTH * 4 == cost.argument_bytes
 
 
 def test_a_pytree_is_counted():

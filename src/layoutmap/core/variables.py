@@ -192,7 +192,13 @@ def full_names(variables: Sequence[VariableSpec]) -> list[str]:
 
 # Names of element types say their bits, as in bfloat16, float8_e4m3fn, int4; `x2` says how many are packed into one.
 _BITS = re.compile(r"(?:q?u?int|b?float|complex|bits)(1|2|4|6|8|16|32|64|128)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
-_ITEMSIZES = {"bool": 1, "string": 8}
+_ITEMSIZES = {
+    "bool": 1,
+    "string": 8,
+    "key<fry>": 8,
+    "key<rbg>": 16,
+    "key<urbg>": 16,
+}  # the last are random keys of JAX
 
 
 @cache

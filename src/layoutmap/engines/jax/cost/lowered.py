@@ -81,6 +81,8 @@ class LoweredStep:
         tied = self._tied(layouts, policy)
         try:
             low = self._count(tied, dict.fromkeys(tied, _KEPT), layouts, policy)
+            if self._tied(layouts, policy) != tied:  # the layers inside of blocks are known only now
+                return self._counts(layouts, policy)
             total = low
             for size in sorted({len(self._step.blocks[number]) for number in tied}):
                 same = {number for number in tied if len(self._step.blocks[number]) == size}
@@ -239,7 +241,11 @@ def _lower(step: TrainingStep, skipped: Mapping[str, str]) -> _Lowered:
 
 
 def _dtype(name: str) -> Any:
-    return jax.random.key(0).dtype if name.startswith("key<") else name
+    impl = _KEYS.get(name)
+    return name if impl is None else jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 @contextmanager
