@@ -38,12 +38,30 @@ def make(name):
     keras.config.set_dtype_policy("bfloat16")
     hub = keras_hub.models
     text = {"token_ids": _tokens(64, 2048), "padding_mask": _tokens(64, 2048)}
-    llama = dict(vocabulary_size=128256, num_query_heads=32, num_key_value_heads=8, hidden_dim=4096)
-    gemma = dict(vocabulary_size=256000, num_query_heads=16, num_key_value_heads=16, hidden_dim=3072)
-    mixtral = dict(vocabulary_size=32000, num_query_heads=32, num_key_value_heads=8, hidden_dim=4096)
-    vit = dict(image_shape=(224, 224, 3), patch_size=16, num_heads=16, hidden_dim=1024, mlp_dim=4096)
-    speech = dict(vocabulary_size=51865, num_heads=16, hidden_dim=1280, intermediate_dim=5120, dropout=0.0)
-    bert = dict(vocabulary_size=30522, num_heads=16, hidden_dim=1024, intermediate_dim=4096, dropout=0.0)
+    llama = {"vocabulary_size": 128256, "num_query_heads": 32, "num_key_value_heads": 8, "hidden_dim": 4096}
+    gemma = {"vocabulary_size": 256000, "num_query_heads": 16, "num_key_value_heads": 16, "hidden_dim": 3072}
+    mixtral = {"vocabulary_size": 32000, "num_query_heads": 32, "num_key_value_heads": 8, "hidden_dim": 4096}
+    vit = {
+        "image_shape": (224, 224, 3),
+        "patch_size": 16,
+        "num_heads": 16,
+        "hidden_dim": 1024,
+        "mlp_dim": 4096,
+    }
+    speech = {
+        "vocabulary_size": 51865,
+        "num_heads": 16,
+        "hidden_dim": 1280,
+        "intermediate_dim": 5120,
+        "dropout": 0.0,
+    }
+    bert = {
+        "vocabulary_size": 30522,
+        "num_heads": 16,
+        "hidden_dim": 1024,
+        "intermediate_dim": 4096,
+        "dropout": 0.0,
+    }
     images = jax.ShapeDtypeStruct((256, 224, 224, 3), "float32")
     sounds = {
         "encoder_features": jax.ShapeDtypeStruct((64, 3000, 80), "float32"),
@@ -53,15 +71,26 @@ def make(name):
     segmented = {name: _tokens(64, 512) for name in ("token_ids", "padding_mask", "segment_ids")}
     found = {
         "llama": (lambda: hub.Llama3Backbone(num_layers=LAYERS, intermediate_dim=14336, **llama), text),
-        "gemma": (lambda: hub.GemmaBackbone(num_layers=LAYERS, head_dim=256, intermediate_dim=49152, **gemma), text),
+        "gemma": (
+            lambda: hub.GemmaBackbone(num_layers=LAYERS, head_dim=256, intermediate_dim=49152, **gemma),
+            text,
+        ),
         "mixtral": (
             lambda: hub.MixtralBackbone(
-                num_layers=LAYERS, intermediate_dim=14336, num_experts=8, top_k=2, output_router_logits=False, **mixtral
+                num_layers=LAYERS,
+                intermediate_dim=14336,
+                num_experts=8,
+                top_k=2,
+                output_router_logits=False,
+                **mixtral,
             ),
             text,
         ),
         "vit": (lambda: hub.ViTBackbone(num_layers=LAYERS, **vit), images),
-        "whisper": (lambda: hub.WhisperBackbone(num_layers=LAYERS, max_encoder_sequence_length=3000, **speech), sounds),
+        "whisper": (
+            lambda: hub.WhisperBackbone(num_layers=LAYERS, max_encoder_sequence_length=3000, **speech),
+            sounds,
+        ),
         "bert": (lambda: hub.BertBackbone(num_layers=LAYERS, **bert), segmented),
     }
     return *found[name], name, "adamw"
@@ -123,21 +152,17 @@ def child(target, name, mesh):
     lowered = lm.lower_step(
         maker, layout_map, inputs=inputs, batch_dim="data", optimizer=optimizer, library=library
     )
-    cost = lowered.count(layout_map)
+    lowered.count(layout_map)
     counted = time.perf_counter() - start
     start = time.perf_counter()
-    made = lowered.compile(layout_map, target=target)
+    found = lowered.verify(layout_map, target=target)
     compiled = time.perf_counter() - start
-    kinds = {}
-    for each in cost.collectives:
-        kinds.setdefault(each.kind, [0, 0])[0] += each.sent_bytes(cost.mesh)
-    for each, number in made.collectives.items():
-        kinds.setdefault(each.kind, [0, 0])[1] += each.sent_bytes * number
-    parts = "  ".join(f"{kind} {a / 1e9:.3f}/{b / 1e9:.3f}" for kind, (a, b) in sorted(kinds.items()))
+    *kinds, sent, arguments, peak = found.rows
+    parts = "  ".join(f"{kind[5:]} {a / 1e9:.3f}/{b / 1e9:.3f}" for kind, a, b in kinds)
     print(
-        f"| {name} | {mesh} | {counted:.1f} | {compiled:.1f} | {cost.sent_bytes / max(made.sent_bytes, 1):.3f} | "
-        f"{'exact' if cost.argument_bytes == made.argument_bytes else cost.argument_bytes - made.argument_bytes} | "
-        f"{cost.peak_bytes / 1e9:.2f}/{made.peak_bytes / 1e9:.2f} = {cost.peak_bytes / made.peak_bytes:.2f} | {parts} |",
+        f"| {name} | {mesh} | {counted:.1f} | {compiled:.1f} | {sent[1] / max(sent[2], 1):.3f} | "
+        f"{'exact' if arguments[1] == arguments[2] else arguments[1] - arguments[2]} | "
+        f"{peak[1] / 1e9:.2f}/{peak[2] / 1e9:.2f} = {peak[1] / peak[2]:.2f} | {parts} |",
         flush=True,
     )
 
@@ -148,7 +173,9 @@ if __name__ == "__main__":
     else:
         _target = sys.argv[1] if len(sys.argv) > 1 else "h100"
         _prefix = sys.argv[2] if len(sys.argv) > 2 else ""
-        print("| model | mesh | counted in s | compiled in s | sent | arguments | peak in GB | GB sent by kind |")
+        print(
+            "| model | mesh | counted in s | compiled in s | sent | arguments | peak in GB | GB sent by kind |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for _name in MODELS:
             for _mesh in sys.argv[3:] or MESHES:

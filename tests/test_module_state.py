@@ -41,7 +41,9 @@ STATE = {
     "engines.torch.dtensor_ops.gathered._warned": "each function is warned of once in a process",
     "engines.torch.deferred_init.streams._rooms": "memory for random numbers, one piece on each thread",
     "engines.torch.malloc._malloc_trim": "the C library's function",
+    "engines.jax.cost.shardy.check": "whether jaxlib has Shardy's passes, asked once",
     "rules.zoo.models": "the list of published models, read once",
+    "cost.machines.known_devices": "the devices of machines.yaml, read once",
 }
 
 MUTABLE = {

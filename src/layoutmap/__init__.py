@@ -29,7 +29,9 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
-    from layoutmap.scope.cost import lower_step, step_cost
+    from layoutmap.cost.table import StepCost
+    from layoutmap.cost.verified import Verified
+    from layoutmap.scope.cost import LoweredStep, lower_step, step_cost
     from layoutmap.scope.describing import Checkpoint, describe
     from layoutmap.scope.exporting import export
     from layoutmap.scope.loading import load
@@ -55,6 +57,7 @@ __all__ = [
     "LayoutMap",
     "LayoutMapError",
     "LayoutMapWarning",
+    "LoweredStep",
     "Match",
     "Mesh",
     "MeshDimension",
@@ -69,6 +72,8 @@ __all__ = [
     "Scope",
     "ScopeError",
     "SearchResult",
+    "StepCost",
+    "Verified",
     "__version__",
     "apply",
     "build",
@@ -97,6 +102,9 @@ _LATE = {
     "describe": "layoutmap.scope.describing",
     "export": "layoutmap.scope.exporting",
     "jit_step": "layoutmap.adapters.jax.steps",
+    "LoweredStep": "layoutmap.scope.cost",
+    "StepCost": "layoutmap.cost.table",
+    "Verified": "layoutmap.cost.verified",
     "load": "layoutmap.scope.loading",
     "lower_step": "layoutmap.scope.cost",
     "step_cost": "layoutmap.scope.cost",

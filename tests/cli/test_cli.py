@@ -10,6 +10,7 @@ import pytest
 import layoutmap as lm
 from layoutmap.cli.completion import OPTIMIZERS
 from layoutmap.cli.main import main
+from layoutmap.core.text_table import size
 from layoutmap.rules import presets, zoo
 from layoutmap.rules.yaml_file import schema
 
@@ -180,6 +181,34 @@ def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
     )
 
 
+def test_the_cost_of_a_step_is_printed_and_its_memory_is_in_the_exit_code(folder, capsys):
+    """On a machine whose devices hold the peak, and on one of a file of one's own, whose do not."""
+    (folder / "mine.yaml").write_text(
+        "{version: 1, devices: {small: {memory: 1 KiB, memory_bandwidth: 1 GB/s, flops: {float32: 1 TFLOP/s}, "
+        "fast: {name: bus, bandwidth: 1 GB/s, devices: 8}, slow: {name: net, bandwidth: 1 MB/s}}}}"
+    )
+    model = ("cli_models:make", "--rules", "rules.yaml", "--inputs", "float32[16,8]")
+    code, out, _ = run(
+        capsys, "plan", *model, "--on", "h100:8", "--optimizer", "adamw", "--json", "plan.json"
+    )
+    plan = lm.Plan.from_json((folder / "plan.json").read_text())
+
+    assert 0 == code
+    assert out.startswith(f"{plan}\n\n{plan.memory}\n")
+    assert out.endswith(f"\n\n{plan.cost}\n")
+    assert run(capsys, "plan", "plan.json")[1].endswith(f"\n\n{plan.cost}\n")
+    code, out, _ = run(capsys, "plan", "plan.json", "--device-memory", "1KiB")
+    assert 1 == code
+    assert (
+        f"does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB on each device, at the peak of a step"
+        in out
+    )
+    code, out, _ = run(capsys, "plan", *model, "--on", "mine.yaml:small:8")
+    assert 1 == code
+    assert "of 1.0 KiB at the peak: does not fit" in out
+    assert "all-reduce" in run(capsys, "explain", model[0], "up.kernel", *model[1:], "--on", "h100")[1]
+
+
 def test_lint_fails_when_it_finds_something(folder, capsys):
     """In a model or in a plan's file; what it tells is what the library tells, and `plan` says that there is some."""
     (folder / "odd.yaml").write_text(RULES.replace("model: 4}", "model: 4, spare: 3}"))
@@ -276,7 +305,8 @@ options:
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
                       [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--optimizer NAME]
-                      [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
+                      [--on MACHINE] [--batch-dim DIM] [--backend {jax,tensorflow,torch}]
+                      [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
 Show what changes from one plan to another; the exit code is 1 if anything does.
@@ -297,9 +327,14 @@ options:
   --dtype POLICY        the Keras dtype policy of a published model, as in bfloat16
   --mesh DIMS           the mesh, as in "batch=2,model=4"; default: that of the rules file
   --inputs SPEC [SPEC ...]
-                        what the model is called with, if it makes its weights then:
+                        what the model is called with, if it makes its weights then, or for --on:
                         "float32[8,128]", or "name=int32[8,16]"
-  --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw
+  --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw; with --on
+                        also one of torch
+  --on MACHINE          the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the
+                        plan what a training step sends, holds and takes there; needs --inputs
+  --batch-dim DIM       the mesh dim over which the batch is sharded, for lint and --on; default:
+                        that of the rules for activations, or one with a usual name
   --backend {jax,tensorflow,torch}
                         the backend that Keras runs on
   --library {keras,torch,jax}
@@ -375,6 +410,18 @@ CANNOT = {
     ): "--inputs '4,8' is not a dtype with a shape",
     ("plan", "cli_models:make", "--mesh", "x=2", "--optimizer", "adamm"): "--optimizer adamm",
     ("plan", "cli_models:make", "--mesh", "x=2", "--json", "no/folder/p.json"): "cannot be written",
+    ("plan", "cli_models:make", "--mesh", "x=2", "--on", "h100"): "on='h100' needs inputs",
+    (
+        "plan",
+        "cli_models:make",
+        "--mesh",
+        "x=2",
+        "--inputs",
+        "float32[8,8]",
+        "--on",
+        "h100:8",
+    ): "the machine has 8 devices, and the mesh 2",
+    ("plan", "cli_models:make", "--mesh", "x=2", "--on", "h10"): "did you mean 'h100'?",
     ("diff", "cli_models.json", "cli_models:make"): "cli_models.json cannot be read",
     ("plan", "keras_hub:llama3_405", "--mesh", "x=2"): "did you mean 'llama3_405b'?",
     ("plan", "keras_hub:llama3_8b"): "preset 'llama': there is no mesh",

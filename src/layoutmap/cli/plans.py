@@ -51,7 +51,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--inputs",
         metavar="SPEC",
         nargs="+",
-        help='what the model is called with, if it makes its weights then: "float32[8,128]", or "name=int32[8,16]"',
+        help="what the model is called with, if it makes its weights then, or for --on: "
+        '"float32[8,128]", or "name=int32[8,16]"',
     )
     parser.add_argument(
         "--optimizer",

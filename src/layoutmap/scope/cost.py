@@ -15,6 +15,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment
 from layoutmap.cost.table import StepCost
+from layoutmap.cost.verified import Verified
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_maker
 from layoutmap.scope.context import Scope
@@ -65,15 +66,31 @@ class LoweredStep:
             layout_map: See `count`.
             batch_dim: See `count`.
             target: `"cpu"`; with the CUDA plugin of JAX `"h100"`, `"h200"`, `"a100"`; with libtpu `"v5e"`, `"v5p"`,
-                `"v6e"`.
+                `"v6e"`. The extras `xla-gpu` and `xla-tpu` install these; they need no GPU and no TPU.
 
         Returns:
-            A value with `collectives`, `argument_bytes`, `peak_bytes` and `sent_bytes`, as XLA has them.
+            A value with `collectives`, `sent_by_kind`, `argument_bytes` and `peak_bytes`, as XLA has them.
 
         Raises:
             EngineError: The plugin for the target is not installed, or XLA cannot compile the step.
         """
         return self._lowered.compile(*self._placed(layout_map, batch_dim), target)
+
+    def verify(self, layout_map: RuleSet, *, batch_dim: str | None = None, target: str = "cpu") -> Verified:
+        """Count the step under rules, and have XLA compile it: both side by side, to be printed.
+
+        Args:
+            layout_map: See `count`.
+            batch_dim: See `count`.
+            target: See `compile`.
+
+        Raises:
+            EngineError: See `compile`.
+        """
+        assignments, policy = self._placed(layout_map, batch_dim)
+        made = self._lowered.compile(assignments, policy, target)
+        cost = self._lowered.count(assignments, policy)
+        return Verified(cost, target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
 
     def _placed(self, layout_map: RuleSet, batch_dim: str | None) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()

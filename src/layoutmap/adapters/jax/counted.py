@@ -19,11 +19,13 @@ from layoutmap.adapters.jax.training import (
     model_in,
     with_targets,
 )
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import ScopeError, brief
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
-_NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
+_NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weights, and there are no slots"
 
 
 def training_step(
@@ -46,6 +48,15 @@ def training_step(
     return TrainingStep(name, [*specs, *step.slots], step.batch, (), step.run, notes)
 
 
+def _check_array(inputs: Any, leaf: Any) -> None:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise ScopeError(
+            f"inputs={brief(inputs)}: {brief(leaf)} is no array",
+            why=f"it is {kind_of(leaf)}, and has neither a shape nor an element type",
+            fix='pass an example batch, or its shape and type: inputs=jax.ShapeDtypeStruct((8, 16), "float32")',
+        )
+
+
 class _Step:
     def __init__(
         self,
@@ -64,6 +75,8 @@ class _Step:
         plain = inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
         given = with_targets(inputs, state) if has_targets else (plain, ())
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(given)
+        for _, leaf in leaves:
+            _check_array(inputs, leaf)
         self.batch = [
             Shape(jax.tree_util.keystr(path, simple=True, separator="."), tuple(x.shape), str(x.dtype))
             for path, x in leaves
@@ -112,9 +125,9 @@ class _Step:
         weights = {path: values[key] for key in self._trained for path in (key[1],)}
         (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
-        if self.optimizer is None:
-            return after | {("", f"gradient {path}"): each for path, each in gradients.items()}
         with tracer.updating():
+            if self.optimizer is None:
+                return after | {key: weights[key[1]] - gradients[key[1]] for key in self._trained}
             state = jax.tree.unflatten(self._state_tree, [values[slot.key] for slot in self.slots])
             updates, state = self.optimizer.update(gradients, state, weights)
             new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)

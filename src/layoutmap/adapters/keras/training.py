@@ -16,7 +16,7 @@ import keras
 
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import ScopeError, brief
+from layoutmap.core.errors import LayoutMapError, ScopeError, brief
 
 
 def complete(model: Any, inputs: Any) -> None:
@@ -27,7 +27,7 @@ def complete(model: Any, inputs: Any) -> None:
         inputs: What it is called with, or like; `None`: it is not called, and may stay without weights.
     """
     if inputs is not None:
-        model(keras.tree.map_structure(functools.partial(_symbol, inputs), inputs))
+        _call(model, keras.tree.map_structure(functools.partial(_symbol, inputs), inputs))
     optimizer = getattr(model, "optimizer", None)
     if (
         optimizer is not None
@@ -35,6 +35,29 @@ def complete(model: Any, inputs: Any) -> None:
         and all(layer.built for layer in model._flatten_layers())
     ):
         optimizer.build(model.trainable_variables)
+
+
+def _call(model: Any, symbols: Any) -> None:
+    """Call a model with symbols of its inputs.
+
+    Raises:
+        ScopeError: It cannot be called with them.
+    """
+    try:
+        model(symbols)
+    except LayoutMapError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{s.dtype}{list(s.shape)}" for s in keras.tree.flatten(symbols))
+        said = (
+            line for line in str(error).splitlines() if line.strip() and not line.startswith("Exception enc")
+        )
+        raise ScopeError(
+            f"{model.name}: it cannot be called with inputs of these shapes",
+            facts={"inputs": given, type(error).__name__: next(said, "")},
+            why="the model is called with symbols, which have shapes and no values, so that it makes its weights",
+            fix="pass inputs= of the shapes, types and nesting with which the model is called",
+        ) from error
 
 
 def _symbol(inputs: Any, leaf: Any) -> Any:

@@ -11,7 +11,6 @@ import torch
 
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
 from layoutmap.adapters.torch.paths import layer_paths
-from layoutmap.adapters.torch.session import Entry, TorchSession
 from layoutmap.adapters.torch.training import call, scalar_loss, training_of
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
@@ -36,21 +35,24 @@ class _Home:
 
 
 def training_step(
-    entries: Sequence[Entry],
+    entries: Sequence[Any],
     model: torch.nn.Module,
     inputs: Any,
     loss: Callable[..., Any] | None,
+    install: Callable[[Any, Sequence[Any]], object],
 ) -> TrainingStep:
     """Return the training step of a module without values, with the optimizer of `train_with`.
 
     Args:
-        entries: Its tensors.
+        entries: The session's entries of its tensors.
         model: The module.
         inputs: What it is called with, or like: one tensor, several in a list, or by name in a mapping.
         loss: Called with what the module returns, returns a number; `None`: the number that it returns, alone or as
             `loss`, or else the mean of its squared outputs.
+        install: Called with what a session needs and, for each entry, the array and the layout that the model is to
+            have; has it compute so.
     """
-    step = _Step(entries, model, inputs, training_of(model).make_optimizer, loss)
+    step = _Step(entries, model, inputs, loss, install)
     batch = [Shape(name, tuple(each.shape), _name(each.dtype)) for name, each in step.inputs.items()]
     notes = [_NO_LOSS] * (loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
     return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, notes)
@@ -62,7 +64,12 @@ def _name(dtype: Any) -> str:
 
 class _Step:
     def __init__(
-        self, entries: Sequence[Entry], model: torch.nn.Module, inputs: Any, optimizer: Any, loss: Any
+        self,
+        entries: Sequence[Any],
+        model: torch.nn.Module,
+        inputs: Any,
+        loss: Any,
+        install: Callable[..., object],
     ):
         self._entries = entries
         self._model = model
@@ -76,17 +83,17 @@ class _Step:
             }
         )
         self.inputs = dict(several)
-        self.optimizer = optimizer
+        self.optimizer = training_of(model).make_optimizer
+        self._install = install
         self._loss = loss
 
     def run(self, tracer: Any, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
-        """Run two steps: the first one makes slots, and DTensor works out its operations; the engine sees the second."""
-        session = TorchSession(_Home(tracer.policy, tracer.engine))  # pyright: ignore[reportArgumentType]
-        layouts = {key: tracer.engine.layout_of(value) for key, value in values.items()}
-        placed: list[tuple[Entry, Any, Layout]] = [
-            (entry, values[entry.spec.key], layouts[entry.spec.key]) for entry in self._entries
-        ]
-        session.install([self._model], placed)
+        """Run two steps, and have the second counted: the first makes slots, and DTensor works out its operations."""
+        placed: list[tuple[Any, Any, Layout]] = []
+        for entry in self._entries:
+            value = values[entry.spec.key]
+            placed.append((entry, value, tracer.engine.layout_of(value)))
+        self._install(_Home(tracer.policy, tracer.engine), placed)
         paths = layer_paths(self._model)
         for module in self._model.modules():
             _tell(module, paths.get(id(module), ""), tracer)
@@ -103,14 +110,10 @@ class _Step:
     def _once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
         inputs = dict(zip(self.inputs, batch, strict=True)) if self._is_named else (tuple(batch), None)
         output = call(self._model, inputs)
-        if self._loss is not None:
-            value = self._loss(output)
-        else:
-            value = scalar_loss(output)
-            if value is None:
-                value = sum(
-                    each.float().square().mean() for each in tensors_in(output) if each.is_floating_point()
-                )
+        value: Any = scalar_loss(output) if self._loss is None else self._loss(output)
+        if value is None:
+            numbers = [each for each in tensors_in(output) if each.is_floating_point()]
+            value = sum(each.float().square().mean() for each in numbers)
         with tracer.phase("backward"):
             value.backward()
         for name, parameter in self._model.named_parameters():

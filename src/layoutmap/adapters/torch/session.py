@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
+from layoutmap.adapters.torch.counted import training_step
 from layoutmap.adapters.torch.forward import Forward, forward_of
 from layoutmap.adapters.torch.fsdp_units import weights_to_gather
 from layoutmap.adapters.torch.loading import accept_any_layout
@@ -366,9 +367,11 @@ class TorchSession:
         self, model: torch.nn.Module, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
     ) -> TrainingStep:
         """Return a training step of a module that was made in a dry run; see `Session`."""
-        from layoutmap.adapters.torch.counted import training_step  # it imports this module
 
-        return training_step(self._planned, model, inputs, loss)
+        def install(home: Any, placed: Sequence[tuple[Entry, Any, Layout]]) -> None:
+            TorchSession(home).install([model], placed)
+
+        return training_step(self._planned, model, inputs, loss, install)
 
 
 class _Recording(Closing):

@@ -139,7 +139,9 @@ def optimizer_named(name: str) -> MakeOptimizer:
         ScopeError: There is none.
     """
     kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
-    known = {each.__name__.lower(): each for each in kinds if issubclass(each, torch.optim.Optimizer)}
+    known: dict[str, Any] = {
+        each.__name__.lower(): each for each in kinds if issubclass(each, torch.optim.Optimizer)
+    }
     if name.lower() not in known:
         raise ScopeError(
             f"optimizer {name!r}: torch has no such optimizer",

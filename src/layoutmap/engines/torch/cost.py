@@ -23,7 +23,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
-from layoutmap.core.variables import Assignment
+from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import Collective, CollectiveKind, Phase, StepCost
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import mark, native_of
@@ -84,13 +84,14 @@ class LoweredStep:
             stack.enter_context(_no_one_else(policy.mesh.size))
             groups = _groups(policy.mesh)  # with values: torch reads those of a device mesh
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            counting = _Counting(policy, groups)
+            counting: Any = _Counting(policy, groups)
             values = {a.variable.key: _valueless(a) for a in assignments}
-            batch = [
-                torch.empty(each.shape, dtype=torch_dtype(each.dtype, each.name)) for each in self._step.batch
-            ]
-            given = sum(_num_bytes(local_of(value)) for value in values.values())
-            given += sum(_shard_bytes(each, policy.batch_layout(tuple(each.shape))) for each in batch)
+            batch = [torch.empty(b.shape, dtype=torch_dtype(b.dtype, b.name)) for b in self._step.batch]
+            given = sum(
+                Assignment(VariableSpec(b.name, b.shape, b.dtype), policy.batch_layout(b.shape)).shard_bytes
+                for b in self._step.batch
+            )
+            given += sum(a.shard_bytes for a in assignments)
             for key, value in values.items():
                 counting.name(local_of(value), key[1])
             for each in batch:  # of which only this device's part counts
@@ -160,10 +161,6 @@ def _valueless(assignment: Assignment) -> Any:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _shard_bytes(tensor: torch.Tensor, layout: Layout) -> int:
-    return math.prod(layout.local_shape_from_global_shape(tuple(tensor.shape))) * tensor.element_size()
 
 
 class _Counting(TorchDispatchMode):

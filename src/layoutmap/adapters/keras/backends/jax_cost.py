@@ -22,7 +22,9 @@ from layoutmap.core.variables import Kind
 Loss = Callable[..., Any]
 
 _NO_LOSS = "the model has no loss: the mean of its squared outputs stands for one"
-_NO_OPTIMIZER = "the model has no optimizer: weights are updated by none, and there are no slots"
+_NO_OPTIMIZER = (
+    "the model has no optimizer: gradients are subtracted from the weights, and there are no slots"
+)
 _OWN_STEP = "the model's own train_step is not counted, but the usual step of Keras"
 _NO_METRICS = "metrics are not counted"
 
@@ -119,7 +121,9 @@ class _Step:
             )
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
         if self.optimizer is None:
-            return after | {("", f"gradient {n}"): each for n, each in enumerate(gradients)}
+            with tracer.updating():
+                new = (values[key] - gradient for key, gradient in zip(trained, gradients, strict=True))
+                return after | dict(zip(trained, new, strict=True))
         with (
             tracer.updating(),
             keras.StatelessScope(state_mapping=[(given[k], after[k]) for k in given]) as scope,
@@ -233,7 +237,7 @@ def _settings(layer: Any) -> tuple[Any, ...]:
 
 
 _ABSENT = object()
-_NAMES = ("name", "_name", "_path", "_parent_path")
+_NAMES = ("name", "_name", "_path", "_parent_path", "_inbound_nodes", "_outbound_nodes")
 
 
 def _plain(value: Any) -> Any:

@@ -84,12 +84,10 @@ class Causes:
         return ""
 
     def _updated(self, op: Op, gradient: Value) -> str:
-        """What a gradient is added to or compared with, if that has its size."""
+        """The variable that a gradient is combined with: not a number that was broadcast to its size."""
         for other in op.operands:
-            if (
-                other is not gradient
-                and other.size == gradient.size
-                and (name := self._argument_behind(other))
-            ):
+            is_number = other.maker is not None and other.maker.name == "broadcast_in_dim"
+            fits = other is not gradient and other.size == gradient.size and not is_number
+            if fits and (name := self._argument_behind(other)):
                 return name
         return ""

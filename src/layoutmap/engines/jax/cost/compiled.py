@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import layoutmap
 from layoutmap.core.errors import EngineError, listed
 from layoutmap.engines.jax.cost.compiler import environment
 from layoutmap.engines.jax.cost.hlo import Compiled, collectives
@@ -33,9 +32,12 @@ class CompiledStep:
     peak_bytes: int
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that each device sends in a step, on rings."""
-        return sum(each.sent_bytes * number for each, number in self.collectives.items())
+    def sent_by_kind(self) -> dict[str, int]:
+        """Bytes that each device sends in a step, on rings, by kind of collective."""
+        found: dict[str, int] = {}
+        for each, number in self.collectives.items():
+            found[each.kind] = found.get(each.kind, 0) + each.sent_bytes * number
+        return found
 
 
 def compile_module(module: str, num_devices: int, target: str) -> CompiledStep:
@@ -60,10 +62,17 @@ def compile_module(module: str, num_devices: int, target: str) -> CompiledStep:
     with tempfile.TemporaryDirectory(prefix="layoutmap-") as folder:
         file = Path(folder) / "step.mlir"
         file.write_text(module)
-        source = str(Path(layoutmap.__file__).parent.parent)
+        source = str(Path(__file__).parents[4])
         paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         run = subprocess.run(
-            [sys.executable, "-m", "layoutmap.engines.jax.cost.compiler", target, str(num_devices), str(file)],
+            [
+                sys.executable,
+                "-m",
+                "layoutmap.engines.jax.cost.compiler",
+                target,
+                str(num_devices),
+                str(file),
+            ],
             env=os.environ | environment(chosen, num_devices) | {"PYTHONPATH": paths},
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""A process that has XLA compile a module for devices that are not there: `python -m layoutmap.engines.jax.cost.compiler`.
+"""A process that has XLA compile a module for devices that are not there.
 
 A process of its own, since the number of simulated CPU devices and the plugins of JAX are fixed when JAX starts. It is
 given the name of a target and a file with the module, and writes what XLA made of it beside that, as JSON.
@@ -9,7 +9,6 @@ Private names, tested on jax 0.10: `jax._src.compiler`, for modules that no `jax
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,15 @@ def environment(target: Target, num_devices: int) -> dict[str, str]:
     """Return the variables of the environment that the process needs."""
     needed = {"JAX_PLATFORMS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if target.platform == "cpu":
-        flags = os.environ.get("XLA_FLAGS", "")
-        count = f"--xla_force_host_platform_device_count={num_devices}"
-        return needed | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {count}".strip()}
+        flags = f"--xla_force_host_platform_device_count={num_devices}"
+        return needed | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     if target.platform == "cuda":
-        return needed | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    return needed | {"TPU_SKIP_MDS_QUERY": "1"}
+        # Tiles of Triton's are chosen by trying them on the GPU; without one XLA fails for shapes such as a ViT's.
+        return needed | {
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
+        }
+    return needed | {"TPU_SKIP_MDS_QUERY": "1", "XLA_FLAGS": ""}
 
 
 def _devices(target: Target, num_devices: int) -> list[Any]:
@@ -46,7 +48,7 @@ def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
+    from jaxlib import xla_client
     from jaxlib.mlir import ir
 
     devices = _devices(target, num_devices)[:num_devices]

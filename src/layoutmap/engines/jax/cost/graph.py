@@ -270,7 +270,7 @@ class _Reader:
                 return self._specs(attributes[name])
         return []
 
-    def _specs(self, attribute: Any) -> list[list[list[str]]]:
+    def _specs(self, attribute: Any) -> list[list[list[tuple[str, int]]]]:
         """For each value, for each axis the sizes of the dims that it is sharded over."""
         found = self._shardings.get(attribute)
         if found is None:

@@ -1,8 +1,8 @@
 """What XLA's compiled text says of a step: its collectives, those in loops as often as these run.
 
-    %all-gather.3 = bf16[4096,1024]{1,0} all-gather(%convert.1), replica_groups=[8,8]<=[64], dimensions={0}
-    %reduce-scatter-start.1 = ((f32[8,16]), f32[1,16]) reduce-scatter-start(..), replica_groups=mesh['a'=8,'b'=8] {'a'}
-    %while.5 = (..) while(%tuple), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"32"}}
+%all-gather.3 = bf16[4096,1024]{1,0} all-gather(%convert.1), replica_groups=[8,8]<=[64], dimensions={0}
+%reduce-scatter-start.1 = ((f32[8,16]), f32[1,16]) reduce-scatter-start(..), replica_groups=mesh['a'=8,'b'=8] {'a'}
+%while.5 = (..) while(%tuple), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"32"}}
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def collectives(text: str) -> Mapping[Compiled, int]:
     return counts
 
 
-def _look(bodies: Mapping[str, list[tuple[str, str, str]]], name: str, times: int, counts: Counter[Compiled]) -> None:
+def _look(
+    bodies: Mapping[str, list[tuple[str, str, str]]], name: str, times: int, counts: Counter[Compiled]
+) -> None:
     for shape, op, rest in bodies.get(name, ()):
         if op == "while":
             trips = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', rest)
@@ -93,8 +95,7 @@ def _tensors(kind: str, shape: str, rest: str, starts: bool) -> list[int]:
     sizes = [_bytes(*each) for each in _SHAPE.findall(shape)]
     if starts and kind != "all_reduce" and len(sizes) > 1:  # what it is given, and what it returns
         half = len(sizes) // 2
-        sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
-        return sizes
+        return [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
     if kind == "reduce_scatter":
         return [size * _group(rest) for size in sizes]
     if kind == "all_to_all" and len(sizes) > 1:
@@ -125,5 +126,9 @@ def _group(rest: str) -> int:
 
 def _limit(bodies: Mapping[str, list[tuple[str, str, str]]], condition: str) -> int:
     """The constant that the counter of a loop is compared with."""
-    found = [int(rest.partition(")")[0]) for _, op, rest in bodies.get(condition, ()) if op == "constant" and rest[:1].isdigit()]
+    found = [
+        int(rest.partition(")")[0])
+        for _, op, rest in bodies.get(condition, ())
+        if op == "constant" and rest[:1].isdigit()
+    ]
     return max(found, default=1)

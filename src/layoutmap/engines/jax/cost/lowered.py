@@ -20,8 +20,8 @@ from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import Collective, StepCost
 from layoutmap.engines.jax.cost import shardy
-from layoutmap.engines.jax.cost.counting import Counts, count
 from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module
+from layoutmap.engines.jax.cost.counting import Counts, count
 from layoutmap.engines.jax.cost.graph import LAYER, UPDATE, place_of, read
 from layoutmap.engines.jax.cost.rewrites import rewrite
 from layoutmap.engines.jax.programs import undisturbed
@@ -41,7 +41,6 @@ class LoweredStep:
     """
 
     def __init__(self, step: TrainingStep):
-        shardy.check()
         self._step = step
         self._modules: dict[frozenset[str], _Lowered] = {}
         self._loose: set[int] = set()  # stacks whose blocks cannot be left out

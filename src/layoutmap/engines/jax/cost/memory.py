@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from layoutmap.engines.jax.cost.graph import Block, Op, Value
 
 _FUSED = """
-    abs add and atan2 broadcast_in_dim cbrt ceil clamp compare complex concatenate constant convert cosine divide erf
-    exponential exponential_minus_one floor imag iota is_finite log log_plus_one logistic maximum minimum multiply negate
-    not or pad popcnt power real reduce_precision remainder reverse round_nearest_afz round_nearest_even rsqrt select
-    shift_left shift_right_arithmetic shift_right_logical sign sine slice sqrt subtract tan tanh transpose xor
+    abs add and atan2 broadcast_in_dim cbrt ceil clamp compare complex concatenate constant convert
+    cosine divide erf exponential exponential_minus_one floor imag iota is_finite log log_plus_one
+    logistic maximum minimum multiply negate not or pad popcnt power real reduce_precision remainder
+    reverse round_nearest_afz round_nearest_even rsqrt select shift_left shift_right_arithmetic
+    shift_right_logical sign sine slice sqrt subtract tan tanh transpose xor
 """
 FUSED = frozenset(_FUSED.split())
 """Operations that are computed inside of what takes their results, and so hold nothing."""

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jaxlib
+import jaxlib.version
 
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
@@ -43,10 +43,10 @@ MARK = "layoutmap_mark"
 
 def _unsupported(missing: str) -> EngineError:
     return EngineError(
-        f"jaxlib {jaxlib.__version__}: the cost of a step cannot be counted",
+        f"jaxlib {jaxlib.version.__version__}: the cost of a step cannot be counted",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
         why="it is counted after the partitioner Shardy, whose passes are private to jaxlib, and this one has others",
-        fix=f'pip install "jaxlib=={TESTED}.*", or have XLA compile the step: verify_step(..)',
+        fix=f'pip install "jaxlib=={TESTED}.*", or have XLA compile the step: lm.lower_step(..).compile(layout_map)',
     )
 
 
@@ -66,7 +66,8 @@ def check() -> None:
             try:
                 _PassManager.parse(each)
             except (ValueError, RuntimeError) as error:
-                raise _unsupported(str(error).strip().splitlines()[-1]) from error
+                said = str(error)
+                raise _unsupported(said.partition("error: ")[2].partition("\n")[0] or said) from error
 
 
 def sharding_text(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
@@ -93,12 +94,9 @@ def place(
         results: The same for what it returns; those with a layout take the place of the arguments of their number.
         outputs: Returns the layout of a mark, by the name of its operation and its shape; without one it is removed.
     """
-    check()
     with module.context, _ir.Location.unknown():
         copy = module.operation.clone()
-        dims = ", ".join(
-            f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
-        )
+        dims = ", ".join(f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
         block = copy.regions[0].blocks[0]
         functions = [op for op in block if op.operation.name == "func.func"]
         named = {
@@ -120,7 +118,12 @@ def place(
 
 
 def partition(placed: Any) -> Any:
-    """Have Shardy partition a module with layouts, in place; returns it."""
+    """Have Shardy partition a module with layouts, in place; returns it.
+
+    Raises:
+        EngineError: This jaxlib lacks the passes.
+    """
+    check()
     with placed.context:
         for op in _operations(placed, "chlo."):
             _replace_chlo(op)

@@ -63,8 +63,22 @@ def _gpu(name: str, **facts: float) -> Target:
     return Target("cuda", "jax-cuda12-plugin jax-cuda12-pjrt", _GPU.format(name=name, **facts))
 
 
-_H100 = {"core_bytes": 233472, "block_bytes": 232448, "cores": 132, "cache": 52428800, "clock": 1.98, "major": 9}
-_A100 = {"core_bytes": 167936, "block_bytes": 166912, "cores": 108, "cache": 41943040, "clock": 1.41, "major": 8}
+_H100 = {
+    "core_bytes": 233472,
+    "block_bytes": 232448,
+    "cores": 132,
+    "cache": 52428800,
+    "clock": 1.98,
+    "major": 9,
+}
+_A100 = {
+    "core_bytes": 167936,
+    "block_bytes": 166912,
+    "cores": 108,
+    "cache": 41943040,
+    "clock": 1.41,
+    "major": 8,
+}
 
 # The figures of GPUs are those of NVIDIA's data sheets, in the form of openxla/xla's target_config/specs.
 TARGETS = {

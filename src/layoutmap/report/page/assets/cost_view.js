@@ -1,6 +1,6 @@
 // What a training step costs: what it waits for, what travels because of what, and what the figures assume.
 
-const SHOWN_COLLECTIVES = 12;
+const SHOWN_COLLECTIVES = 8;
 
 function costView(holder, panel) {
   const { cost } = data;

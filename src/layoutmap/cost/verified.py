@@ -1,0 +1,63 @@
+"""The counted cost of a step beside what XLA's compiler says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from layoutmap.core.text_table import size, text_table
+from layoutmap.cost.table import StepCost
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The counted cost of a step, and the same figures from XLA, in bytes and of one device.
+
+    Args:
+        cost: What was counted.
+        target: What XLA compiled for, as in `"h100"`.
+        sent_by_kind: What XLA's collectives send, by kind.
+        argument_bytes: What the compiled step is given.
+        peak_bytes: What a device holds at most.
+
+    Example:
+        >>> from layoutmap.core.mesh import Mesh
+        >>> cost = StepCost(Mesh(None, "data=4"), (), {}, 0, 1024, 4096)
+        >>> print(Verified(cost, "cpu", {"all_reduce": 768}, 1024, 8192))
+        bytes            counted  XLA for cpu  quotient
+        ---------------  -------  -----------  --------
+        sent all_reduce      0 B        768 B      0.00
+        sent in total        0 B        768 B      0.00
+        arguments        1.0 KiB      1.0 KiB      1.00
+        peak             4.0 KiB      8.0 KiB      0.50
+    """
+
+    cost: StepCost
+    target: str
+    sent_by_kind: Mapping[str, int]
+    argument_bytes: int
+    peak_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each device sends in the compiled step."""
+        return sum(self.sent_by_kind.values())
+
+    @property
+    def rows(self) -> list[tuple[str, int, int]]:
+        """What is compared, each with what was counted and what XLA says."""
+        counted: dict[str, int] = {}
+        for each in self.cost.collectives:
+            counted[each.kind] = counted.get(each.kind, 0) + each.sent_bytes(self.cost.mesh)
+        kinds = sorted({*counted, *self.sent_by_kind})
+        return [
+            *((f"sent {kind}", counted.get(kind, 0), self.sent_by_kind.get(kind, 0)) for kind in kinds),
+            ("sent in total", self.cost.sent_bytes, self.sent_bytes),
+            ("arguments", self.cost.argument_bytes, self.argument_bytes),
+            ("peak", self.cost.peak_bytes, self.peak_bytes),
+        ]
+
+    def __str__(self) -> str:
+        head = ("bytes", "counted", f"XLA for {self.target}", "quotient")
+        rows = [(name, size(a), size(b), f"{a / b:.2f}" if b else "") for name, a, b in self.rows]
+        return "\n".join(text_table(head, rows, head[1:]))

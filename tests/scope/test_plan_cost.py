@@ -1,0 +1,119 @@
+"""`plan(on=...)`: the cost of a step in a plan, and what is said of a machine or a batch that cannot be."""
+
+import random
+from types import SimpleNamespace
+
+import keras
+import pytest
+
+import layoutmap as lm
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.cost.machines import machine_named
+from layoutmap.engines import step_counter
+
+RULES = {"up.kernel": ("data", "model"), "down.kernel": ("model", "data")}
+INPUTS = keras.Input(batch_shape=(512, 256))
+
+
+def make():
+    layers = [
+        keras.layers.Dense(1024, use_bias=False, name="up"),
+        keras.layers.Dense(256, use_bias=False, name="down"),
+    ]
+    return keras.Sequential([keras.Input((256,)), *layers])
+
+
+def layout_map(rules=RULES, mesh="data=8,model=8"):
+    return lm.LayoutMap(mesh, rules)
+
+
+def test_a_plan_has_the_cost_of_a_step():
+    """What `step_cost` counts, with the slots of the optimizer, on the machine, over the dim that is named as usual."""
+    plan = lm.plan(make, layout_map(), inputs=INPUTS, optimizer="adamw", on="h100:64")
+    alone = lm.step_cost(make, layout_map(), inputs=INPUTS, optimizer="adamw", batch_dim="data")
+
+    cost = plan.cost
+    assert (alone.collectives, alone.flops, alone.argument_bytes, alone.peak_bytes) == (
+        cost.step.collectives,
+        cost.step.flops,
+        cost.step.argument_bytes,
+        cost.step.peak_bytes,
+    )
+    assert {"float32"} == set(cost.step.flops)
+    assert ("h100:64", "data") == (str(cost.machine), cost.batch_dim)
+    assert "batches are sharded over data" in cost.step.notes
+    assert {"optimizer.up.kernel.momentum", "optimizer.up.kernel.velocity"} <= set(plan)
+    assert f"Cost: {cost.line}" in str(plan)
+    assert cost.to_html() in plan._repr_html_()
+    assert plan == lm.Plan.from_json(plan.to_json())
+    assert "all-gather of 128.0 KiB over data" in plan.explain("up.kernel")
+
+
+def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
+    """Another dim of the batch is another step."""
+    plan = lm.plan(make, layout_map({}), inputs=INPUTS, on="v5p", batch_dim="model")
+    given = lm.plan(make, layout_map({}), inputs=INPUTS, on=machine_named("v5p:64"), batch_dim="model")
+
+    assert 64 == plan.cost.machine.num_devices
+    assert plan.cost == given.cost
+    assert {("model",)} == {c.dims for c in plan.cost.step.collectives}
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "fix"),
+    [
+        (
+            {"on": "h100:32"},
+            "the machine has 32 devices, and the mesh 64",
+            "use h100:64, or a mesh of 32 devices",
+        ),
+        ({"on": "h100:128"}, "the machine has 128 devices, and the mesh 64", "use h100:64"),
+        ({"on": "h10"}, "there is no device 'h10'", "did you mean 'h100'?"),
+        ({"on": 64}, "on=64 names no machine", 'write it as in on="h100:64"'),
+        ({"on": "h100", "inputs": None}, "plan: on='h100' needs inputs", "pass inputs="),
+        (
+            {"on": "h100", "batch_dim": "rows"},
+            "batch_dim 'rows' is no dim of the mesh",
+            "use one of 'data', 'model'",
+        ),
+        ({"batch_dim": "data"}, "batch_dim='data' has no effect without on=", "leave batch_dim out"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_before_a_model_is_made(options, what, fix):
+    """With what, why and the fix."""
+
+    def never():
+        raise AssertionError("the function was called")
+
+    with pytest.raises(LayoutMapError) as caught:
+        lm.plan(never, layout_map(), **{"inputs": INPUTS, **options})
+    assert what in caught.value.what
+    assert caught.value.fix.startswith(fix)
+    assert caught.value.why
+
+
+def test_a_plan_with_errors_has_no_cost():
+    """They come first, all of them."""
+    plan = lm.plan(make, layout_map({"up.kernel": ("data", "model", None)}), inputs=INPUTS, on="h100")
+
+    assert plan.errors
+    assert plan.cost is None
+
+
+def test_a_step_on_tensorflow_is_refused_with_advice():
+    """The same rules can be planned on JAX."""
+    with pytest.raises(LayoutMapError) as caught:
+        step_counter("tensorflow")
+    assert "the cost of a step cannot be counted on tensorflow" == caught.value.what
+    assert "plan the same rules with the model on JAX" in caught.value.fix
+
+
+def test_planning_a_cost_changes_no_number_that_is_drawn_next():
+    """As a plan without one."""
+
+    def drawn(**options):
+        random.seed(7)
+        lm.plan(make, layout_map(), inputs=SimpleNamespace(shape=(512, 256), dtype="float32"), **options)
+        return random.random()
+
+    assert drawn() == drawn(on="h100")

@@ -1,0 +1,245 @@
+"""What a training step costs, from shapes: the collectives that theory says, and XLA's own figures."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import keras
+import optax
+import pytest
+from flax import nnx
+
+import layoutmap as lm
+from layoutmap.adapters.jax import train_with
+from layoutmap.core.variables import itemsize
+
+MESH = lm.Mesh(None, "data=4,model=2")
+ROWS, WIDTH, INNER, DEPTH = 32, 64, 128, 6
+BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+KERNEL = WIDTH * INNER * 4
+MEGATRON = {r".*up\.kernel": (None, "model"), r".*down\.kernel": ("model", None)}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(INNER, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+class Unrolled(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(DEPTH)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Scanned(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.split_rngs(splits=DEPTH)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+
+
+@keras.saving.register_keras_serializable("step_cost")
+class KerasBlock(keras.layers.Layer):
+    def build(self, shape):
+        self.up = keras.layers.Dense(INNER, activation="relu", use_bias=False)
+        self.down = keras.layers.Dense(WIDTH, use_bias=False)
+        self.up.build((None, WIDTH))
+        self.down.build((None, INNER))
+
+    def call(self, x):
+        return x + self.down(self.up(x))
+
+
+def keras_blocks():
+    blocks = [KerasBlock(name=f"block_{number}") for number in range(DEPTH)]
+    return keras.Sequential([keras.Input((WIDTH,)), *blocks])
+
+
+def lowered(kind, rules=None, optimizer=None, inputs=BATCH):
+    make, library = (lambda: kind(nnx.Rngs(0)), "jax") if kind is not keras_blocks else (kind, "keras")
+    layout_map = lm.LayoutMap(MESH, rules or {})
+    return lm.lower_step(
+        make, layout_map, inputs=inputs, batch_dim="data", optimizer=optimizer, library=library
+    )
+
+
+@pytest.fixture(scope="module")
+def block():
+    return lowered(Block, optimizer=optax.sgd(1e-3))
+
+
+def collectives(cost):
+    """All that are of more than a number, by kind, dims and size."""
+    found = Counter()
+    for each in cost.collectives:
+        if each.tensor_bytes > 8:
+            found[each.kind, each.dims, each.tensor_bytes] += each.calls
+    return dict(found)
+
+
+def test_data_parallel_sums_each_gradient_over_the_data(block):
+    """Where weights are replicated and the batch is sharded, a step sums each weight's gradient, and nothing else."""
+    cost = block.count(lm.LayoutMap(MESH))
+    assert collectives(cost) == {("all_reduce", ("data",), KERNEL): 2}
+    assert {each.cause for each in cost.collectives if each.tensor_bytes > 8} == {"up.kernel", "down.kernel"}
+
+
+def test_megatrons_layouts_sum_an_activation_once_a_direction(block):
+    """Megatron's split sums one activation forward over `model`, and gradients of halves of weights over `data`."""
+    cost = block.count(lm.LayoutMap(MESH, MEGATRON))
+    activation = ROWS // 4 * WIDTH * 4
+    # What the block is given is the batch, which has no gradient: backward nothing is summed over `model`.
+    assert collectives(cost) == {
+        ("all_reduce", ("model",), activation): 1,
+        ("all_reduce", ("data",), KERNEL // 2): 2,
+    }
+    assert {(e.cause, e.phase) for e in cost.collectives if e.dims == ("model",)} == {("down", "forward")}
+
+
+def test_fully_sharded_weights_are_gathered_and_their_gradients_scattered():
+    """Weights that are sharded over the batch's dim are gathered, and their gradients reduce-scattered."""
+    layout_map = lm.LayoutMap(MESH, {".*": ("data", None)})
+    layout_map.activations[".*"] = ("data", None)
+    rows = 64 * ROWS  # with few rows the partitioner gathers these
+    step = lowered(Block, optimizer=optax.sgd(1e-3), inputs=jax.ShapeDtypeStruct((rows, WIDTH), "float32"))
+    cost = step.count(layout_map)
+    kinds = {(each.kind, each.cause) for each in cost.collectives if each.tensor_bytes == KERNEL}
+    kernels = ("up.kernel", "down.kernel")
+    assert {(kind, path) for kind in ("all_gather", "reduce_scatter") for path in kernels} == kinds
+
+
+def test_a_reduction_sends_what_a_ring_sends(block):
+    """Each device sends twice the tensor less its own part for an all-reduce on a ring."""
+    cost = block.count(lm.LayoutMap(MESH))
+    assert 2 * 2 * KERNEL * 3 // 4 == sum(
+        each.sent_bytes(MESH) for each in cost.collectives if each.tensor_bytes > 8
+    )
+
+
+def test_products_are_counted_on_one_device(block):
+    """Of three products for each weight but the first one's input gradient, a device computes its share of rows."""
+    cost = block.count(lm.LayoutMap(MESH))
+    assert {"f32": 5 * 2 * ROWS // 4 * WIDTH * INNER} == dict(cost.flops)
+
+
+@pytest.mark.parametrize("rules", [{}, MEGATRON], ids=["data", "megatron"])
+def test_a_scan_costs_what_its_blocks_cost(rules):
+    """A scanned stack costs what the unrolled one does, and the gradient of the first block's input."""
+    over_layers = {path: (None, *specs) for path, specs in rules.items()}
+    unrolled = lowered(Unrolled, rules).count(lm.LayoutMap(MESH, rules))
+    scanned = lowered(Scanned, over_layers).count(lm.LayoutMap(MESH, over_layers))
+    first = 2 * ROWS // 4 * WIDTH * INNER // (2 if rules else 1)
+    assert dict(scanned.flops) == {"f32": unrolled.flops["f32"] + first}
+    extra = {("all_reduce", ("model",), ROWS // 4 * WIDTH * 4): 1} if rules else {}
+    assert Counter(collectives(scanned)) == Counter(collectives(unrolled)) + Counter(extra)
+
+
+def test_equal_blocks_cost_what_each_of_them_costs():
+    """Of a stack of equal blocks two and three are traced, and the figures are those of all of them."""
+    step = lowered(keras_blocks, MEGATRON, "adam", keras.Input(batch_shape=(ROWS, WIDTH)))
+    tied = step.count(lm.LayoutMap(MESH, MEGATRON))
+    assert [[f"block_{number}" for number in range(DEPTH)]] == list(step.step.blocks)
+    # A rule for one block alone, on the same mesh: its weights stay as they are, and all blocks are traced.
+    apart = {r"block_0\..*kernel": (None, None)} | MEGATRON
+    mixed = step.count(lm.LayoutMap(MESH, apart))
+    step.step.blocks[:] = []
+    untied = step.count(lm.LayoutMap(MESH, MEGATRON))
+    assert (collectives(tied), tied.flops, tied.peak_bytes) == (
+        collectives(untied),
+        untied.flops,
+        untied.peak_bytes,
+    )
+    assert mixed == step.count(lm.LayoutMap(MESH, apart))
+
+
+def test_a_rule_for_activations_counts_as_in_the_step():
+    """A layer's output is constrained in the counted step as in the real one, forward and backward."""
+    step = lowered(Block)
+    plain, rules = lm.LayoutMap(MESH, MEGATRON), lm.LayoutMap(MESH, MEGATRON)
+    rules.activations["up"] = ("data", None)  # against the layout of the weight: gathered
+    added = Counter(collectives(step.count(rules))) - Counter(collectives(step.count(plain)))
+    assert ("all_gather", ("model",), ROWS // 4 * INNER * 4) in added
+
+
+def test_argument_bytes_are_the_shards():
+    """A step is given the shards of weights, slots and the batch: the bytes of the plan."""
+    step = lowered(Block, optimizer=optax.adam(1e-3))
+    layout_map = lm.LayoutMap(MESH, MEGATRON)
+    shards = step.plan(layout_map).device_bytes + ROWS // 4 * WIDTH * itemsize("float32")
+    assert shards == step.count(layout_map).argument_bytes
+
+
+@pytest.mark.parametrize("kind", [Unrolled, Scanned])
+def test_xla_sends_what_was_counted(kind):
+    """XLA's compiler for CPUs has the arguments and the collectives that were counted, to the byte."""
+    rules = {path: (None, *s) if kind is Scanned else s for path, s in MEGATRON.items()}
+    found = lowered(kind, rules, optax.adam(1e-3)).verify(lm.LayoutMap(MESH, rules))
+    arguments = found.rows[-2]
+    assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
+    assert arguments[1] == arguments[2]
+
+
+def test_a_pytree_is_counted():
+    """A pytree is called by the function that `train_with` was given, with its loss and its optimizer."""
+
+    def make():
+        weights = {"up": jnp.zeros((WIDTH, INNER)), "down": jnp.zeros((INNER, WIDTH))}
+        return train_with(
+            weights,
+            forward=lambda w, x: nnx.relu(x @ w["up"]) @ w["down"],
+            loss=lambda y, target: ((y - target) ** 2).mean(),
+            optimizer=optax.sgd(1e-3),
+        )
+
+    cost = lm.step_cost(make, lm.LayoutMap(MESH), inputs=(BATCH, BATCH), batch_dim="data", library="jax")
+    assert {("all_reduce", ("data",), KERNEL): 2} == collectives(cost)
+
+
+def test_a_model_that_cannot_be_traced_says_so():
+    """A model whose call fails for the given inputs is a `ScopeError` that names them and what the library said."""
+    wide = jax.ShapeDtypeStruct((ROWS, WIDTH + 1), "float32")
+    with pytest.raises(lm.ScopeError) as raised:
+        lowered(Block, inputs=wide).count(lm.LayoutMap(MESH))
+    text = str(raised.value)
+    assert text.startswith("Block: its training step fails when it is traced")
+    assert f"float32[{ROWS}, {WIDTH + 1}]" in text
+
+
+def test_inputs_without_a_shape_are_refused():
+    """What stands for a batch has a shape and an element type, or is refused by what it is."""
+    with pytest.raises(lm.ScopeError, match="is no array"):
+        lowered(Block, inputs=(ROWS, WIDTH))
+
+
+def test_an_unknown_target_names_those_there_are(block):
+    """XLA compiles for the targets that are listed, and for no other."""
+    with pytest.raises(lm.EngineError, match="target 'h900' is not known"):
+        block.compile(lm.LayoutMap(MESH), target="h900")
+
+
+def test_a_jaxlib_without_the_passes_says_which(monkeypatch, block):
+    """A jaxlib that lacks a pass of Shardy's is refused by name, with XLA's compiler as the way that is left."""
+    from layoutmap.engines.jax.cost import shardy
+
+    monkeypatch.setattr(shardy, "PASSES", ("builtin.module(sdy-renamed-pipeline)",))
+    shardy.check.cache_clear()
+    with pytest.raises(lm.EngineError, match="sdy-renamed-pipeline") as raised:
+        block.count(lm.LayoutMap(MESH))
+    shardy.check.cache_clear()
+    assert "lower_step(..).compile" in str(raised.value)
+
+
+def test_inputs_of_another_rank_are_refused():
+    """A Keras model that cannot be called with the given inputs is a `ScopeError` with their shapes."""
+    with pytest.raises(lm.ScopeError, match="cannot be called with inputs of these shapes") as raised:
+        lowered(keras_blocks, inputs=keras.Input(batch_shape=(ROWS, 3, WIDTH + 1)))
+    assert f"float32[{ROWS}, 3, {WIDTH + 1}]" in str(raised.value)
