@@ -35,6 +35,7 @@ def test_a_step_in_two_dims_is_counted_as_it_runs():
     check(found)
     _, facts = found["counted"]["both"]
     assert ["blocks.0.down.weight", "blocks.1.down.weight"] == facts["causes"]
+    assert not [note for note in facts["notes"] if "is known" in note]  # loss and optimizer were given
     # Weights and two slots of each, a step count of each, and this device's rows of the batch.
     sharded, replicated, rows = 2 * 2 * 64 * 256 // 8, 2 * 2 * 64 + 64 * 32 + 32, 8 * 8 * 64
     assert 4 * (3 * (sharded + replicated) + 10 + rows) == facts["arguments"]

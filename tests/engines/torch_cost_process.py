@@ -77,6 +77,7 @@ def counted(name):
         "peak": step.peak_bytes,
         "flops": dict(step.flops),
         "causes": causes,
+        "notes": step.notes,
     }
 
 

@@ -4,7 +4,9 @@ import random
 from types import SimpleNamespace
 
 import keras
+import optax
 import pytest
+from flax import nnx
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutMapError
@@ -27,10 +29,16 @@ def layout_map(rules=RULES, mesh="data=8,model=8"):
     return lm.LayoutMap(mesh, rules)
 
 
+def plan_of(rules=RULES, inputs=INPUTS, **options):
+    return lm.plan(make, layout_map(rules), inputs=inputs, library="keras", **options)
+
+
 def test_a_plan_has_the_cost_of_a_step():
     """What `step_cost` counts, with the slots of the optimizer, on the machine, over the dim that is named as usual."""
-    plan = lm.plan(make, layout_map(), inputs=INPUTS, optimizer="adamw", on="h100:64")
-    alone = lm.step_cost(make, layout_map(), inputs=INPUTS, optimizer="adamw", batch_dim="data")
+    plan = plan_of(optimizer="adamw", on="h100:64")
+    alone = lm.step_cost(
+        make, layout_map(), inputs=INPUTS, optimizer="adamw", batch_dim="data", library="keras"
+    )
 
     cost = plan.cost
     assert (alone.collectives, alone.flops, alone.argument_bytes, alone.peak_bytes) == (
@@ -49,10 +57,37 @@ def test_a_plan_has_the_cost_of_a_step():
     assert "all-gather of 128.0 KiB over data" in plan.explain("up.kernel")
 
 
+class Module(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(256, 1024, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(1024, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def test_slots_that_a_model_does_not_carry_are_in_the_cost():
+    """Of a module of flax.nnx and an optimizer of optax: two of the layout of each weight."""
+
+    def arguments(optimizer):
+        plan = lm.plan(
+            lambda: Module(nnx.Rngs(0)),
+            layout_map(),
+            inputs=INPUTS,
+            on="h100",
+            optimizer=optimizer,
+            library="jax",
+        )
+        return plan.cost.step.argument_bytes
+
+    count = 4
+    assert 2 * 2 * 4 * 256 * 1024 // 64 + count == arguments(optax.adam(1e-3)) - arguments(None)
+
+
 def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
     """Another dim of the batch is another step."""
-    plan = lm.plan(make, layout_map({}), inputs=INPUTS, on="v5p", batch_dim="model")
-    given = lm.plan(make, layout_map({}), inputs=INPUTS, on=machine_named("v5p:64"), batch_dim="model")
+    plan = plan_of({}, on="v5p", batch_dim="model")
+    given = plan_of({}, on=machine_named("v5p:64"), batch_dim="model")
 
     assert 64 == plan.cost.machine.num_devices
     assert plan.cost == given.cost
@@ -86,7 +121,7 @@ def test_what_cannot_be_counted_is_refused_before_a_model_is_made(options, what,
         raise AssertionError("the function was called")
 
     with pytest.raises(LayoutMapError) as caught:
-        lm.plan(never, layout_map(), **{"inputs": INPUTS, **options})
+        lm.plan(never, layout_map(), **{"inputs": INPUTS, "library": "keras", **options})
     assert what in caught.value.what
     assert caught.value.fix.startswith(fix)
     assert caught.value.why
@@ -94,7 +129,7 @@ def test_what_cannot_be_counted_is_refused_before_a_model_is_made(options, what,
 
 def test_a_plan_with_errors_has_no_cost():
     """They come first, all of them."""
-    plan = lm.plan(make, layout_map({"up.kernel": ("data", "model", None)}), inputs=INPUTS, on="h100")
+    plan = plan_of({"up.kernel": ("data", "model", None)}, on="h100")
 
     assert plan.errors
     assert plan.cost is None
@@ -113,7 +148,7 @@ def test_planning_a_cost_changes_no_number_that_is_drawn_next():
 
     def drawn(**options):
         random.seed(7)
-        lm.plan(make, layout_map(), inputs=SimpleNamespace(shape=(512, 256), dtype="float32"), **options)
+        plan_of(inputs=SimpleNamespace(shape=(512, 256), dtype="float32"), **options)
         return random.random()
 
     assert drawn() == drawn(on="h100")

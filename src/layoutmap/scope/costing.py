@@ -14,7 +14,7 @@ from layoutmap.cost.machines import machine_for
 from layoutmap.engines import step_counter
 from layoutmap.plan.lint import usual_batch_dim
 from layoutmap.scope.context import Scope
-from layoutmap.scope.plan import Plan
+from layoutmap.scope.plan import Plan, make_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,11 @@ def asked_cost(
 def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
     """Return a plan with the cost of a step of its model, which was made in a dry run."""
     batch_dim = asked.batch_dim or usual_batch_dim(plan)
-    layouts = {a.variable.key: a for a in plan.assignments}
     step = dry.session.step(model, inputs, optimizer, asked.loss)
+    # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
+    planned = {v.key: v for v in (*(a.variable for a in plan.assignments), *step.variables)}
+    assignments = make_plan(list(planned.values()), dry.layout_map).check().assignments
+    layouts = {a.variable.key: a for a in assignments}
     activations = dry.layout_map.activations
     policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
     counted = step_counter(dry.adapter.engine_name)(step).count(

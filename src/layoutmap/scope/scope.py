@@ -188,7 +188,8 @@ def plan(
         strict: Whether to raise for what would be an error of a strict scope.
         library: See `scope`.
         optimizer: What updates the weights, so that its slots are planned: for Keras the name of one, as in `"adamw"`,
-            or a function that makes one. `None`: that of the model.
+            or a function that makes one; `None`: that of the model. For flax.nnx and pytrees an optimizer of optax, and
+            for torch the name of one, or a function that makes one of parameters: their slots are in the cost only.
         on: The machine, as in `"h100:64"` (see `layoutmap.cost.machines`): `plan.cost` is what a training step sends,
             computes and holds, and how long it takes there. `None`: that is not worked out.
         batch_dim: The mesh dim over which batches are sharded, for `on`; `None`: that over which rules shard the first

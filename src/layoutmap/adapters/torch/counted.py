@@ -54,8 +54,7 @@ def training_step(
     """
     step = _Step(entries, model, inputs, loss, install)
     batch = [Shape(name, tuple(each.shape), _name(each.dtype)) for name, each in step.inputs.items()]
-    notes = [_NO_LOSS] * (loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
-    return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, notes)
+    return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, step.notes)
 
 
 def _name(dtype: Any) -> str:
@@ -85,6 +84,7 @@ class _Step:
         self.inputs = dict(several)
         self.optimizer = training_of(model).make_optimizer
         self._install = install
+        self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # more are known when it runs
         self._loss = loss
 
     def run(self, tracer: Any, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
@@ -112,6 +112,7 @@ class _Step:
         output = call(self._model, inputs)
         value: Any = scalar_loss(output) if self._loss is None else self._loss(output)
         if value is None:
+            self.notes += [_NO_LOSS] * (_NO_LOSS not in self.notes)
             numbers = [each for each in tensors_in(output) if each.is_floating_point()]
             value = sum(each.float().square().mean() for each in numbers)
         with tracer.phase("backward"):
