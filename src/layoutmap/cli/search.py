@@ -62,6 +62,11 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--cache", metavar="FILE", help="a file that keeps figures, so that a second search is quick"
     )
     parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="have XLA compile what is found for such devices, which need not be there",
+    )
+    parser.add_argument(
         "--write", metavar="FILE", help='also write the rules to a file, for --rules; "-": to stdout'
     )
     parser.add_argument(

@@ -12,10 +12,12 @@ from typing import Any
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.paths import starred
 from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import machine_for, machine_named
+from layoutmap.cost.table import StepCost
 from layoutmap.rules.near_misses import nearest
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.scope.cost import LoweredStep, lower_step
@@ -317,6 +319,8 @@ class _Evaluation:
 
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
         self._lowered, self._machine, self._batch_dims = lowered, machine, batch_dims
+        paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
+        self._weights = frozenset(map(starred, paths))  # as a plan's cost has them
 
     def batch_dim(self, layout_map: RuleSet) -> str | None:
         """The dim over which batches are sharded with a map."""
@@ -331,13 +335,14 @@ class _Evaluation:
 
     def plan(self, layout_map: RuleSet) -> Plan:
         """The plan of a map, with its cost."""
-        batch_dim = self.batch_dim(layout_map)
-        counted = self._lowered.count(layout_map, batch_dim=batch_dim)
-        return self._lowered.plan(layout_map).with_cost(counted, self._machine, batch_dim)
+        plan, batch_dim = self._lowered.plan(layout_map), self.batch_dim(layout_map)
+        return plan.with_cost(self._counted(layout_map), self._machine, batch_dim)
+
+    def _counted(self, layout_map: RuleSet) -> StepCost:
+        return self._lowered.count(layout_map, batch_dim=self.batch_dim(layout_map))
 
     def __call__(self, layout_map: RuleSet) -> Figures:
-        cost = self.plan(layout_map).cost
-        assert cost is not None
+        cost = Cost(self._counted(layout_map), self._machine, self._weights)
         return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
 
