@@ -88,7 +88,7 @@ def test_tensorboard_shows_weights_or_is_refused(tmp_path):
             tmp_path / option, histogram_freq=1, write_graph=False, write_images=option == "write_images"
         )
         if option in refused.get(keras.backend.backend(), []):
-            with pytest.raises(lm.ScopeError, match="fit: TensorBoard with .* cannot show weights"):
+            with pytest.raises(lm.ScopeError, match=r"fit: TensorBoard with .* cannot show weights"):
                 fit(model, rows=4, callbacks=[board])
             continue
         fit(model, rows=4, callbacks=[board])
