@@ -8,6 +8,8 @@ import pytest
 from keras_models import batch
 from keras_training import assert_close, assert_in_layouts, both, fit, mlp, mlp_map
 
+import layoutmap as lm
+
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
 pytestmark = [
@@ -73,6 +75,49 @@ def test_tensorboard_gets_the_losses(tmp_path):
     assert_close(expected, actual)
     np.testing.assert_allclose(actual["loss"], [v for tag, v in written if tag == "epoch_loss"], rtol=1e-6)
     assert_in_layouts(model, mlp_map())
+
+
+@pytest.mark.long
+def test_tensorboard_shows_weights_or_is_refused(tmp_path):
+    """Histograms and pictures of weights are those of one device; where they would fail, `fit` says so at once."""
+    refused = {"tensorflow": ["histogram_freq", "write_images"], "torch": ["write_images"]}
+    with mlp_map().scope(batch_dim="batch"):
+        model = mlp()
+    for option in ("histogram_freq", "write_images"):
+        board = keras.callbacks.TensorBoard(
+            tmp_path / option, histogram_freq=1, write_graph=False, write_images=option == "write_images"
+        )
+        if option in refused.get(keras.backend.backend(), []):
+            with pytest.raises(lm.ScopeError, match=r"fit: TensorBoard with .* cannot show weights"):
+                fit(model, rows=4, callbacks=[board])
+            continue
+        fit(model, rows=4, callbacks=[board])
+        (path,) = (tmp_path / option / "train").rglob("events*")
+        shown = {tag.rpartition("/")[2] for tag in tags_of(path)}
+        assert ({"histogram", "image"} if option == "write_images" else {"histogram"}) <= shown
+
+
+def tags_of(path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return [value.tag for event in EventFileLoader(str(path)).Load() for value in event.summary.value]
+
+
+@pytest.mark.long
+def test_a_callback_reads_weights_and_slots():
+    """What a logger reads in the middle of training, by `numpy()` and `get_weights`, are the values of one device."""
+
+    class Reading(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen = [*self.model.get_weights(), *(v.numpy() for v in self.model.optimizer.variables)]
+
+    def train(model):
+        fit(model, rows=8, callbacks=[reading := Reading()])
+        return {str(number): value for number, value in enumerate(reading.seen)}
+
+    expected, actual, _ = both(mlp, train)
+
+    assert_close(expected, actual)
 
 
 def events_of(path):

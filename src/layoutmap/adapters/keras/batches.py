@@ -1,4 +1,4 @@
-"""A warning where `fit` was to shard batches, and none of them divides."""
+"""What `fit` is given: callbacks that cannot read weights in layouts, and batches of which none divides."""
 
 from __future__ import annotations
 
@@ -7,9 +7,35 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import level_of_user
+
+
+def checking_callbacks(fit: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+    """Return `fit` of a model that refuses a TensorBoard that would fail at the end of the first epoch."""
+
+    @functools.wraps(fit)
+    def checked_fit(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("callbacks")
+        for each in getattr(given, "callbacks", None) or keras.tree.flatten(given):
+            if isinstance(each, keras.callbacks.TensorBoard) and each.histogram_freq:
+                for option in session.backend.unreadable_boards:
+                    if getattr(each, option):
+                        _refuse(option, session)
+        return fit(*args, **kwargs)
+
+    return checked_fit
+
+
+def _refuse(option: str, session: KerasSession) -> None:
+    raise ScopeError(
+        f"fit: TensorBoard with {option} cannot show weights in layouts on {session.backend.engine_name}",
+        why="it computes with the weights themselves, by operations of one device",
+        fix=f"leave {option} out, and log variable.numpy() in a callback of your own",
+    )
 
 
 def sharding_batches(fit: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:

@@ -123,6 +123,9 @@ class Backend(ABC):
     chooses_layouts: ClassVar[bool] = False
     """Whether a compiler chooses the layouts of activations where no rule gives them."""
 
+    unreadable_boards: ClassVar[Sequence[str]] = ()
+    """Options of Keras's TensorBoard with which it computes with weights themselves, which fails in layouts."""
+
     def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
         """Return classes or modules of Keras, and the private names of theirs that this backend uses."""
         return ()

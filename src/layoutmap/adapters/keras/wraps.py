@@ -7,7 +7,7 @@ Keras itself wraps `build` and `quantize` on each layer in this way. Nothing sta
     call, quantized_call                                    return arrays in the layout of a rule for activations
     optimizer.build                                         the same, on the optimizer given to compile
     load_own_variables, load_weights                        values go from a file to their devices: see `loading`
-    fit                                                     warns if no batch divides: see `batches`
+    fit                                                     looks at callbacks and batches: see `batches`
     call, make_train_function and its like                  what the backend needs: see `backends`
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.activations import laying_out
-from layoutmap.adapters.keras.batches import sharding_batches
+from layoutmap.adapters.keras.batches import checking_callbacks, sharding_batches
 from layoutmap.adapters.keras.copies import copy_wraps, warn_of_plain_layers
 from layoutmap.adapters.keras.loading import loading, loading_weights
 from layoutmap.adapters.keras.older import existed_before
@@ -56,6 +56,8 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         wraps["compile"] = _compiling(layer, session)
         wraps["load_weights"] = loading_weights(layer, lambda: _sessions_below(layer))
         wraps |= session.backend.training_wraps(layer, session)
+        if session.backend.unreadable_boards:
+            wraps["fit"] = checking_callbacks(wraps.get("fit", layer.fit), session)
         if session.policy.batch_dim is not None:
             wraps["fit"] = sharding_batches(wraps.get("fit", layer.fit), session)
     _put(layer, wraps)

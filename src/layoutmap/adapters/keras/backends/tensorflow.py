@@ -50,6 +50,7 @@ class TensorFlowBackend(Backend):
     """Keras on TensorFlow; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "tensorflow"
+    unreadable_boards = ("histogram_freq", "write_images")
     training_wraps = staticmethod(training_wraps)
     unsupported_of = staticmethod(unsupported_of)
     global_init = MappingProxyType(

@@ -41,6 +41,7 @@ class TorchBackend(Backend):
     """Keras on torch; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "torch"
+    unreadable_boards = ("write_images",)
     training_wraps = staticmethod(training_wraps)
     unsupported_of = staticmethod(unsupported_of)
     quiet = (
