@@ -1,4 +1,4 @@
-"""Every private name of torch that this package touches; no other file imports one. Tested on torch 2.13.
+"""Every private name of torch that this package touches; no other file imports one. Tested on 2.12 to 2.15.
 
 It is longer than other files because it is the one place of them all.
 

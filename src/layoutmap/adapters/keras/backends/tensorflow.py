@@ -95,7 +95,7 @@ class TensorFlowBackend(Backend):
                 if each is not None and each.built and hasattr(each, "_trainable_variables_indices"):
                     numbered = enumerate(each._trainable_variables)
                     each._trainable_variables_indices = {each._var_key(v): i for i, v in numbered}
-                    if isinstance(each, keras.optimizers.MultiOptimizer):
+                    if hasattr(each, "_var_to_optimizer_idx"):
                         keys = map(each._var_key, each._trainable_variables)
                         numbers = each._var_to_optimizer_idx.values()
                         each._var_to_optimizer_idx = dict(zip(keys, numbers, strict=True))
