@@ -153,7 +153,7 @@ def test_a_block_that_does_not_run_says_why(page: Path):
 
 
 def test_each_task_takes_fewer_lines_than_with_the_frameworks_own_tools():
-    """The table has the lines of code of each pair of programs, in order, and ours are fewer."""
+    """The tables of the page and of the README have the lines of code of each pair, in order, and ours are fewer."""
     page = (frameworks.ROOT / "docs" / "side-by-side.md").read_text(encoding="utf-8")
     lines = {b.title: len([*filter(str.strip, b.code.splitlines())]) for b in read_blocks(page) if b.title}
     tasks = [title.removesuffix("_before.py") for title in lines if title.endswith("_before.py")]
@@ -163,6 +163,9 @@ def test_each_task_takes_fewer_lines_than_with_the_frameworks_own_tools():
     assert pairs == [
         (int(a), int(b)) for a, b in re.findall(r"^\| \[.* \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     ]
+    (a, b), (c, d) = ((min(each), max(each)) for each in zip(*pairs, strict=True))
+    readme = (frameworks.ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{a} to {b} lines ([side by side](docs/side-by-side.md)) | {c} to {d} |" in readme
 
 
 def test_blocks_share_a_page_and_a_failing_one_is_seen(tmp_path: Path):

@@ -1,21 +1,18 @@
 """The page of a plan in a real browser: search, sort, filter, choose, and slices that are those of `Layout`."""
 
 import functools
-import os
 import re
-import shutil
-import subprocess
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import costs
 import numpy as np
 import pytest
+from browsers import opened
 from cases import examples
 from checkpoints import saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -28,33 +25,13 @@ from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MESH = lm.Mesh(None, "stage=2,batch=2,model=4")
-NEEDED = "a browser: install Debian's packages chromium and chromium-driver"
-# Nothing of the browser's own goes out, and it runs as root in a container, too.
-OPTIONS = """
-    --headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1440,1000
-"""
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """One browser for all tests of this file."""
-    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    if not all(programs.values()):
-        if os.environ.get("LAYOUTMAP_NEEDS_BROWSER"):
-            pytest.fail(f"LAYOUTMAP_NEEDS_BROWSER is set, and there is no {NEEDED[2:]}")
-        pytest.skip(f"this needs {NEEDED}")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs["chromium"]
-    for option in (*OPTIONS.split(), f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(programs["chromedriver"], log_output=subprocess.DEVNULL)
-    driver = webdriver.Chrome(options, service)
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    with opened(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture(autouse=True)

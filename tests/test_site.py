@@ -1,0 +1,91 @@
+"""The site in a browser, opened from the disk, with no network and with the keyboard alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import frameworks
+import pytest
+from browsers import opened
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+pytestmark = pytest.mark.long  # the site is built first
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """One browser for all tests of this file."""
+    with opened(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    subprocess.run(
+        [str(Path(sys.executable).parent / "mkdocs"), "build", "--quiet", "--site-dir", str(folder)],
+        cwd=frameworks.ROOT,
+        env={"NO_MKDOCS_2_WARNING": "1"},
+        check=True,
+    )
+    return folder
+
+
+def press(browser, *keys):
+    ActionChains(browser).send_keys(*keys).perform()
+
+
+def search(browser):
+    press(browser, "/")
+    focus = "return document.activeElement.matches('.md-search__input')"
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(focus))
+
+
+def test_search_works_from_the_disk_by_keyboard(browser, site):
+    """`/` begins it, the page that is for users comes first, Enter opens it, Escape ends it; nothing is fetched."""
+    browser.get((site / "how-to" / "fsdp.html").as_uri())
+    search(browser)
+    press(browser, "shadowed rule")
+    found = WebDriverWait(browser, 20).until(
+        lambda b: b.find_elements(By.CSS_SELECTOR, ".md-search-result__link")
+    )
+    assert found[0].get_attribute("href").startswith((site / "errors.html").as_uri())
+    press(browser, Keys.ESCAPE)
+    assert "BODY" == browser.execute_script("return document.activeElement.tagName")
+    search(browser)
+    press(browser, Keys.ARROW_DOWN, Keys.ENTER)
+    WebDriverWait(browser, 20).until(lambda b: b.current_url.startswith((site / "errors.html").as_uri()))
+    assert [] == browser.get_log("browser")
+
+
+def test_what_has_the_focus_is_seen(browser, site):
+    """The first ten stops of the Tab key have an outline, or are the field of the search, which opens."""
+    browser.get((site / "index.html").as_uri())
+    outlines = {}
+    for _ in range(10):
+        press(browser, Keys.TAB)
+        name, *seen = browser.execute_script(
+            """const e = document.activeElement;
+            return [e.className, ...[e, ...(e.labels ?? [])].map(e => getComputedStyle(e).outlineStyle)]"""
+        )
+        outlines[name.split()[0]] = any(outline != "none" for outline in seen)
+    assert "md-skip" == next(iter(outlines))
+    assert ["md-search__input"] == [name for name, seen in outlines.items() if not seen]
+
+
+def test_no_page_is_wider_than_a_narrow_screen(browser, site):
+    """Tables and code scroll by themselves."""
+    screen = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    try:
+        wide = []
+        for page in sorted(site.rglob("*.html")):
+            browser.get(page.as_uri())
+            if browser.execute_script("return document.documentElement.scrollWidth > innerWidth"):
+                wide.append(page.name)
+        assert [] == wide
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
