@@ -84,6 +84,27 @@ def test_slots_that_a_model_does_not_carry_are_in_the_cost():
     assert 2 * 2 * 4 * 256 * 1024 // 64 + count == arguments(optax.adam(1e-3)) - arguments(None)
 
 
+def test_the_optimizer_that_is_given_takes_the_place_of_the_models():
+    """Its slots are planned, and the loss that the model was compiled with stays; a misspelt one is an error."""
+
+    def make():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d")])
+        model.compile("adam", "mean_squared_error")
+        return model
+
+    layout_map = lm.LayoutMap("data=2,model=2", rest="replicated")
+    options = {"inputs": keras.Input(batch_shape=(4, 8)), "on": "h100", "batch_dim": "data"}
+    own, given = (lm.plan(make, layout_map, **options, optimizer=each) for each in (None, "sgd"))
+
+    slots = {
+        f"optimizer.d.{weight}.{slot}" for weight in ("kernel", "bias") for slot in ("momentum", "velocity")
+    }
+    assert slots == {*own} - {*given}
+    assert not any("no loss" in note for note in given.cost.step.notes)
+    with pytest.raises(lm.ScopeError, match="optimizer='adamww'"):
+        lm.plan(make, layout_map, **options, optimizer="adamww")
+
+
 def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
     """Another dim of the batch is another step."""
     plan = plan_of({}, on="v5p", batch_dim="model")

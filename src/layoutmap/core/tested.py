@@ -16,7 +16,7 @@ from layoutmap.core.errors import EngineError, LayoutMapError, LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
 
 TESTED = {
-    "jax": ("0.9", "0.10"),
+    "jax": ("0.9.2", "0.10"),
     "keras": ("3.14", "3.15"),
     "tensorflow": ("2.21", "2.21"),
     "torch": ("2.12", "2.15"),

@@ -60,7 +60,8 @@ def plan_text(plan: PlanTable) -> str:
     no_rule = [p for p in grouped if p.kind == "no rule"]
     if no_rule:
         count = sum(p.kind == "no rule" for p in plan.problems)
-        lines += ["", f"warning: no rule matches these {count}, so they are replicated;"]
+        which = "this one, so it is" if count == 1 else f"these {count}, so they are"
+        lines += ["", f"warning: no rule matches {which} replicated;"]
         lines[-1] += ' add rules, or say layout_map.rest = "replicated"'
         subjects = [escaped(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
         width = max(map(len, subjects))

@@ -84,9 +84,23 @@ class KerasAdapter:
         complete(model, _x_of(batch))
 
     def with_optimizer(self, model: Any, optimizer: Any) -> Any:
-        """Return a model with an optimizer, if it has none."""
-        if optimizer is not None and getattr(model, "optimizer", None) is None:
-            model.compile(optimizer=optimizer() if callable(optimizer) else optimizer)
+        """Return a model with an optimizer in place of its own, by its name or what makes it.
+
+        Raises:
+            ScopeError: Keras has no optimizer of that name.
+        """
+        if optimizer is None:
+            return model
+        try:
+            made = keras.optimizers.get(optimizer() if callable(optimizer) else optimizer)
+        except ValueError as error:
+            raise ScopeError(
+                f"optimizer={optimizer!r}", why=str(error), fix='pass the name of one of Keras, as in "adamw"'
+            ) from error
+        if getattr(model, "compiled", False):
+            model.optimizer = made  # the loss stays
+        else:
+            model.compile(optimizer=made)
         return model
 
     def variables(self, model: Any) -> dict[str, Any]:
