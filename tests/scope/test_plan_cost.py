@@ -105,6 +105,15 @@ def test_the_optimizer_that_is_given_takes_the_place_of_the_models():
         lm.plan(make, layout_map, **options, optimizer="adamww")
 
 
+@pytest.mark.long  # XLA compiles in a process of its own; test_step_cost.py compares all figures
+def test_a_cost_that_is_verified_has_the_figures_of_xla_beside_its_own():
+    """Of the step in the plan: the same bytes of arguments, and both are printed."""
+    plan = plan_of({"up.kernel": (None, "model"), "down.kernel": ("model", None)}, on="h100", verify="cpu")
+
+    assert plan.cost.step.argument_bytes == plan.cost.verified.argument_bytes
+    assert "XLA for cpu" in str(plan.cost)
+
+
 def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
     """Another dim of the batch is another step."""
     plan = plan_of({}, on="v5p", batch_dim="model")
@@ -133,6 +142,7 @@ def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
             "use one of 'data', 'model'",
         ),
         ({"batch_dim": "data"}, "batch_dim='data' has no effect without on=", "leave batch_dim out"),
+        ({"verify": True}, "verify=True has no effect without on=", "leave verify out"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_before_a_model_is_made(options, what, fix):

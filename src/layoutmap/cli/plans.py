@@ -25,7 +25,7 @@ from layoutmap.scope.scope import plan as make_plan
 
 _OF_MODELS = (
     *("rules", "preset", "model_dim", "fsdp_dim", "dtype", "mesh", "inputs", "optimizer"),
-    *("backend", "library", "on"),
+    *("backend", "library", "on", "verify"),
 )
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -65,6 +65,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="MACHINE",
         help='the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the plan what a training step sends, '
         "holds and takes there; needs --inputs",
+    )
+    parser.add_argument(
+        "--verify",
+        metavar="DEVICE",
+        nargs="?",
+        const=True,
+        help="for --on: have XLA's own compiler make the step too, for those devices, which need not be there, or for "
+        'another one, as "cpu", and print its figures beside',
     )
     parser.add_argument(
         "--batch-dim",
@@ -142,6 +150,7 @@ def _plan_of_model(name: str, options: Any) -> Plan:
             optimizer=optimizer,
             on=options.on,
             batch_dim=options.batch_dim if options.on else None,
+            verify=options.verify or False,
         )
 
 

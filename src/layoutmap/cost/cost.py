@@ -10,6 +10,7 @@ from layoutmap.core.paths import merge_paths, path_shape, starred
 from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.cost.machine import Group, Machine
 from layoutmap.cost.table import Collective, StepCost
+from layoutmap.cost.verified import Verified
 
 OVERLAP = (
     "gathering weights and summing gradients overlaps with computing, as far as computing takes; "
@@ -88,17 +89,20 @@ class Cost:
         weights: Paths of the variables, with stars for numbers: what is exchanged because of one is a weight or a
             gradient, and all else are activations.
         batch_dim: The mesh dim over which batches are sharded; `None`: they are replicated.
+        verified: The figures of XLA's own compiler beside those of the step; files of plans do not have them.
 
     Attributes:
         step: See above.
         machine: See above.
         batch_dim: See above.
+        verified: See above.
     """
 
     step: StepCost
     machine: Machine
     weights: frozenset[str] = field(default=frozenset(), compare=False)
     batch_dim: str | None = None
+    verified: Verified | None = field(default=None, compare=False)
 
     # -- seconds
 
@@ -295,6 +299,7 @@ class Cost:
             *self.counts,
             *([f"devices in the order of the mesh: {mesh}"] if mesh else []),
             *(f"assumed: {each}" for each in self.assumptions),
+            *(["", str(self.verified)] if self.verified else []),
         ]
         return "\n".join(lines)
 

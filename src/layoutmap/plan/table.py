@@ -19,6 +19,7 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.table import StepCost
+from layoutmap.cost.verified import Verified
 from layoutmap.plan.problems import Problem, group_problems, in_order
 from layoutmap.rules.near_misses import nearest
 
@@ -134,10 +135,16 @@ class PlanTable(Mapping[str, Assignment]):
         """The same plan with more problems."""
         return replace(self, problems=in_order([*self.problems, *problems]))
 
-    def with_cost(self, step: StepCost, machine: Machine, batch_dim: str | None = None) -> Self:
+    def with_cost(
+        self,
+        step: StepCost,
+        machine: Machine,
+        batch_dim: str | None = None,
+        verified: Verified | None = None,
+    ) -> Self:
         """The same plan with what a training step costs on a machine."""
         paths = {starred(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)}
-        return replace(self, cost=Cost(step, machine, frozenset(paths), batch_dim))
+        return replace(self, cost=Cost(step, machine, frozenset(paths), batch_dim, verified))
 
     def check(self, *, strict: bool = False) -> Self:
         """Raise once, with every error; give the plan back if there is none.

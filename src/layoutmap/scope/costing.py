@@ -11,6 +11,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import machine_for
+from layoutmap.cost.verified import Verified
 from layoutmap.engines import step_counter
 from layoutmap.plan.lint import usual_batch_dim
 from layoutmap.scope.context import Scope
@@ -25,15 +26,17 @@ class Asked:
         machine: What it runs on.
         batch_dim: The mesh dim over which batches are sharded; `None`: the usual one.
         loss: What is derived; `None`: the model's own.
+        target: What XLA compiles the step for; `None`: it does not.
     """
 
     machine: Machine
     batch_dim: str | None
     loss: Callable[..., Any] | None
+    target: str | None
 
 
 def asked_cost(
-    on: Any, mesh: Mesh, batch_dim: str | None, loss: Any, inputs: Any, engine: str
+    on: Any, mesh: Mesh, batch_dim: str | None, loss: Any, inputs: Any, verify: bool | str, engine: str
 ) -> Asked | None:
     """Check what is asked of the cost of a step, before a model is made; `None`: it is not asked for.
 
@@ -42,7 +45,7 @@ def asked_cost(
             missing, the engine counts no steps, or options are for a cost that nobody asks for.
     """
     if on is None:
-        for name, value in (("batch_dim", batch_dim), ("loss", loss)):
+        for name, value in (("batch_dim", batch_dim), ("loss", loss), ("verify", verify or None)):
             if value is not None:
                 raise ScopeError(
                     f"plan: {name}={value!r} has no effect without on=",
@@ -65,7 +68,13 @@ def asked_cost(
             fix='pass inputs=: anything with shape and dtype; for the command line --inputs "int32[64,4096]"',
         )
     step_counter(engine)
-    return Asked(machine, batch_dim, loss)
+    if verify and engine != "jax":
+        raise ScopeError(
+            f"plan: verify={verify!r} is for models on JAX, and this one is on {engine}",
+            why="it is XLA that compiles the step, and compares",
+            fix="leave verify out, or plan the same rules with the model on JAX",
+        )
+    return Asked(machine, batch_dim, loss, machine.device.name if verify is True else verify or None)
 
 
 def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
@@ -78,12 +87,14 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
     layouts = {a.variable.key: a for a in assignments}
     activations = dry.layout_map.activations
     policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
-    counted = step_counter(dry.adapter.engine_name)(step).count(
-        [layouts[v.key] for v in step.variables], policy
-    )
+    lowered, placed = step_counter(dry.adapter.engine_name)(step), [layouts[v.key] for v in step.variables]
+    counted = lowered.count(placed, policy)
     over = (
         f"sharded over {batch_dim}" if batch_dim else "replicated, since no mesh dim is known to shard them"
     )
-    return plan.with_cost(
-        replace(counted, notes=(f"batches are {over}", *counted.notes)), asked.machine, batch_dim
-    )
+    counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
+    verified = None
+    if asked.target:
+        made = lowered.compile(placed, policy, asked.target)
+        verified = Verified(counted, asked.target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
+    return plan.with_cost(counted, asked.machine, batch_dim, verified)

@@ -174,6 +174,7 @@ def plan(
     on: str | Machine | None = None,
     batch_dim: str | None = None,
     loss: Callable[..., Any] | None = None,
+    verify: bool | str = False,
 ) -> Plan:
     """Say where every variable of a model would go: the dry run of `build`, stopped before anything is made.
 
@@ -196,6 +197,10 @@ def plan(
             axis of activations, or else one that is called batch, data, dp or fsdp.
         loss: Called with what the model returns, returns a number, for `on`; `None`: the loss of the model, or else
             the mean of its squared outputs.
+        verify: Whether XLA's own compiler makes the step as well, for the devices of `on`, which need not be there, so
+            that `plan.cost.verified` has its figures beside those that were counted. A text is another device to
+            compile for; `"cpu"` needs nothing, GPUs need the extra `xla-gpu`, TPUs `xla-tpu`. It takes from seconds to
+            minutes, and is for models on JAX.
 
     Returns:
         The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.
@@ -204,6 +209,7 @@ def plan(
         PlanError: `strict`, and there are problems.
         ScopeError: The layout map has no mesh, or the function returned no model.
         LayoutMapError: There is no such machine, or it has another number of devices than the mesh.
+        EngineError: XLA has no compiler for the devices here, or cannot compile the step.
 
     Example:
         >>> import keras, layoutmap as lm
@@ -214,7 +220,7 @@ def plan(
     check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
     dry = Scope(layout_map, adapter, None)
-    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, adapter.engine_name)
+    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, verify, adapter.engine_name)
     with adapter.undisturbed():
         make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
         model = make_in(dry, make, inputs)
