@@ -267,13 +267,13 @@ down.kernel  shape  (16, 8) -> (32, 8)
 HELP = {
     ("--help",): """\
 usage: layoutmap [-h] [--version]
-                 plan | explain | lint | diff | checkpoint | devices | presets | schema |
+                 plan | explain | lint | diff | search | checkpoint | devices | presets | schema |
                  completion ...
 
 See where every weight of a model is placed, before a byte is allocated.
 
 positional arguments:
-  plan | explain | lint | diff | checkpoint | devices | presets | schema | completion
+  plan | explain | lint | diff | search | checkpoint | devices | presets | schema | completion
     plan                Print the plan of a model: every variable with its layout and bytes, and
                         all problems.
     explain             Explain why a variable has its layout, and what to type to change it.
@@ -281,6 +281,8 @@ positional arguments:
                         evidence.
     diff                Show what changes from one plan to another; the exit code is 1 if anything
                         does.
+    search              Find the layout map with which a training step takes least on a machine,
+                        and compare it with experts' maps.
     checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
     devices             List the devices of this process, and say which of a job it is.
     presets             List the presets of rules, and the published models that can be planned by
@@ -305,8 +307,8 @@ options:
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
                       [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--optimizer NAME]
-                      [--on MACHINE] [--batch-dim DIM] [--backend {jax,tensorflow,torch}]
-                      [--library {keras,torch,jax}]
+                      [--on MACHINE] [--verify [DEVICE]] [--batch-dim DIM]
+                      [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
 Show what changes from one plan to another; the exit code is 1 if anything does.
@@ -333,6 +335,9 @@ options:
                         also one of torch
   --on MACHINE          the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the
                         plan what a training step sends, holds and takes there; needs --inputs
+  --verify [DEVICE]     for --on: have XLA's own compiler make the step too, for those devices,
+                        which need not be there, or for another one, as "cpu", and print its
+                        figures beside
   --batch-dim DIM       the mesh dim over which the batch is sharded, for lint and --on; default:
                         that of the rules for activations, or one with a usual name
   --backend {jax,tensorflow,torch}

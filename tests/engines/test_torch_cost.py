@@ -63,7 +63,7 @@ def test_a_process_with_a_process_group_is_refused():
     """With why, and what to do; it keeps its group."""
     layout_map = lm.LayoutMap(lm.create_mesh("data=8", engine="torch"))
     layout_map.rest = "replicated"
-    lm.build(make, layout_map)
+    lm.build(make, layout_map, library="torch")
     with pytest.raises(
         LayoutMapError, match="the cost of a step cannot be counted in this process"
     ) as caught:

@@ -128,7 +128,21 @@ def test_a_reduction_sends_what_a_ring_sends(block):
 def test_products_are_counted_on_one_device(block):
     """Of three products for each weight but the first one's input gradient, a device computes its share of rows."""
     cost = block.count(lm.LayoutMap(MESH))
-    assert {"f32": 5 * 2 * ROWS // 4 * WIDTH * INNER} == dict(cost.flops)
+    assert {"float32": 5 * 2 * ROWS // 4 * WIDTH * INNER} == dict(cost.flops)
+
+
+def test_each_gradient_that_is_summed_is_named_for_its_weight():
+    """Those of biases, too: a layer is no cause, since no activation is summed."""
+
+    def make():
+        return keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(8, name="up"), keras.layers.Dense(4)])
+
+    step = lm.lower_step(
+        make, lm.LayoutMap(MESH), inputs=BATCH, batch_dim="data", optimizer="adam", library="keras"
+    )
+
+    causes = {each.cause for each in step.count(lm.LayoutMap(MESH)).collectives if each.phase == "backward"}
+    assert {"up.kernel", "up.bias", "dense.kernel", "dense.bias"} == causes
 
 
 @pytest.mark.parametrize("rules", [{}, MEGATRON], ids=["data", "megatron"])
@@ -138,7 +152,7 @@ def test_a_scan_costs_what_its_blocks_cost(rules):
     unrolled = lowered(Unrolled, rules).count(lm.LayoutMap(MESH, rules))
     scanned = lowered(Scanned, over_layers).count(lm.LayoutMap(MESH, over_layers))
     first = 2 * ROWS // 4 * WIDTH * INNER // (2 if rules else 1)
-    assert dict(scanned.flops) == {"f32": unrolled.flops["f32"] + first}
+    assert dict(scanned.flops) == {"float32": unrolled.flops["float32"] + first}
     extra = {("all_reduce", ("model",), ROWS // 4 * WIDTH * 4): 1} if rules else {}
     assert Counter(collectives(scanned)) == Counter(collectives(unrolled)) + Counter(extra)
 

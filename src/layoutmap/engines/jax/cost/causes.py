@@ -73,7 +73,7 @@ class Causes:
                     ]
                 elif op.is_update and (name := self._updated(op, value)):
                     return name
-                elif op.name in _PASSED_FORWARD or op.is_update:
+                elif op.name in _PASSED_FORWARD or op.is_update or _only_reshapes(op):
                     results = op.results
                 else:
                     continue
@@ -91,3 +91,8 @@ class Causes:
             if fits and (name := self._argument_behind(other)):
                 return name
         return ""
+
+
+def _only_reshapes(op: Op) -> bool:
+    """Whether an operation sums along axes of one element, as the gradient of a bias is."""
+    return op.name == "reduce" and op.operands[0].size == op.results[0].size
