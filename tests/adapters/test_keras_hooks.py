@@ -237,6 +237,8 @@ def test_a_newer_keras_warns_once(monkeypatch):
                 pass
     warn_if_untested.cache_clear()
     said = [(str(each.message).splitlines()[0], each.filename) for each in caught]
-    said = [each for each in said if "saw no layer" not in each[0]]  # of tf_keras, which another test may import
+    said = [
+        each for each in said if "saw no layer" not in each[0]
+    ]  # of tf_keras, which another test may import
 
     assert [("keras 99.0.0 is not a release that layoutmap was tested with", __file__)] == said

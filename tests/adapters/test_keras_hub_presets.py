@@ -116,6 +116,7 @@ if ON_TENSORFLOW:
 
 else:
 
+    @pytest.mark.long
     def test_a_task_generates_the_tokens_of_one_device(presets):
         """The tokens of `generate`, in a scope's layouts and plainly, are equal."""
         assert generated(load(presets / "one")).tolist() == generated(in_layouts(presets / "one")[0]).tolist()

@@ -135,7 +135,9 @@ def test_each_gradient_that_is_summed_is_named_for_its_weight():
     """Those of biases, too: a layer is no cause, since no activation is summed."""
 
     def make():
-        return keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(8, name="up"), keras.layers.Dense(4)])
+        return keras.Sequential(
+            [keras.Input((WIDTH,)), keras.layers.Dense(8, name="up"), keras.layers.Dense(4)]
+        )
 
     step = lm.lower_step(
         make, lm.LayoutMap(MESH), inputs=BATCH, batch_dim="data", optimizer="adam", library="keras"
