@@ -11,6 +11,7 @@ are in GB that each device sends on rings, memory in GB; beside each the quotien
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -168,17 +169,26 @@ def child(target, name, mesh):
     )
 
 
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", nargs="?", default="h100", help="what XLA compiles for")
+    parser.add_argument("models", nargs="?", default="", help="how the names of the models begin")
+    parser.add_argument("meshes", nargs="*", metavar="mesh", help=f"some of {', '.join(MESHES)}")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        child(options.target, options.models, *options.meshes)
+        return
+    print("| model | mesh | counted in s | compiled in s | sent | arguments | peak in GB | GB sent by kind |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for name in MODELS:
+        for mesh in options.meshes or MESHES:
+            if name.startswith(options.models):
+                command = [sys.executable, __file__, "--one", options.target, name, mesh]
+                subprocess.run(command, check=False)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 5 and sys.argv[1] == "--one":
-        child(*sys.argv[2:])
-    else:
-        _target = sys.argv[1] if len(sys.argv) > 1 else "h100"
-        _prefix = sys.argv[2] if len(sys.argv) > 2 else ""
-        print(
-            "| model | mesh | counted in s | compiled in s | sent | arguments | peak in GB | GB sent by kind |"
-        )
-        print("|---|---|---|---|---|---|---|---|")
-        for _name in MODELS:
-            for _mesh in sys.argv[3:] or MESHES:
-                if _name.startswith(_prefix):
-                    subprocess.run([sys.executable, __file__, "--one", _target, _name, _mesh], check=False)
+    main()

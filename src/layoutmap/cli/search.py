@@ -53,7 +53,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--keep", metavar="PATTERN", nargs="+", default=[], help="rules of --start that stay as they are"
     )
     parser.add_argument(
-        "--tries", metavar="N", type=int, default=48, help="how many maps are counted at most"
+        "--tries", metavar="N", type=int, default=32, help="how many maps are counted at most"
     )
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="decides the order in which layouts are tried"

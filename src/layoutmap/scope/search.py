@@ -108,7 +108,7 @@ def search(
     batch_dim: str | None = None,
     start: RuleSet | None = None,
     keep: Iterable[str] = (),
-    tries: int = 48,
+    tries: int = 32,
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
     verify: bool = False,
