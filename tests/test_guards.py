@@ -1,5 +1,6 @@
 """The pre-commit hooks and the CI step guard the layouts of a small project: that of the page about them."""
 
+import copy
 import os
 import re
 import subprocess
@@ -124,7 +125,7 @@ def hooks_of(folder, **change):
     """A repository with the hooks of this one, and the page's configuration that takes them from there."""
     folder.mkdir()
     (folder / ".pre-commit-hooks.yaml").write_text(yaml.safe_dump([{**hook, **change} for hook in HOOKS]))
-    (repository,) = CONFIG["repos"]
+    (repository,) = copy.deepcopy(CONFIG["repos"])  # a test changes what is passed to the hooks
     return {"repos": [{**repository, "repo": str(folder), "rev": commit(folder)}]}
 
 
