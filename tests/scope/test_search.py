@@ -125,6 +125,15 @@ def test_a_file_keeps_figures(tmp_path):
     assert str(first) == str(second)
 
 
+@pytest.mark.long
+def test_figures_are_those_of_a_dim_of_the_batch(tmp_path):
+    """With the batch over another dim, a map has figures of its own in the file."""
+    cache, mesh = tmp_path / "figures.json", "data=2,model=4"
+    find(6, cache=cache, mesh=mesh, batch_dim="data")
+    again, alone = (find(6, cache=each, mesh=mesh, batch_dim="model") for each in (cache, None))
+    assert str(alone) == str(again)
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -136,7 +145,7 @@ def test_a_file_keeps_figures(tmp_path):
         ({"keep": ["up"]}, "search: keep='up' is no rule of start"),
         ({"start": {"up": ("model",)}}, "search: start={'up': ('model',)} is no layout map"),
         ({"inputs": None}, "search: there are no inputs"),
-        ({"make_model": narrow}, "Sequential: it fails when it is called with the inputs"),
+        ({"make_model": narrow}, "narrow: it cannot be called with inputs of these shapes"),
         (
             {"inputs": jax.ShapeDtypeStruct((3, 64), "float32")},
             "search: a batch of 3 cannot be sharded evenly on h100:64",

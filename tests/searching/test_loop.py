@@ -1,10 +1,11 @@
 """The search, on a model whose steps cost what a formula says."""
 
 import itertools
+import os
 
 import pytest
 
-from layoutmap.core.errors import PlanError
+from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.plan.planner import make_table
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.searching.experts import expert_of, experts, fitting_preset
@@ -143,14 +144,42 @@ def test_a_search_begun_again_asks_for_nothing(tmp_path):
         return costs(of)(layout_map)
 
     def kept_run(fingerprint):
-        file = KeptFigures(tmp_path / "figures.json", fingerprint)
-        found = run(of, file.around(evaluate), most=60).best.layout_map
+        file = KeptFigures(tmp_path / "figures.json")
+        found = run(of, file.around(evaluate, fingerprint), most=60).best.layout_map
         file.write()
         return found, len(asked)
 
     first, second, other = kept_run("a"), kept_run("a"), kept_run("b")
     assert first == second
     assert (other[0], other[1]) == (first[0], 2 * first[1])
+
+
+def test_a_file_that_keeps_no_figures_is_refused_and_stays(tmp_path):
+    """Of another program, of figures that are none, a pipe, in no folder: before a model is made, with a fix."""
+    os.mkfifo(tmp_path / "pipe")
+    for name, text in (
+        ("other.json", '{"version": 2}'),
+        ("broken.json", '{"version": 1, "figures": {"a": 3}}'),
+        ("text.json", "no JSON"),
+        ("texts.json", '{"version": 1, "figures": {"a": {"b": ["x", 1, 2]}}}'),
+    ):
+        (tmp_path / name).write_text(text)
+    for name in ("other.json", "broken.json", "text.json", "texts.json", "pipe", "none/figures.json"):
+        with pytest.raises(LayoutMapError, match=f"{name} (keeps no figures|cannot be written)") as caught:
+            KeptFigures(tmp_path / name)
+        assert caught.value.why
+        assert "cache=" in caught.value.fix
+    assert "no JSON" == (tmp_path / "text.json").read_text()
+
+
+def test_figures_that_cannot_be_written_are_a_warning(tmp_path):
+    """What was found counts more; nothing half written is left."""
+    (tmp_path / "folder").mkdir()
+    file = KeptFigures(tmp_path / "folder" / "figures.json")
+    (tmp_path / "folder").rmdir()
+    with pytest.warns(LayoutMapWarning, match="the figures of the search are not kept"):
+        file.write()
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_no_preset_is_for_a_model_that_it_does_not_know():

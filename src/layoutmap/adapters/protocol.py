@@ -225,7 +225,11 @@ class Adapter(Protocol):
         ...
 
     def with_optimizer(self, model: Any, optimizer: Any) -> Any:
-        """Return a model with an optimizer, where models of the library carry one and it has none."""
+        """Return a model with an optimizer in place of its own, where models of the library carry one.
+
+        Raises:
+            ScopeError: The library has no optimizer of that name.
+        """
         ...
 
     def variables(self, model: Any) -> dict[str, Any]:

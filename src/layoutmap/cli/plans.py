@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters import ADAPTERS, imported_adapter
+from layoutmap.adapters import ADAPTERS, find_adapter, imported_adapter
 from layoutmap.cli.models import add_preset_options, known_model, make_of, preset_of
 from layoutmap.cli.output import say
 from layoutmap.cli.users_code import function_named, names_of, users_code
@@ -127,6 +127,8 @@ def _plan_of_model(name: str, options: Any) -> Plan:
     inputs = inputs_of(options.inputs)
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
+    elif options.on:
+        os.environ.setdefault("KERAS_BACKEND", "jax")  # which counts steps; Keras's own choice is TensorFlow
     mesh = Mesh(None, options.mesh) if options.mesh else None
     known = known_model(name)
     module_name, function_name = names_of(name)
@@ -185,19 +187,19 @@ def num_rules(name: str) -> int:
 def _with_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
     def make() -> Any:
         model = make_model()
-        if not hasattr(model, "compile") or not hasattr(model, "stateless_call"):
+        adapter = find_adapter(model)
+        if adapter is None or adapter.name != "keras":
             raise LayoutMapError(
                 f"--optimizer {optimizer}: {type(model).__name__} is not a Keras model",
                 why="only the slots of Keras optimizers can be planned",
                 fix="leave --optimizer out",
             )
         try:
-            model.compile(optimizer=optimizer)
-        except ValueError as error:
+            return adapter.with_optimizer(model, optimizer)
+        except ScopeError as error:
             raise LayoutMapError(
-                f"--optimizer {optimizer}", why=str(error), fix="use adamw, sgd, ..."
+                f"--optimizer {optimizer}", why=error.why, fix="use adamw, sgd, ..."
             ) from error
-        return model
 
     return make
 

@@ -1,7 +1,7 @@
 """What a training step costs, from shapes: no device, no array and no compiler.
 
 lowered = lm.lower_step(make_model, layout_map, inputs=..)     traced once: seconds
-lowered.count(layout_map)                                      a tenth of a second for each map
+lowered.count(layout_map)                                      less than a second for each map
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layoutmap.adapters import get_adapter, imported_adapter
-from layoutmap.core.errors import LayoutMapError, ScopeError, brief
+from layoutmap.core.errors import ScopeError
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment
@@ -47,7 +47,7 @@ class LoweredStep:
         return make_plan(self._variables, layout_map, free_activations=True)
 
     def count(self, layout_map: RuleSet, *, batch_dim: str | None = None) -> StepCost:
-        """Count what a step does under rules; it takes about a tenth of a second.
+        """Count what a step does under rules; of Llama 3.1 405B on 4,096 devices it takes less than a second.
 
         Args:
             layout_map: The rules, those for activations too, on any mesh.
@@ -88,9 +88,8 @@ class LoweredStep:
             EngineError: See `compile`.
         """
         assignments, policy = self._placed(layout_map, batch_dim)
-        made = self._lowered.compile(assignments, policy, target)
         cost = self._lowered.count(assignments, policy)
-        return Verified(cost, target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
+        return self._lowered.verify(assignments, policy, target, cost)
 
     def _placed(self, layout_map: RuleSet, batch_dim: str | None) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()
@@ -150,32 +149,9 @@ def lower_step(
         )
     dry = Scope(layout_map, adapter, None)
     with adapter.undisturbed():
-        model = _made(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
+        model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
         step = dry.session.step(model, inputs, optimizer, loss)
     return LoweredStep(step, batch_dim)
-
-
-def _made(dry: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
-    """Return the model that a function makes; what fails when that is called is said to be its inputs."""
-    made: list[Any] = []
-
-    def make() -> Any:
-        made.append(make_model())
-        return made[0]
-
-    try:
-        return make_in(dry, make, inputs)
-    except LayoutMapError:
-        raise
-    except Exception as error:
-        if not made:
-            raise
-        raise ScopeError(
-            f"{type(made[0]).__name__}: it fails when it is called with the inputs",
-            facts={"inputs": brief(inputs), type(error).__name__: str(error).strip()},
-            why="a step is traced with the shapes and types of its inputs",
-            fix="pass inputs of the shapes and types that the model is called with, the global batch first",
-        ) from error
 
 
 def step_cost(

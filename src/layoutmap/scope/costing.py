@@ -11,7 +11,6 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import machine_for
-from layoutmap.cost.verified import Verified
 from layoutmap.engines import step_counter
 from layoutmap.plan.lint import usual_batch_dim
 from layoutmap.scope.context import Scope
@@ -93,8 +92,5 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
         f"sharded over {batch_dim}" if batch_dim else "replicated, since no mesh dim is known to shard them"
     )
     counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
-    verified = None
-    if asked.target:
-        made = lowered.compile(placed, policy, asked.target)
-        verified = Verified(counted, asked.target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
+    verified = lowered.verify(placed, policy, asked.target, counted) if asked.target else None
     return plan.with_cost(counted, asked.machine, batch_dim, verified)

@@ -168,6 +168,7 @@ def search(
     machine = machine_for(on, given) if given else _machine(on)
     kept = _kept(start, keep, given)
     limit = machine.device.memory_bytes if memory is None else memory
+    known = None if cache is None else KeptFigures(cache)
     lowered = lower_step(
         make_model,
         LayoutMap(Mesh(None, {"data": machine.num_devices})),
@@ -186,13 +187,14 @@ def search(
         RuleSet(meshes[0].mesh, rest="replicated")
     )  # what layers return is known once a step has been traced
     model = Model(tuple(lowered.step.variables), blocks_of(lowered.outputs, lowered.step.variables), kept)
-    known = KeptFigures(cache, f"{lowered.fingerprint} {machine!r}") if cache is not None else None
+    over = sorted({str(grid.data) for grid in meshes})  # what shards the batch, which no rule says
+    fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
     with _Progress(progress) as shown:
         try:
             outcome = find(
                 model,
                 _maps_of_experts(model, meshes, start, kept),
-                known.around(evaluate) if known else evaluate,
+                known.around(evaluate, fingerprint) if known else evaluate,
                 limit=limit,
                 most=tries,
                 seed=seed,

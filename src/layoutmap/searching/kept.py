@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-from typing import Any, cast
+import warnings
+from typing import Any
 
-from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.searching.loop import Evaluate, Figures
 
@@ -20,50 +21,77 @@ class KeptFigures:
 
     Args:
         path: The file; it need not exist.
-        fingerprint: What the figures depend on besides the map.
 
     Raises:
-        LayoutMapError: There is another file of that name.
+        LayoutMapError: There is another file of that name, or no folder for it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], fingerprint: str):
-        self._path, self._fingerprint = os.fspath(path), fingerprint
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path = os.fspath(path)
         self._all: dict[str, dict[str, Any]] = {}
+        folder = os.path.dirname(os.path.abspath(self._path))
+        if not os.path.isdir(folder):
+            raise LayoutMapError(
+                f"{self._path} cannot be written",
+                why=f"{folder} is no folder",
+                fix="name a file in a folder that exists for cache=",
+            )
         if os.path.exists(path):
             self._all = self._read()
-        self._mine = self._all.setdefault(fingerprint, {})
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        found: Any = None
-        with contextlib.suppress(OSError, ValueError), open(self._path, encoding="utf-8") as file:
-            found = json.load(file)
-        fields = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-        if fields.get("version") != VERSION or not isinstance(fields.get("figures"), dict):
+        try:
+            if not os.path.isfile(self._path):  # to open a pipe would wait for who writes it
+                raise ValueError("no regular file")
+            with open(self._path, encoding="utf-8") as file:
+                found = json.load(file)
+            if found["version"] != VERSION:
+                raise ValueError(found["version"])
+            return {
+                step: {key: [*map(float, figures)] for key, figures in maps.items() if len(figures) == 3}
+                for step, maps in found["figures"].items()
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise LayoutMapError(
                 f"{self._path} keeps no figures of a search",
                 why=f"it is no JSON of version {VERSION} of that form",
                 fix="name another file for cache=, or delete it",
-            )
-        return fields["figures"]
+            ) from error
 
-    def around(self, evaluate: Evaluate) -> Evaluate:
-        """The same function, which is asked only for maps whose figures are not in the file."""
+    def around(self, evaluate: Evaluate, fingerprint: str) -> Evaluate:
+        """The same function, which is asked only for maps whose figures are not in the file.
+
+        Args:
+            evaluate: The function.
+            fingerprint: What the figures depend on besides the map.
+        """
+        mine = self._all.setdefault(fingerprint, {})
 
         def evaluate_once(layout_map: RuleSet) -> Figures:
             key = hashlib.sha256(layout_map.to_yaml().encode()).hexdigest()[:16]
-            known = self._mine.get(key)
+            known = mine.get(key)
             if known is None:
                 found = evaluate(layout_map)
-                self._mine[key] = [found.seconds, found.peak_bytes, found.serial_seconds]
+                mine[key] = [found.seconds, found.peak_bytes, found.serial_seconds]
                 return found
             return Figures(float(known[0]), int(known[1]), float(known[2]))
 
         return evaluate_once
 
     def write(self) -> None:
-        """Write the file: all of it, or nothing."""
+        """Write the file: all of it, or nothing, with a warning, since what was found counts more."""
         text = json.dumps({"version": VERSION, "figures": self._all}, indent=1)
         new = f"{self._path}.{os.getpid()}.new"
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(new, self._path)
+        try:
+            with open(new, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            os.replace(new, self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+            warning = LayoutMapWarning(
+                f"{self._path}: the figures of the search are not kept",
+                why=error.strerror or str(error),
+                fix="make room for them, or name another file for cache=",
+            )
+            warnings.warn(warning, stacklevel=2)

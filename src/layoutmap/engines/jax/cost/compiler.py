@@ -3,7 +3,8 @@
 A process of its own, since the number of simulated CPU devices and the plugins of JAX are fixed when JAX starts. It is
 given the name of a target and a file with the module, and writes what XLA made of it beside that, as JSON.
 
-Private names, tested on jax 0.10: `jax._src.compiler`, for modules that no `jax.jit` has made.
+Private names, tested on jax 0.10, all but those of `shardy` in this file: `get_compile_options` and
+`backend_compile_and_load` of `jax._src.compiler`, for modules that no `jax.jit` has made, and `jaxlib.xla_client`.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ def _devices(target: Target, num_devices: int) -> list[Any]:
 def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
     import numpy as np
     from jax._src import compiler
-    from jax._src.interpreters import mlir
     from jaxlib import xla_client
-    from jaxlib.mlir import ir
+
+    from layoutmap.engines.jax.cost import shardy
 
     devices = _devices(target, num_devices)[:num_devices]
     assignment = np.array([device.id for device in devices]).reshape(1, num_devices)
     options = compiler.get_compile_options(1, num_devices, assignment)
-    with mlir.make_ir_context():
-        parsed = ir.Module.parse(module)
+    with shardy.context():
+        parsed = shardy.parsed(module)
         made = compiler.backend_compile_and_load(
             devices[0].client, parsed, xla_client.DeviceList(tuple(devices)), options, []
         )

@@ -19,6 +19,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import Collective, StepCost
+from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax.cost import shardy
 from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module
 from layoutmap.engines.jax.cost.counting import Counts, count
@@ -176,6 +177,13 @@ class LoweredStep:
         layouts = {a.variable.key: a.layout for a in assignments}
         placed = self._placed(self._lowered({}), layouts, policy)
         return compile_module(str(placed), policy.mesh.size, target)
+
+    def verify(
+        self, assignments: Sequence[Assignment], policy: LayoutPolicy, target: str, counted: StepCost
+    ) -> Verified:
+        """Return what was counted beside what XLA says of the same step; see `compile`."""
+        made = self.compile(assignments, policy, target)
+        return Verified(counted, target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
 
     def _lowered(self, skipped: Mapping[str, str]) -> _Lowered:
         key = frozenset(skipped)

@@ -7,6 +7,7 @@ Tested on jaxlib 0.10.2.
     sdy-insert-explicit-reshards{enable-full-version=true}, sdy-reshard-to-collectives
                                                     say what travels, with dims of the mesh
     #sdy.sharding, sdy.mesh, sdy.sharding_constraint                        their texts
+    jax._src.interpreters.mlir.make_ir_context      MLIR with JAX's dialects
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ def _unsupported(missing: str) -> EngineError:
     )
 
 
+def context() -> Any:
+    """Return MLIR with the dialects that modules of JAX are written in, to be entered."""
+    from jax._src.interpreters import mlir
+
+    return mlir.make_ir_context()
+
+
+def parsed(text: str) -> Any:
+    """Return the module of a text, in the context that is open."""
+    return _ir.Module.parse(text)
+
+
 @functools.cache
 def check() -> None:
     """Refuse a jaxlib without the passes.
@@ -59,9 +72,7 @@ def check() -> None:
     """
     if _missing:
         raise _unsupported(_missing)
-    from jax._src.interpreters import mlir  # the dialects of a context
-
-    with mlir.make_ir_context():
+    with context():
         for each in PASSES:
             try:
                 _PassManager.parse(each)
