@@ -1,6 +1,7 @@
 """How near the counted cost of a training step comes to what XLA's compiler makes of it.
 
     python benchmarks/step_cost.py                       all models on all meshes, for H100: an hour
+    python benchmarks/step_cost.py --large               what counting takes for 405 billion parameters, on 512x8
     python benchmarks/step_cost.py cpu llama 8x8         for another target, models that start so, one mesh
 
 Models of keras-hub with published widths and four layers (Mixtral two, Whisper two in each stack), in bfloat16, with
@@ -12,7 +13,9 @@ are in GB that each device sends on rings, memory in GB; beside each the quotien
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -169,6 +172,41 @@ def child(target, name, mesh):
     )
 
 
+def large():
+    """What it takes to count a step of Llama 3.1 with 405 billion parameters."""
+    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    import keras
+
+    import layoutmap as lm
+    from layoutmap.rules import zoo
+
+    model, making = zoo.model("llama3_405b"), []
+    imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def make():
+        start = time.process_time()
+        made = model.make(dtype="bfloat16")
+        making.append(time.process_time() - start)
+        return made
+
+    names = ("token_ids", "padding_mask")
+    inputs = {name: keras.Input(batch_shape=(512, 4096), dtype="int32") for name in names}
+    layout_map = lm.LayoutMap.preset("llama", lm.Mesh(None, "data=512,model=8"), fsdp_dim="data")
+    options = {"inputs": inputs, "batch_dim": "data", "optimizer": "adamw", "library": "keras"}
+    times = [time.process_time()]
+    lowered = lm.lower_step(make, layout_map, **options)
+    times.append(time.process_time())
+    for _ in range(2):
+        lowered.count(layout_map)
+        times.append(time.process_time())
+    lower, first, more = (b - a for a, b in itertools.pairwise(times))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"CPU seconds: lowered {lower:.1f}, of which the model {making[0]:.1f}; the first count {first:.1f}, "
+        f"another {more:.1f}; {peak >> 10} MiB, {imports >> 10} of them after imports"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -176,10 +214,14 @@ def main():
     parser.add_argument("target", nargs="?", default="h100", help="what XLA compiles for")
     parser.add_argument("models", nargs="?", default="", help="how the names of the models begin")
     parser.add_argument("meshes", nargs="*", metavar="mesh", help=f"some of {', '.join(MESHES)}")
+    parser.add_argument("--large", action="store_true", help="what counting takes for a large model")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         child(options.target, options.models, *options.meshes)
+        return
+    if options.large:
+        large()
         return
     print("| model | mesh | counted in s | compiled in s | sent | arguments | peak in GB | GB sent by kind |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
