@@ -90,6 +90,17 @@ def test_the_rules_are_those_of_their_file(found):
     }
 
 
+def test_what_xla_compiles_decides_whether_a_map_fits():
+    """A map that fits as it is counted and not as XLA compiles it is passed over; the text says what is compiled."""
+    limit = 5_100_000  # of the best map that fits 4.16 MB are counted, and 5.27 MB compiled
+    verified = find(9, memory=limit, verify="cpu")
+    refused = [row for row in verified.rows if row[-1].endswith("as XLA compiles it")]
+    assert verified.compiled.peak_bytes <= limit < 5_200_000
+    assert ["Megatron's split, fully sharded (preset gpt2_nnx)"] == [row[0] for row in refused]
+    assert "compiled by XLA for cpu" in str(verified)
+    assert verified.cost.verified is verified.compiled
+
+
 def test_a_module_of_nnx():
     """A module of flax.nnx is searched alike, and gets rules for its own paths."""
     found = lm.search(

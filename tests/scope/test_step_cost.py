@@ -1,5 +1,6 @@
 """What a training step costs, from shapes: the collectives that theory says, and XLA's own figures."""
 
+import importlib.util
 from collections import Counter
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
 from layoutmap.core.variables import itemsize
+from layoutmap.engines.jax.cost.targets import TARGETS
 
 MESH = lm.Mesh(None, "data=4,model=2")
 ROWS, WIDTH, INNER, DEPTH = 32, 64, 128, 6
@@ -205,6 +207,27 @@ def test_xla_sends_what_was_counted(kind):
     arguments = found.rows[-2]
     assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
     assert arguments[1] == arguments[2]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                not any(map(importlib.util.find_spec, TARGETS[name].modules)),
+                reason=f'needs pip install "layoutmap[{TARGETS[name].extra}]", hundreds of MB',
+            ),
+        )
+        for name in ("h100", "v5e", "v5p")
+    ],
+)
+def test_xla_for_devices_that_are_not_there_sends_what_was_counted(target):
+    """The compilers for GPUs and TPUs have the collectives that were counted, to the byte; TPUs pad small arguments."""
+    found = lowered(Unrolled, MEGATRON, optax.adam(1e-3)).verify(lm.LayoutMap(MESH, MEGATRON), target=target)
+    arguments = found.rows[-2]
+    assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
+    assert arguments[1] == pytest.approx(arguments[2], rel=0 if target == "h100" else 0.05)
 
 
 def test_random_keys_and_states_are_arguments():

@@ -63,8 +63,11 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--verify",
-        action="store_true",
-        help="have XLA compile what is found for such devices, which need not be there",
+        metavar="DEVICE",
+        nargs="?",
+        const=True,
+        default=False,
+        help="have XLA compile what is found for such devices, which need not be there, or for DEVICE",
     )
     parser.add_argument(
         "--write", metavar="FILE", help='also write the rules to a file, for --rules; "-": to stdout'

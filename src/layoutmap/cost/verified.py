@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from layoutmap.core.errors import EngineError
 from layoutmap.core.text_table import size, text_table
 from layoutmap.cost.table import StepCost
+
+
+class TooLargeError(EngineError):
+    """A step that XLA does not compile, since the memory of a device is too small for it.
+
+    Attributes:
+        peak_bytes: What a device would have to hold; 0 where XLA does not say it.
+    """
+
+    def __init__(self, what: str, *, peak_bytes: int = 0, **rest: Any):
+        super().__init__(what, **rest)
+        self.peak_bytes = peak_bytes
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_maker
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
+from layoutmap.scope.progress import Waiting
 from layoutmap.scope.scope import make_in
 
 
@@ -72,24 +73,34 @@ class LoweredStep:
             A value with `collectives`, `sent_by_kind`, `argument_bytes` and `peak_bytes`, as XLA has them.
 
         Raises:
-            EngineError: The plugin for the target is not installed, or XLA cannot compile the step.
+            EngineError: The plugin for the target is not installed, or XLA cannot compile the step. XLA for TPUs
+                compiles no step that does not fit their memory.
         """
         return self._lowered.compile(*self._placed(layout_map, batch_dim), target)
 
-    def verify(self, layout_map: RuleSet, *, batch_dim: str | None = None, target: str = "cpu") -> Verified:
+    def verify(
+        self,
+        layout_map: RuleSet,
+        *,
+        batch_dim: str | None = None,
+        target: str = "cpu",
+        progress: bool | None = None,
+    ) -> Verified:
         """Count the step under rules, and have XLA compile it: both side by side, to be printed.
 
         Args:
             layout_map: See `count`.
             batch_dim: See `count`.
             target: See `compile`.
+            progress: Whether to show on stderr for how long XLA has compiled; `None`: if it takes long, on a terminal.
 
         Raises:
             EngineError: See `compile`.
         """
         assignments, policy = self._placed(layout_map, batch_dim)
         cost = self._lowered.count(assignments, policy)
-        return self._lowered.verify(assignments, policy, target, cost)
+        with Waiting(f"XLA compiles the step for {target}", enabled=progress) as shown:
+            return self._lowered.verify(assignments, policy, target, cost, shown)
 
     def _placed(self, layout_map: RuleSet, batch_dim: str | None) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()

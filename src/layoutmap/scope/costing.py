@@ -15,6 +15,7 @@ from layoutmap.engines import step_counter
 from layoutmap.plan.lint import usual_batch_dim
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
+from layoutmap.scope.progress import Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,22 @@ def asked_cost(
             why="it is XLA that compiles the step, and compares",
             fix="leave verify out, or plan the same rules with the model on JAX",
         )
-    return Asked(machine, batch_dim, loss, machine.device.name if verify is True else verify or None)
+    return Asked(machine, batch_dim, loss, target_of(verify, machine))
+
+
+def target_of(verify: bool | str, machine: Machine) -> str | None:
+    """Return what XLA is to compile for; `None`: it is not to.
+
+    Raises:
+        EngineError: XLA cannot compile for it, or its compiler is not installed.
+    """
+    if not verify:
+        return None
+    from layoutmap.engines.jax.cost.targets import target_named  # late: it imports JAX
+
+    name = machine.device.name if verify is True else verify
+    target_named(name)
+    return name
 
 
 def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
@@ -92,5 +108,8 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
         f"sharded over {batch_dim}" if batch_dim else "replicated, since no mesh dim is known to shard them"
     )
     counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
-    verified = lowered.verify(placed, policy, asked.target, counted) if asked.target else None
+    verified = None
+    if asked.target:
+        with Waiting(f"XLA compiles the step for {asked.target}") as shown:
+            verified = lowered.verify(placed, policy, asked.target, counted, shown)
     return plan.with_cost(counted, asked.machine, batch_dim, verified)

@@ -15,38 +15,27 @@ _PATIENCE_SECONDS = 2.0
 _BETWEEN_SECONDS = 0.1
 
 
-class Progress:
-    """Shows how many variables are done, and which share of the bytes; clears its line in the end.
+class _Line:
+    """A line that is written again and again, and cleared in the end.
 
     Args:
-        variables: The variables, by key.
         enabled: Whether to show it; `None`: on a terminal and in a notebook, if the work takes more than two seconds.
-        verb: What is done with them, as in `"saved"`; empty: they are materialized, which needs no word.
     """
 
-    def __init__(self, variables: Mapping[str, VariableSpec], *, enabled: bool | None = None, verb: str = ""):
-        self._variables = variables
-        self._total_bytes = sum(variable.global_bytes for variable in self._variables.values()) or 1
-        self._made = self._made_bytes = 0
+    def __init__(self, enabled: bool | None = None):
         self._enabled = _is_watched() if enabled is None else enabled
         self._next = time.monotonic() + (0 if enabled else _PATIENCE_SECONDS)
         self._width = 0  # of the line that is shown
-        self._verb = f" {verb}" * bool(verb)
 
     def __enter__(self) -> Self:
         return self
 
-    def __call__(self, key: str) -> None:
-        """Count the variable of a key as done."""
-        variable = self._variables[key]
-        self._made += 1
-        self._made_bytes += variable.global_bytes
+    def _is_due(self) -> bool:
         now = time.monotonic()
-        if self._enabled and now >= self._next:
-            self._next = now + _BETWEEN_SECONDS
-            share = 100 * self._made_bytes // self._total_bytes
-            counts = f"{self._made}/{len(self._variables)} variables{self._verb}, {share}%"
-            self._show(f"layoutmap: {counts}  {escaped(variable.path)}")
+        if not self._enabled or now < self._next:
+            return False
+        self._next = now + _BETWEEN_SECONDS
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,6 +48,51 @@ class Progress:
         sys.stderr.write(f"\r{line.ljust(self._width)}\r{line}")
         sys.stderr.flush()
         self._width = len(line)
+
+
+class Progress(_Line):
+    """Shows how many variables are done, and which share of the bytes; clears its line in the end.
+
+    Args:
+        variables: The variables, by key.
+        enabled: See `_Line`.
+        verb: What is done with them, as in `"saved"`; empty: they are materialized, which needs no word.
+    """
+
+    def __init__(self, variables: Mapping[str, VariableSpec], *, enabled: bool | None = None, verb: str = ""):
+        super().__init__(enabled)
+        self._variables = variables
+        self._total_bytes = sum(variable.global_bytes for variable in self._variables.values()) or 1
+        self._made = self._made_bytes = 0
+        self._verb = f" {verb}" * bool(verb)
+
+    def __call__(self, key: str) -> None:
+        """Count the variable of a key as done."""
+        variable = self._variables[key]
+        self._made += 1
+        self._made_bytes += variable.global_bytes
+        if self._is_due():
+            share = 100 * self._made_bytes // self._total_bytes
+            counts = f"{self._made}/{len(self._variables)} variables{self._verb}, {share}%"
+            self._show(f"layoutmap: {counts}  {escaped(variable.path)}")
+
+
+class Waiting(_Line):
+    """Shows for how many seconds something has taken; clears its line in the end.
+
+    Args:
+        what: What is done, as in `"XLA compiles the step"`.
+        enabled: See `_Line`.
+    """
+
+    def __init__(self, what: str, *, enabled: bool | None = None):
+        super().__init__(enabled)
+        self._what, self._begin = what, time.monotonic()
+
+    def __call__(self) -> None:
+        """Show how long it has taken so far."""
+        if self._is_due():
+            self._show(f"layoutmap: {self._what}, {time.monotonic() - self._begin:.0f} s")
 
 
 def _is_watched() -> bool:

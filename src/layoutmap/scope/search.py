@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from layoutmap.core.arguments import kind_of
@@ -18,12 +17,15 @@ from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import machine_for, machine_named
 from layoutmap.cost.table import StepCost
+from layoutmap.cost.verified import Verified
 from layoutmap.rules.near_misses import nearest
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.scope.cost import LoweredStep, lower_step
+from layoutmap.scope.costing import target_of
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.searching.experts import Expert, expert_of, experts, fitting_preset
+from layoutmap.searching.finalists import first_that_fits
 from layoutmap.searching.kept import KeptFigures
 from layoutmap.searching.loop import Figures, Outcome, Tried
 from layoutmap.searching.loop import search as find
@@ -47,10 +49,10 @@ class SearchResult:
         num_tried: For how many maps the cost was counted.
         is_complete: Whether the search came to its end; `False`: it was interrupted.
         compiled: What XLA's compiler makes of a step with it, with `peak_bytes` and `sent_bytes`; `None` without
-            `verify`.
+            `verify`, or if an interrupt came before.
     """
 
-    def __init__(self, outcome: Outcome, plan: Plan, batch_dim: str | None, compiled: Any = None):
+    def __init__(self, outcome: Outcome, plan: Plan, batch_dim: str | None, target: str | None = None):
         best = outcome.best.layout_map
         self.layout_map = LayoutMap(best.mesh, uneven=best.uneven, rest=best.rest)
         self.layout_map.update(best)
@@ -60,7 +62,8 @@ class SearchResult:
         self.rows = rows(outcome)
         self.num_tried = outcome.num_tried
         self.is_complete = outcome.is_complete
-        self.compiled = compiled
+        self.compiled = self.cost.verified
+        self._target = target
 
     @property
     def cost(self) -> Cost:
@@ -72,6 +75,9 @@ class SearchResult:
     def _line(self) -> str:
         seconds, peak = self.cost.step_seconds, size(self.cost.step.peak_bytes)
         ended = "" if self.is_complete else ", interrupted"
+        if self._target:
+            compiled = f", {size(self.compiled.peak_bytes)} compiled" if self.compiled else ", not verified"
+            peak += f" counted{compiled} by XLA for {self._target}"
         return (
             f"{duration(seconds)} a step on {self.cost.machine}, {peak}; {self.num_tried} maps tried{ended}"
         )
@@ -111,7 +117,7 @@ def search(
     tries: int = 32,
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
-    verify: bool = False,
+    verify: bool | str = False,
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:
@@ -138,8 +144,9 @@ def search(
         seed: Decides the order in which layouts are tried. The same arguments give the same map.
         cache: A file in which figures are kept beside a fingerprint of the step, so that a search begun again is quick.
         verify: Whether XLA compiles what is found for the machine, which need not be there, and the next best map is
-            taken where that needs more than the memory: seconds to minutes, with JAX's plugin for such devices.
-        progress: Whether to show the best so far on stderr; `None`: on a terminal.
+            taken where that needs more than the memory: seconds to minutes, with JAX's plugin for such devices. Or the
+            name of another device to compile for, as for `plan`. An interrupt leaves it at what is counted.
+        progress: Whether to show the best so far on stderr, and for how long XLA compiles; `None`: on a terminal.
         library: See `plan`.
 
     Raises:
@@ -167,6 +174,7 @@ def search(
     given = _mesh_given(mesh, start)
     machine = machine_for(on, given) if given else _machine(on)
     kept = _kept(start, keep, given)
+    target = target_of(verify, machine)
     limit = machine.device.memory_bytes if memory is None else memory
     known = None if cache is None else KeptFigures(cache)
     lowered = lower_step(
@@ -203,27 +211,13 @@ def search(
         finally:
             if known is not None:
                 known.write()
-    compiled: Any = None
-    if verify:
-        outcome, compiled = _verified(outcome, evaluate, limit)
+    compiled = None
+    if target and outcome.is_complete:
+        outcome, compiled = first_that_fits(
+            outcome, lambda tried: evaluate.verify(tried, target, progress), limit
+        )
     best = outcome.best.layout_map
-    return SearchResult(outcome, evaluate.plan(best), evaluate.batch_dim(best), compiled)
-
-
-def _verified(outcome: Outcome, evaluate: _Evaluation, limit: int) -> tuple[Outcome, Any]:
-    """The first of the best maps that fits when XLA has compiled it, and what it made."""
-    needed: list[str] = []
-    for tried in (outcome.best, *outcome.others):
-        compiled = evaluate.compile(tried.layout_map)
-        if compiled.peak_bytes <= limit:
-            return replace(outcome, best=tried), compiled
-        needed.append(size(compiled.peak_bytes))
-    raise PlanError(
-        "search: no layout map fits the memory when XLA has compiled it",
-        facts={"limit": size(limit), "compiled": ", ".join(needed)},
-        why="XLA needs more than was counted, margin included",
-        fix="search with a smaller memory=, so that what is found leaves more free",
-    )
+    return SearchResult(outcome, evaluate.plan(best, compiled), evaluate.batch_dim(best), target)
 
 
 _WIDEST = 32
@@ -329,16 +323,15 @@ class _Evaluation:
         assert layout_map.mesh is not None
         return self._batch_dims[layout_map.mesh]
 
-    def compile(self, layout_map: RuleSet) -> Any:
+    def verify(self, tried: Tried, target: str, progress: bool | None) -> Verified:
         """What XLA makes of a step with a map, on such devices."""
-        return self._lowered.compile(
-            layout_map, batch_dim=self.batch_dim(layout_map), target=self._machine.device.name
-        )
+        found, batch_dim = tried.layout_map, self.batch_dim(tried.layout_map)
+        return self._lowered.verify(found, batch_dim=batch_dim, target=target, progress=progress)
 
-    def plan(self, layout_map: RuleSet) -> Plan:
+    def plan(self, layout_map: RuleSet, compiled: Verified | None) -> Plan:
         """The plan of a map, with its cost."""
         plan, batch_dim = self._lowered.plan(layout_map), self.batch_dim(layout_map)
-        return plan.with_cost(self._counted(layout_map), self._machine, batch_dim)
+        return plan.with_cost(self._counted(layout_map), self._machine, batch_dim, compiled)
 
     def _counted(self, layout_map: RuleSet) -> StepCost:
         return self._lowered.count(layout_map, batch_dim=self.batch_dim(layout_map))

@@ -50,6 +50,7 @@ class Tried:
         figures: What a step costs with it; `None`: it cannot be used.
         limit: The memory of a device, in bytes.
         why_not: Why it cannot be used.
+        compiled_bytes: What a device holds at most as XLA has compiled it; `None`: it was not compiled.
     """
 
     name: str
@@ -57,11 +58,19 @@ class Tried:
     figures: Figures | None
     limit: int
     why_not: str = ""
+    compiled_bytes: int | None = None
 
     @property
     def missing_bytes(self) -> float:
-        """What a device lacks with it, margin included; not below zero."""
+        """What a device lacks with it, margin included if it is only counted; not below zero."""
+        if self.compiled_bytes is not None:
+            return max(0.0, self.compiled_bytes - self.limit)
         return max(0.0, self.figures.peak_bytes * MARGIN - self.limit) if self.figures else math.inf
+
+    @property
+    def cost(self) -> object:
+        """What is the same for maps that cost the same, whatever their rules are."""
+        return self.layout_map.mesh, self.figures
 
     @property
     def score(self) -> Score:
@@ -125,9 +134,14 @@ class _Search:
         return self._known[key]
 
     def others(self) -> tuple[Tried, ...]:
-        """The next best maps that fit."""
-        fitting = [t for t in self._known.values() if not t.missing_bytes and t is not self.best]
-        return tuple(sorted(fitting, key=lambda tried: tried.score)[:_OTHERS])
+        """The next best maps that fit, one of those that cost the same."""
+        known = sorted(
+            (t for t in self._known.values() if not t.missing_bytes), key=lambda tried: tried.score
+        )
+        different = {tried.cost: tried for tried in reversed(known)}
+        if self.best is not None:
+            different.pop(self.best.cost, None)
+        return tuple(sorted(different.values(), key=lambda tried: tried.score)[:_OTHERS])
 
     def run(self, model: Model, experts: Sequence[Expert], seed: int) -> None:
         """Try the experts' maps, then others on the meshes of the best of them."""

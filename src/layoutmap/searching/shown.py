@@ -49,4 +49,5 @@ def _row(tried: Tried, is_found: bool) -> tuple[str, ...]:
     if tried.figures is None:
         return (tried.name, mesh, "", "", tried.why_not)
     said = f"lacks {size(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
+    said += " as XLA compiles it" * (tried.compiled_bytes is not None)
     return (tried.name, mesh, duration(tried.figures.seconds), size(tried.figures.peak_bytes), said)

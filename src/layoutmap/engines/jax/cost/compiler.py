@@ -1,7 +1,8 @@
 """A process that has XLA compile a module for devices that are not there.
 
-A process of its own, since the number of simulated CPU devices and the plugins of JAX are fixed when JAX starts. It is
-given the name of a target and a file with the module, and writes what XLA made of it beside that, as JSON.
+A process of its own, since the number of simulated CPU devices and the plugins of JAX are fixed when JAX starts, and a
+compiler may crash. It is given the name of a target and the number of devices, and reads the module from its stdin,
+which stays open: it ends when the process that started it does. What XLA made is written to stdout, as JSON.
 
 Private names, tested on jax 0.10, all but those of `shardy` in this file: `get_compile_options` and
 `backend_compile_and_load` of `jax._src.compiler`, for modules that no `jax.jit` has made, and `jaxlib.xla_client`.
@@ -10,8 +11,11 @@ Private names, tested on jax 0.10, all but those of `shardy` in this file: `get_
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
-from pathlib import Path
+import threading
+import traceback
 from typing import Any
 
 from layoutmap.engines.jax.cost.targets import TARGETS, Target
@@ -19,17 +23,18 @@ from layoutmap.engines.jax.cost.targets import TARGETS, Target
 
 def environment(target: Target, num_devices: int) -> dict[str, str]:
     """Return the variables of the environment that the process needs."""
-    needed = {"JAX_PLATFORMS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    # JAX starts CPU devices alone, so that accelerators of this machine stay as free as they were.
+    needed = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": ""}
     if target.platform == "cpu":
-        flags = f"--xla_force_host_platform_device_count={num_devices}"
-        return needed | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        return needed | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     if target.platform == "cuda":
         # Tiles of Triton's are chosen by trying them on the GPU; without one XLA fails for shapes such as a ViT's.
         return needed | {
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
         }
-    return needed | {"TPU_SKIP_MDS_QUERY": "1", "XLA_FLAGS": ""}
+    # No question to a cloud's metadata server, no lock on the TPUs of this machine, and no logs in /tmp.
+    return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
 def _devices(target: Target, num_devices: int) -> list[Any]:
@@ -39,10 +44,19 @@ def _devices(target: Target, num_devices: int) -> list[Any]:
     if target.platform == "cpu":
         return jax.devices("cpu")
     if target.platform == "cuda":
-        topology = f"1x{max(num_devices // 8, 1)}x{min(num_devices, 8)}"
+        of_host = num_devices if num_devices < 8 else math.gcd(num_devices, 8)
+        topology = f"1x{num_devices // of_host}x{of_host}"
         options = {"platform": "cuda", "topology": topology, "target_config": target.config}
         return topologies.get_topology_desc(topology_name="", **options).devices
-    return topologies.get_topology_desc(platform="tpu", topology_name=target.topology(num_devices)).devices
+    sides = target.sides(num_devices)
+    hosts = [
+        2 - each % 2 for each in sides[:2]
+    ]  # a host has two by two of them, or fewer where a side is odd
+    return topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=f"{target.chip}:{'x'.join(map(str, sides))}",
+        chips_per_host_bounds=[*hosts, 1],
+    ).devices
 
 
 def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
@@ -51,6 +65,7 @@ def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
     from jaxlib import xla_client
 
     from layoutmap.engines.jax.cost import shardy
+    from layoutmap.engines.jax.cost.hlo import collectives
 
     devices = _devices(target, num_devices)[:num_devices]
     assignment = np.array([device.id for device in devices]).reshape(1, num_devices)
@@ -61,8 +76,9 @@ def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
             devices[0].client, parsed, xla_client.DeviceList(tuple(devices)), options, []
         )
     memory = made.get_compiled_memory_stats()
+    found = collectives(made.hlo_modules()[0].to_string())
     return {
-        "hlo": made.hlo_modules()[0].to_string(),
+        "collectives": [[each.kind, each.group, each.tensor_bytes, calls] for each, calls in found.items()],
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
@@ -70,7 +86,25 @@ def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
     }
 
 
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def _main(name: str, num_devices: int, size: int) -> None:
+    module = sys.stdin.buffer.read(size).decode()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)  # what plugins print is no answer
+        answer.write(json.dumps(_compiled(TARGETS[name], num_devices, module)))
+
+
 if __name__ == "__main__":
-    _name, _count, _file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    _found = _compiled(TARGETS[_name], _count, _file.read_text())
-    _file.with_suffix(".json").write_text(json.dumps(_found))
+    try:
+        _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)  # without an end of Python's, in which plugins may hang or crash

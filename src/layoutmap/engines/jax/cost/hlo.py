@@ -3,6 +3,11 @@
 %all-gather.3 = bf16[4096,1024]{1,0} all-gather(%convert.1), replica_groups=[8,8]<=[64], dimensions={0}
 %reduce-scatter-start.1 = ((f32[8,16]), f32[1,16]) reduce-scatter-start(..), replica_groups=mesh['a'=8,'b'=8] {'a'}
 %while.5 = (..) while(%tuple), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"32"}}
+
+For TPUs, where computing and collectives are one fusion, of a start, a middle and an end with one channel:
+
+%fusion.2 = (..) fusion(%x, %y), kind=kCustom, calls=%all-reduce-scatter.2, ..
+%fusion.7 = (..) fusion(%x, %y), kind=kCustom, calls=%async_collective_fusion.27, ..
 """
 
 from __future__ import annotations
@@ -68,26 +73,39 @@ def collectives(text: str) -> Mapping[Compiled, int]:
         elif name and (made := _OPERATION.match(line)):
             bodies[name].append((made[2], made[3], made[4]))
     counts = Counter[Compiled]()
-    _look(bodies, entry, 1, counts)
+    _look(bodies, entry, 1, counts, set())
     return counts
 
 
 def _look(
-    bodies: Mapping[str, list[tuple[str, str, str]]], name: str, times: int, counts: Counter[Compiled]
+    bodies: Mapping[str, list[tuple[str, str, str]]],
+    name: str,
+    times: int,
+    counts: Counter[Compiled],
+    channels: set[str],
 ) -> None:
+    """Count what a computation calls; `channels` are those that the one around it has seen."""
     for shape, op, rest in bodies.get(name, ()):
         if op == "while":
             trips = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', rest)
             condition = re.search(r"condition=%?([\w.\-]+)", rest)
             number = int(trips[1]) if trips else _limit(bodies, condition[1] if condition else "")
             for body in re.findall(r"body=%?([\w.\-]+)", rest):
-                _look(bodies, body, times * number, counts)
-        elif op in ("call", "async-start", "conditional"):
+                _look(bodies, body, times * number, counts, set())
+        elif op in ("call", "async-start", "conditional", "fusion"):
             for inner in re.findall(r"(?:to_apply|calls|branch_computations=\{)=?%?([\w.\-]+)", rest):
-                _look(bodies, inner, times, counts)
+                _look(bodies, inner, times, counts, channels if op == "fusion" else set())
         elif (kind := _NAMES.get(op.removesuffix("-start"))) is not None:
+            channel = re.search(r"channel_id=\d+", rest)
+            if channel and channel[0] in channels:
+                continue
+            if channel:
+                channels.add(channel[0])
             for tensor_bytes in _tensors(kind, shape, rest, op.endswith("-start")):
-                counts[Compiled(kind, _group(rest), tensor_bytes)] += times
+                is_scattered = name.startswith("all-reduce-scatter")
+                counts[Compiled("reduce_scatter" if is_scattered else kind, _group(rest), tensor_bytes)] += (
+                    times
+                )
 
 
 def _tensors(kind: str, shape: str, rest: str, starts: bool) -> list[int]:

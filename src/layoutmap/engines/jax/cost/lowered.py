@@ -166,23 +166,35 @@ class LoweredStep:
             lambda name, shape: outputs(place_of(name)[0], shape),
         )
 
-    def compile(self, assignments: Sequence[Assignment], policy: LayoutPolicy, target: str) -> CompiledStep:
+    def compile(
+        self,
+        assignments: Sequence[Assignment],
+        policy: LayoutPolicy,
+        target: str,
+        on_wait: Callable[[], object] = lambda: None,
+    ) -> CompiledStep:
         """Have XLA compile the step, all of its blocks, for devices that need not be there; see `count`.
 
         Args:
             assignments: See `count`.
             policy: See `count`.
             target: A name of `targets`.
+            on_wait: Called several times a second while XLA compiles.
         """
         layouts = {a.variable.key: a.layout for a in assignments}
         placed = self._placed(self._lowered({}), layouts, policy)
-        return compile_module(str(placed), policy.mesh.size, target)
+        return compile_module(str(placed), policy.mesh.size, target, on_wait)
 
     def verify(
-        self, assignments: Sequence[Assignment], policy: LayoutPolicy, target: str, counted: StepCost
+        self,
+        assignments: Sequence[Assignment],
+        policy: LayoutPolicy,
+        target: str,
+        counted: StepCost,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> Verified:
         """Return what was counted beside what XLA says of the same step; see `compile`."""
-        made = self.compile(assignments, policy, target)
+        made = self.compile(assignments, policy, target, on_wait)
         return Verified(counted, target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
 
     def _lowered(self, skipped: Mapping[str, str]) -> _Lowered:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from dataclasses import dataclass
+
+from layoutmap.core.errors import EngineError
 
 _GPU = """
 gpu_device_info {{
@@ -38,29 +42,42 @@ class Target:
 
     Args:
         platform: JAX's name of it.
-        package: What must be installed for it; empty: nothing.
+        extra: What installs its compiler, an extra of this package; empty: JAX has it.
+        packages: What that installs.
+        modules: What is found then, one of these.
         config: Of a GPU: what XLA has to know of it, as text of a protobuf.
         chip: Of a TPU: its name, as in `"v5p"`.
     """
 
     platform: str
-    package: str = ""
+    extra: str = ""
+    packages: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     config: str = ""
     chip: str = ""
 
-    def topology(self, num_devices: int) -> str:
-        """Return the name of a slice of so many TPUs: as near to a cube, or to a square, as it can be."""
-        sides, axes = [1, 1, 1], 2 if self.chip in ("v5e", "v6e") else 3
-        rest, axis = num_devices, 0
-        while rest > 1 and rest % 2 == 0:
-            sides[axis % axes] *= 2
-            rest, axis = rest // 2, axis + 1
-        sides[0] *= rest
-        return f"{self.chip}:{'x'.join(map(str, sides[:axes]))}"
+    def sides(self, num_devices: int) -> list[int]:
+        """Return the sides of a slice of so many TPUs: as near to a cube, or to a square, as they can be.
+
+        Example:
+            >>> TARGETS["v5p"].sides(256), TARGETS["v5e"].sides(24)
+            ([8, 8, 4], [4, 6])
+        """
+        sides = [1, 1] if self.chip in ("v5e", "v6e") else [1, 1, 1]
+        for each in sorted(_factors(num_devices), reverse=True):
+            sides[sides.index(min(sides))] *= each
+        return sides
+
+
+def _factors(number: int) -> list[int]:
+    """The prime factors of a number."""
+    least = next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)
+    return [] if number == 1 else [least, *_factors(number // least)]
 
 
 def _gpu(name: str, **facts: float) -> Target:
-    return Target("cuda", "jax-cuda12-plugin jax-cuda12-pjrt", _GPU.format(name=name, **facts))
+    packages, modules = ("jax-cuda12-plugin", "jax-cuda12-pjrt"), ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    return Target("cuda", "xla-gpu", packages, modules, _GPU.format(name=name, **facts))
 
 
 _H100 = {
@@ -86,6 +103,30 @@ TARGETS = {
     "h100": _gpu("NVIDIA H100 80GB HBM3", bandwidth=3352320000000, memory=84942979072, **_H100),
     "h200": _gpu("NVIDIA H200", bandwidth=4800000000000, memory=151397597184, **_H100),
     "a100": _gpu("NVIDIA A100-SXM4-80GB", bandwidth=2039000000000, memory=85899345920, **_A100),
-    **{chip: Target("tpu", "libtpu", chip=chip) for chip in ("v5e", "v5p", "v6e")},
+    **{chip: Target("tpu", "xla-tpu", ("libtpu",), ("libtpu",), chip=chip) for chip in ("v5e", "v5p", "v6e")},
 }
 """The targets by name."""
+
+
+def target_named(name: str) -> Target:
+    """Return a target whose compiler is installed.
+
+    Raises:
+        EngineError: There is no such target, or its compiler is not installed.
+    """
+    if name not in TARGETS:
+        raise EngineError(
+            f"target {name!r} is not known",
+            facts={"targets": ", ".join(TARGETS)},
+            why="XLA compiles for one kind of device",
+            fix='use the one of these that is most like it, as in verify="h100", or "cpu", which needs no plugin',
+        )
+    target = TARGETS[name]
+    if target.modules and not any(map(importlib.util.find_spec, target.modules)):
+        raise EngineError(
+            f"XLA's compiler for {name!r} is not installed",
+            facts={"missing": " ".join(target.packages)},
+            why="the one for CPU devices comes with JAX, those for others are plugins of it",
+            fix=f'pip install "layoutmap[{target.extra}]", which needs no such device',
+        )
+    return target
