@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from layoutmap.core.errors import EngineError
+from layoutmap.cost.machines import known_devices
 from layoutmap.cost.verified import TooLargeError
 from layoutmap.engines.jax.cost import compiled
 from layoutmap.engines.jax.cost.compiled import compile_module
+from layoutmap.engines.jax.cost.compiler import NO_DEVICES
 from layoutmap.engines.jax.cost.hlo import Compiled, collectives
 from layoutmap.engines.jax.cost.targets import TARGETS
 
@@ -29,12 +31,12 @@ HloModule step, is_scheduled=true
 }
 
 %start (p: bf16[128,256]) -> (bf16[128,256], bf16[1024,256]) {
-  %all-gather.1 = bf16[1024,256]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=4, replica_groups=mesh['x'=8] {'x'}
+  %all-gather.1 = bf16[1024,256]{1,0:T(8,128)(2,1)} all-gather(%p), replica_groups=mesh['x'=8] {'x'}, x={chain_id="0"}
   ROOT %c = (bf16[128,256]{1,0}, bf16[1024,256]{1,0}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
 }
 
 %async_collective_fusion.2 (p: bf16[128,256]) -> bf16[1024,256] {
-  %all-gather.2 = bf16[1024,256]{1,0:T(8,128)S(1)} all-gather(%p), channel_id=4, replica_groups=mesh['x'=8,'y'=1] {'x'}
+  %all-gather.2 = bf16[1024,256]{1,0:T(8,128)S(1)} all-gather(%p), replica_groups=mesh['x'=8] {'x'}, x={chain_id="0"}
 }
 
 %all-reduce-scatter.3 (p: f32[256,1024]) -> f32[32,1024] {
@@ -67,6 +69,11 @@ def test_collectives_in_fusions_of_tpus_are_found():
         Compiled("all_reduce", 4, 256 * 512 * 4): 1,
         Compiled("all_reduce", 4, 4): 1,
     } == dict(collectives(TPU))
+
+
+def test_each_machine_has_a_compiler():
+    """`verify=True` compiles for the devices that have a name."""
+    assert set() == set(known_devices()) - set(TARGETS)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 8, 12, 17, 60, 8960])
@@ -141,6 +148,23 @@ def test_a_compiler_that_is_ended_from_outside_is_an_error():
 
 @pytest.mark.long  # a process of JAX's
 @pytest.mark.usefixtures("_nothing_is_left")
+def test_a_plugin_that_is_no_plugin_is_an_error(tmp_path_factory, monkeypatch):
+    """A library that cannot be loaded: the error says what JAX says of it, and how to install another one."""
+    folder = tmp_path_factory.mktemp("plugins")
+    package = folder / "libtpu"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        f"def get_library_path():\n    return {str(package / 'libtpu.so')!r}\n"
+    )
+    (package / "libtpu.so").write_text("no library")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    with pytest.raises(EngineError, match=r"(?s)'v5e' does not work.*libtpu.so.*layoutmap\[xla-tpu\]"):
+        compile_module(MODULE, 4, "v5e")
+
+
+@pytest.mark.long  # a process of JAX's
+@pytest.mark.usefixtures("_nothing_is_left")
 def test_what_xla_refuses_is_an_error_with_its_words():
     """A module that is none: the error says what XLA said, in a line, and with which versions."""
     with pytest.raises(
@@ -176,7 +200,7 @@ def test_the_compiler_ends_with_the_process_that_started_it():
     [
         (1, "Fatal\njax.errors.JaxRuntimeError: INTERNAL: no", "XLA did not compile the step for 'v5e'"),
         (-signal.SIGSEGV, "", "XLA's compiler for 'v5e' does not work"),
-        (1, "no error of Python's", "XLA's compiler for 'v5e' does not work"),
+        (NO_DEVICES, "RuntimeError: JAX TPU support not installed", "XLA's compiler for 'v5e' does not work"),
         (1, f"JaxRuntimeError: {NO_MEMORY}", "the step does not fit the memory of 'v5e'"),
     ],
 )

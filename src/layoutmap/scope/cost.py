@@ -66,8 +66,8 @@ class LoweredStep:
         Args:
             layout_map: See `count`.
             batch_dim: See `count`.
-            target: `"cpu"`; with the CUDA plugin of JAX `"h100"`, `"h200"`, `"a100"`; with libtpu `"v5e"`, `"v5p"`,
-                `"v6e"`. The extras `xla-gpu` and `xla-tpu` install these; they need no GPU and no TPU.
+            target: `"cpu"`; with the CUDA plugin of JAX `"h100"`, `"h200"`, `"b200"`, `"a100"`; with libtpu `"v5e"`,
+                `"v5p"`, `"v6e"`. The extras `xla-gpu` and `xla-tpu` install these; they need no GPU and no TPU.
 
         Returns:
             A value with `collectives`, `sent_by_kind`, `argument_bytes` and `peak_bytes`, as XLA has them.

@@ -18,7 +18,7 @@ from typing import IO
 
 from layoutmap.core.errors import EngineError
 from layoutmap.cost.verified import TooLargeError
-from layoutmap.engines.jax.cost.compiler import environment
+from layoutmap.engines.jax.cost.compiler import NO_DEVICES, environment
 from layoutmap.engines.jax.cost.hlo import Compiled
 from layoutmap.engines.jax.cost.targets import Target, target_named
 
@@ -131,13 +131,12 @@ def _failed(name: str, target: Target, code: int, text: str) -> EngineError:
             why="something else on this machine ended it; the system does so when no memory is left",
             fix="free memory on this machine, or compile a model with fewer layers",
         )
-    others = {found for package, found in installed.items() if package.startswith("jax")}
-    if target.packages and (code < 0 or len(others) > 1 or not _ERROR.search(text)):
+    if code < 0 or code == NO_DEVICES:
         return EngineError(
             f"XLA's compiler for {name!r} does not work",
             facts={"signal": signal.Signals(-code).name, **facts} if code < 0 else facts,
-            why="it crashed" if code < 0 else "a plugin of JAX is for jaxlib of its own version",
-            fix=f'pip install --upgrade --force-reinstall "layoutmap[{target.extra}]"',
+            why="it crashed" if code < 0 else "a plugin of JAX has to be for this jaxlib, and complete",
+            fix=f'pip install --upgrade --force-reinstall "layoutmap[{target.extra or "jax"}]"',
         )
     return EngineError(
         f"XLA did not compile the step for {name!r}",

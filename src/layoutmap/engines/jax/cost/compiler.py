@@ -20,6 +20,9 @@ from typing import Any
 
 from layoutmap.engines.jax.cost.targets import TARGETS, Target
 
+NO_DEVICES = 3
+"""The exit status where not even the devices can be described."""
+
 
 def environment(target: Target, num_devices: int) -> dict[str, str]:
     """Return the variables of the environment that the process needs."""
@@ -59,7 +62,7 @@ def _devices(target: Target, num_devices: int) -> list[Any]:
     ).devices
 
 
-def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
+def _compiled(devices: list[Any], module: str) -> dict[str, Any]:
     import numpy as np
     from jax._src import compiler
     from jaxlib import xla_client
@@ -67,9 +70,8 @@ def _compiled(target: Target, num_devices: int, module: str) -> dict[str, Any]:
     from layoutmap.engines.jax.cost import shardy
     from layoutmap.engines.jax.cost.hlo import collectives
 
-    devices = _devices(target, num_devices)[:num_devices]
-    assignment = np.array([device.id for device in devices]).reshape(1, num_devices)
-    options = compiler.get_compile_options(1, num_devices, assignment)
+    assignment = np.array([device.id for device in devices]).reshape(1, len(devices))
+    options = compiler.get_compile_options(1, len(devices), assignment)
     with shardy.context():
         parsed = shardy.parsed(module)
         made = compiler.backend_compile_and_load(
@@ -97,14 +99,17 @@ def _main(name: str, num_devices: int, size: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # what plugins print is no answer
-        answer.write(json.dumps(_compiled(TARGETS[name], num_devices, module)))
+        status = NO_DEVICES
+        try:
+            devices = _devices(TARGETS[name], num_devices)[:num_devices]
+            status = 1
+            answer.write(json.dumps(_compiled(devices, module)))
+            status = 0
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+    os._exit(status)  # without an end of Python's, in which plugins may hang or crash
 
 
 if __name__ == "__main__":
-    try:
-        _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)  # without an end of Python's, in which plugins may hang or crash
+    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

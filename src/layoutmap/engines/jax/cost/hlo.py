@@ -4,7 +4,7 @@
 %reduce-scatter-start.1 = ((f32[8,16]), f32[1,16]) reduce-scatter-start(..), replica_groups=mesh['a'=8,'b'=8] {'a'}
 %while.5 = (..) while(%tuple), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"32"}}
 
-For TPUs, where computing and collectives are one fusion, of a start, a middle and an end with one channel:
+For TPUs, where computing and collectives are one fusion, of a start, middles and an end, of one chain:
 
 %fusion.2 = (..) fusion(%x, %y), kind=kCustom, calls=%all-reduce-scatter.2, ..
 %fusion.7 = (..) fusion(%x, %y), kind=kCustom, calls=%async_collective_fusion.27, ..
@@ -82,9 +82,9 @@ def _look(
     name: str,
     times: int,
     counts: Counter[Compiled],
-    channels: set[str],
+    chains: set[str],
 ) -> None:
-    """Count what a computation calls; `channels` are those that the one around it has seen."""
+    """Count what a computation calls; `chains` are those that the one around it has seen."""
     for shape, op, rest in bodies.get(name, ()):
         if op == "while":
             trips = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', rest)
@@ -94,13 +94,12 @@ def _look(
                 _look(bodies, body, times * number, counts, set())
         elif op in ("call", "async-start", "conditional", "fusion"):
             for inner in re.findall(r"(?:to_apply|calls|branch_computations=\{)=?%?([\w.\-]+)", rest):
-                _look(bodies, inner, times, counts, channels if op == "fusion" else set())
+                _look(bodies, inner, times, counts, chains if op == "fusion" else set())
         elif (kind := _NAMES.get(op.removesuffix("-start"))) is not None:
-            channel = re.search(r"channel_id=\d+", rest)
-            if channel and channel[0] in channels:
-                continue
-            if channel:
-                channels.add(channel[0])
+            if chain := re.search(r'chain_id="\d+"', rest):
+                if chain[0] in chains:
+                    continue
+                chains.add(chain[0])
             for tensor_bytes in _tensors(kind, shape, rest, op.endswith("-start")):
                 is_scattered = name.startswith("all-reduce-scatter")
                 counts[Compiled("reduce_scatter" if is_scattered else kind, _group(rest), tensor_bytes)] += (

@@ -88,6 +88,14 @@ _H100 = {
     "clock": 1.98,
     "major": 9,
 }
+_B200 = {
+    "core_bytes": 233472,
+    "block_bytes": 232448,
+    "cores": 148,
+    "cache": 132644864,
+    "clock": 1.965,
+    "major": 10,
+}
 _A100 = {
     "core_bytes": 167936,
     "block_bytes": 166912,
@@ -102,6 +110,7 @@ TARGETS = {
     "cpu": Target("cpu"),
     "h100": _gpu("NVIDIA H100 80GB HBM3", bandwidth=3352320000000, memory=84942979072, **_H100),
     "h200": _gpu("NVIDIA H200", bandwidth=4800000000000, memory=151397597184, **_H100),
+    "b200": _gpu("NVIDIA B200", bandwidth=7672320000000, memory=191514411008, **_B200),
     "a100": _gpu("NVIDIA A100-SXM4-80GB", bandwidth=2039000000000, memory=85899345920, **_A100),
     **{chip: Target("tpu", "xla-tpu", ("libtpu",), ("libtpu",), chip=chip) for chip in ("v5e", "v5p", "v6e")},
 }
