@@ -223,11 +223,11 @@ def test_xla_sends_what_was_counted(kind):
     ],
 )
 def test_xla_for_devices_that_are_not_there_sends_what_was_counted(target):
-    """The compilers for GPUs and TPUs have the collectives that were counted, to the byte; TPUs pad small arguments."""
+    """Compilers for GPUs and TPUs have the collectives that were counted, to the byte; TPUs fill tiles of 8 x 128."""
     found = lowered(Unrolled, MEGATRON, optax.adam(1e-3)).verify(lm.LayoutMap(MESH, MEGATRON), target=target)
     arguments = found.rows[-2]
     assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
-    assert arguments[1] == pytest.approx(arguments[2], rel=0 if target == "h100" else 0.05)
+    assert arguments[1] == arguments[2] if target == "h100" else arguments[1] <= arguments[2]
 
 
 def test_random_keys_and_states_are_arguments():

@@ -27,7 +27,8 @@ NO_DEVICES = 3
 def environment(target: Target, num_devices: int) -> dict[str, str]:
     """Return the variables of the environment that the process needs."""
     # JAX starts CPU devices alone, so that accelerators of this machine stay as free as they were.
-    needed = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": ""}
+    needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    needed |= dict.fromkeys(("JAX_ENABLE_COMPILATION_CACHE", "JAX_DISABLE_MOST_OPTIMIZATIONS"), "false")
     if target.platform == "cpu":
         return needed | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     if target.platform == "cuda":
