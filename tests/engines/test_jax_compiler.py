@@ -158,7 +158,6 @@ def test_a_plugin_that_is_no_plugin_is_an_error(tmp_path_factory, monkeypatch):
     )
     (package / "libtpu.so").write_text("no library")
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
     with pytest.raises(EngineError, match=r"(?s)'v5e' does not work.*libtpu.so.*layoutmap\[xla-tpu\]"):
         compile_module(MODULE, 4, "v5e")
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import IO
 
 from layoutmap.core.errors import EngineError
@@ -24,6 +23,12 @@ from layoutmap.engines.jax.cost.targets import Target, target_named
 
 _BETWEEN_SECONDS = 0.2
 _MOST_SIGNS = 500  # of what XLA said
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])  # modules, and plugins, are found where they are found here
+from layoutmap.engines.jax.cost.compiler import main
+main(*sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,11 @@ def compile_module(
     """
     chosen = target_named(target)
     text = module.encode()
-    command = [sys.executable, "-P", "-m", "layoutmap.engines.jax.cost.compiler"]
-    paths = [str(Path(__file__).parents[4]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = json.dumps([str(path) for path in sys.path])
     with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            [*command, target, str(num_devices), str(len(text))],
-            env=os.environ | environment(chosen, num_devices) | {"PYTHONPATH": os.pathsep.join(paths)},
+            [sys.executable, "-P", "-c", _START, paths, target, str(num_devices), str(len(text))],
+            env=os.environ | environment(chosen, num_devices),
             stdin=subprocess.PIPE,
             stdout=answer,
             stderr=said,

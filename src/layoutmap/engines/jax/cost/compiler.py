@@ -95,14 +95,21 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _main(name: str, num_devices: int, size: int) -> None:
-    module = sys.stdin.buffer.read(size).decode()
+def main(name: str, num_devices: str, size: str) -> None:
+    """Answer with what XLA makes of the module of so many bytes on stdin, and end this process.
+
+    Args:
+        name: The name of a target.
+        num_devices: The size of the module's mesh.
+        size: How many bytes the module has.
+    """
+    module = sys.stdin.buffer.read(int(size)).decode()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # what plugins print is no answer
         status = NO_DEVICES
         try:
-            devices = _devices(TARGETS[name], num_devices)[:num_devices]
+            devices = _devices(TARGETS[name], int(num_devices))[: int(num_devices)]
             status = 1
             answer.write(json.dumps(_compiled(devices, module)))
             status = 0
@@ -110,7 +117,3 @@ def _main(name: str, num_devices: int, size: int) -> None:
             traceback.print_exc()
             sys.stderr.flush()
     os._exit(status)  # without an end of Python's, in which plugins may hang or crash
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
