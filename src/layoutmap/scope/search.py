@@ -99,7 +99,8 @@ class SearchResult:
     def _repr_html_(self) -> str:
         from html import escape
 
-        return f"<pre>{escape(self.layout_map.to_yaml())}</pre>{html_table(f'Found: {self.verdict}', HEAD, self.rows)}"
+        table = html_table(f"Found: {self.verdict}; {self._line}", HEAD, self.rows)
+        return f"<pre>{escape(self.layout_map.to_yaml())}</pre>{table}"
 
 
 def search(
