@@ -44,12 +44,17 @@ HloModule step, is_scheduled=true
 }
 
 %body (p: (s32[], bf16[128,256])) -> (s32[], bf16[128,256]) {
+  %two = s32[]{:T(128)} constant(2)
+  %i.2 = s32[]{:T(128)S(6)} add(%i, %two), backend_config={}
+  %s = (bf16[128,256]{1,0}, bf16[128,256]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%q), channel_id=9
   %f.1 = (bf16[128,256]{1,0}, bf16[1024,256]{1,0}) fusion(%q), kind=kCustom, calls=%start, backend_config={}
   %f.2 = bf16[1024,256]{1,0} fusion(%f.1), kind=kCustom, calls=%async_collective_fusion.2, backend_config={}
+  ROOT %out = (s32[]{:T(128)}, bf16[128,256]{1,0}) tuple(%i.2, %q)
 }
 
 %condition (p: (s32[], bf16[128,256])) -> pred[] {
-  %n = s32[]{:T(128)} constant(3)
+  %n = s32[]{:T(128)} constant(6)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0, metadata={}
   ROOT %less = pred[]{:T(512)} compare(%i, %n), direction=LT
 }
 
@@ -62,9 +67,10 @@ ENTRY %main.4_spmd (p: bf16[128,256]) -> f32[32,1024] {
 
 
 def test_collectives_in_fusions_of_tpus_are_found():
-    """One in parts counts once for each turn of its loop, and an all-reduce that keeps a part is a reduce-scatter."""
+    """One in parts counts once for each turn, loops may count by two, and an all-reduce may be a reduce-scatter."""
     assert {
         Compiled("all_gather", 8, 1024 * 256 * 2): 3,
+        Compiled("permute", 2, 128 * 256 * 2): 3,
         Compiled("reduce_scatter", 8, 256 * 1024 * 4): 1,
         Compiled("all_reduce", 4, 256 * 512 * 4): 1,
         Compiled("all_reduce", 4, 4): 1,

@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from layoutmap.core.variables import itemsize
 
@@ -33,6 +34,15 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _DTYPES = {"pred": "bool", "bf16": "bfloat16", "c64": "complex64", "c128": "complex128"}
+
+
+class _Operation(NamedTuple):
+    """A line of a computation: `%name = shape op(rest`."""
+
+    name: str
+    shape: str
+    op: str
+    rest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,7 @@ class Compiled:
 
 def collectives(text: str) -> Mapping[Compiled, int]:
     """Return the collectives of a compiled module, and how often each is called in a step."""
-    bodies: dict[str, list[tuple[str, str, str]]] = {}
+    bodies: dict[str, list[_Operation]] = {}
     entry = name = ""
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -71,27 +81,26 @@ def collectives(text: str) -> Mapping[Compiled, int]:
                 bodies[name] = []
                 entry = name if line.startswith("ENTRY") else entry
         elif name and (made := _OPERATION.match(line)):
-            bodies[name].append((made[2], made[3], made[4]))
+            bodies[name].append(_Operation(*made.groups()))
     counts = Counter[Compiled]()
     _look(bodies, entry, 1, counts, set())
     return counts
 
 
 def _look(
-    bodies: Mapping[str, list[tuple[str, str, str]]],
+    bodies: Mapping[str, list[_Operation]],
     name: str,
     times: int,
     counts: Counter[Compiled],
     chains: set[str],
 ) -> None:
     """Count what a computation calls; `chains` are those that the one around it has seen."""
-    for shape, op, rest in bodies.get(name, ()):
+    for _, shape, op, rest in bodies.get(name, ()):
         if op == "while":
             trips = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', rest)
-            condition = re.search(r"condition=%?([\w.\-]+)", rest)
-            number = int(trips[1]) if trips else _limit(bodies, condition[1] if condition else "")
-            for body in re.findall(r"body=%?([\w.\-]+)", rest):
-                _look(bodies, body, times * number, counts, set())
+            condition, body = (re.findall(rf"{each}=%?([\w.\-]+)", rest)[0] for each in ("condition", "body"))
+            number = int(trips[1]) if trips else _trips(bodies.get(condition, []), bodies.get(body, []))
+            _look(bodies, body, times * number, counts, set())
         elif op in ("call", "async-start", "conditional", "fusion"):
             for inner in re.findall(r"(?:to_apply|calls|branch_computations=\{)=?%?([\w.\-]+)", rest):
                 _look(bodies, inner, times, counts, chains if op == "fusion" else set())
@@ -109,7 +118,8 @@ def _look(
 
 def _tensors(kind: str, shape: str, rest: str, starts: bool) -> list[int]:
     """The sizes of the tensors of a collective, each where it is largest; several were combined to one operation."""
-    sizes = [_bytes(*each) for each in _SHAPE.findall(shape)]
+    shapes = _SHAPE.findall(shape)
+    sizes = [_bytes(*each) for each in shapes if not starts or each != ("u32", "")]  # what TPUs wait for
     if starts and kind != "all_reduce" and len(sizes) > 1:  # what it is given, and what it returns
         half = len(sizes) // 2
         return [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
@@ -141,11 +151,30 @@ def _group(rest: str) -> int:
     return 2
 
 
-def _limit(bodies: Mapping[str, list[tuple[str, str, str]]], condition: str) -> int:
-    """The constant that the counter of a loop is compared with."""
-    found = [
-        int(rest.partition(")")[0])
-        for _, op, rest in bodies.get(condition, ())
-        if op == "constant" and rest[:1].isdigit()
+def _trips(condition: list[_Operation], body: list[_Operation]) -> int:
+    """How often a loop runs: the constant that its counter is compared with, by what each turn adds to it."""
+    limits = [
+        int(each.rest.partition(")")[0])
+        for each in condition
+        if each.op == "constant" and each.rest[0].isdigit()
     ]
-    return max(found, default=1)
+    places = [int(found[1]) for each in condition if (found := re.search(r"index=(\d+)", each.rest))]
+    after = _operands(body[-1]) if body else []
+    operations = {each.name: each for each in body}
+    step = _added(operations, after[places[0]]) if len(places) == 1 and places[0] < len(after) else 1
+    return -(-max(limits, default=1) // max(step, 1))
+
+
+def _added(operations: Mapping[str, _Operation], name: str) -> int:
+    """The constants that are added up to a value."""
+    made = operations.get(name)
+    if made is None or made.op not in ("add", "constant"):
+        return 0
+    if made.op == "add":
+        return sum(_added(operations, each) for each in _operands(made))
+    number = made.rest.partition(")")[0]
+    return int(number) if number.isdigit() else 0
+
+
+def _operands(operation: _Operation) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", operation.rest.partition(")")[0])
