@@ -98,6 +98,11 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def assert_async(is_true: torch.Tensor, message: str) -> None:
+    """Raise a RuntimeError if a boolean tensor is false; on an accelerator later, without waiting for its value."""
+    torch._assert_async(is_true, message)
+
+
 def local_of(array: Any) -> torch.Tensor:
     """The local tensor of a `DTensor`, without a step of autograd."""
     return array._local_tensor
