@@ -10,6 +10,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")  #
 
 LOOKUPS = {
     "embedding": (lambda x, index: F.embedding(index, x), 0),
+    "embedding with padding": (lambda x, index: F.embedding(index.reshape(4, 2), x, padding_idx=4), 0),
+    "embedding of one": (lambda x, index: F.embedding(index[1], x), 0),
     "gather": (lambda x, index: torch.gather(x, 1, index[:, None]), 1),
     "gather of all": (lambda x, index: x.gather(dim=-2, index=index[:, None].expand(8, 6)), 0),
     "take_along_dim": (lambda x, index: x.take_along_dim(index[:, None], 1), 1),
