@@ -12,6 +12,7 @@ from flax import nnx
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
 from layoutmap.core.variables import itemsize
+from layoutmap.engines.jax.cost import hlo
 
 MESH = lm.Mesh(None, "data=4,model=2")
 ROWS, WIDTH, INNER, DEPTH = 32, 64, 128, 6
@@ -180,6 +181,49 @@ def test_equal_blocks_cost_what_each_of_them_costs():
     assert (mixed, constrained) == (step.count(lm.LayoutMap(MESH, apart)), step.count(inner))
 
 
+def test_what_gradients_are_made_of_is_held_until_the_backward_pass_is_through():
+    """With memory to spare a step holds what each product was given and its output's gradient, else the former only."""
+    rows, width, depth = 2048, 32, 5
+
+    class Chain(nnx.Module):
+        def __init__(self, rngs):
+            layers = [nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(depth)]
+            self.layers = nnx.List(layers)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    inputs = jax.ShapeDtypeStruct((rows, width), "float32")
+    cost = lowered(Chain, optimizer=optax.sgd(1e-3), inputs=inputs).count(lm.LayoutMap(MESH))
+    activation, gradient, loss = rows // 4 * width * 4, width * width * 4, 4
+    # What the first layer is given is an argument. When memory is short, two gradients are alive at a time.
+    plenty, short = (depth - 1 + depth) * activation + gradient + loss, (depth - 1 + 2) * activation + loss
+    found = [peak - cost.argument_bytes for peak in (cost.peak_bytes, cost.least_peak_bytes)]
+    assert [plenty, short] == found
+
+
+def test_a_sum_of_scattered_sums_is_scattered_once():
+    """Where two layers read the same sharded input, its gradient is reduce-scattered once, as the sum of both."""
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.left, self.right = (
+                nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(3)
+            )
+
+        def __call__(self, x):
+            x = self.first(x)
+            return nnx.relu(self.left(x)) + self.right(x)
+
+    rules = lm.LayoutMap(MESH, {"(left|right).kernel": (None, "model")})
+    rules.activations["first"] = ("data", "model")
+    cost = lowered(Pair, inputs=jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")).count(rules)
+    scattered = [each for each in cost.collectives if each.kind == "reduce_scatter"]
+    assert [(1, 64 * ROWS // 4 * WIDTH * 4)] == [(each.calls, each.tensor_bytes) for each in scattered]
+
+
 def test_a_rule_for_activations_counts_as_in_the_step():
     """A layer's output is constrained in the counted step as in the real one, forward and backward."""
     step = lowered(Block)
@@ -195,6 +239,23 @@ def test_argument_bytes_are_the_shards():
     layout_map = lm.LayoutMap(MESH, MEGATRON)
     shards = step.plan(layout_map).device_bytes + ROWS // 4 * WIDTH * itemsize("float32")
     assert shards == step.count(layout_map).argument_bytes
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "[8,4]<=[32]",
+        "{{0,1,2,3},{4,5,6,7}}",
+        "mesh['a'=8,'b'=4] {'b'}",
+        "mesh['a'=4,'b'=8], device_ids=([8,4]T(1,0)) {'a'}",
+        "mesh['a'=8,'b'=8] {'a':(1)2, 'b':(4)2}",
+    ],
+)
+def test_a_group_has_its_size_in_each_of_xlas_notations(groups):
+    """A collective is over as many devices as one of its groups has, however XLA writes them."""
+    line = f"  %sum = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add"
+    found = hlo.collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
+    assert {hlo.Compiled("all_reduce", 4, 32): 1} == found
 
 
 @pytest.mark.parametrize("kind", [Unrolled, Scanned])

@@ -69,14 +69,18 @@ class LoweredStep:
             for each, number in counts.collectives.items()
             if number > 0
         ]
+        peaks = [0, 0]
+        for (order, *_), peak in counts.peaks.items():
+            peaks[order] = max(peaks[order], peak)
         return StepCost(
             policy.mesh,
             tuple(_merged(collectives)),
             {dtype: number for dtype, number in counts.flops.items() if number},
             counts.traffic,
             arguments,
-            arguments + max(counts.peaks.values(), default=0),
+            arguments + peaks[0],
             tuple(self._step.notes),
+            arguments + min(peaks),
         )
 
     @property
@@ -150,7 +154,7 @@ class LoweredStep:
         }
         lowered = self._lowered(skipped)
         block = read(shardy.partition(self._placed(lowered, layouts, policy)), policy.mesh)
-        rewrite(block)
+        rewrite(block, policy.mesh)
         names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
         return count(block, names, {number: number for number in range(len(lowered.variables))})
 
