@@ -10,7 +10,7 @@ from layoutmap.plan.planner import make_table
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.searching.experts import expert_of, experts, fitting_preset
 from layoutmap.searching.kept import KeptFigures
-from layoutmap.searching.loop import Figures, search
+from layoutmap.searching.loop import Figures, Outcome, Tried, least, search
 from layoutmap.searching.options import grids, specs_in
 from layoutmap.searching.shown import verdict
 from layoutmap.searching.space import Space
@@ -133,6 +133,23 @@ def test_the_verdict_is_honest():
     best = run(of)
     gain = 1 - best.best.figures.seconds / best.experts[0].figures.seconds
     assert verdict(best).startswith(f"{100 * gain:.0f} % faster than") or gain < 0.01
+
+
+def test_ties_go_to_less_memory_and_then_to_fewer_rules():
+    """Of maps whose times differ by less than 1 % the least memory decides, and within 1 % of that the fewest rules."""
+
+    def tried(name, seconds, peak, num_rules):
+        rules = {f"layer_{n}": ("data",) for n in range(num_rules)}
+        return Tried(name, RuleSet("data=8", rules), Figures(seconds, peak), 2000)
+
+    small, plain = tried("small", 1.009, 700, 9), tried("plain", 1.009, 705, 2)
+    fast, slow = tried("fast", 1.0, 900, 1), tried("slow", 1.02, 100, 0)
+    large = tried("large", 0.5, 1900, 0)  # does not fit with its margin
+    assert plain is least([fast, small, plain, slow, large])
+    assert (small, fast) == (least([fast, small]), least([fast, slow]))
+    assert slow is least([slow, large])
+    assert large is least([large])
+    assert "and this one takes 22 % less memory" in verdict(Outcome(plain, (fast, slow), 2, True))
 
 
 def test_a_search_begun_again_asks_for_nothing(tmp_path):

@@ -17,7 +17,9 @@ MARGIN = 1.2
 """What is counted is taken times this before it is held against the limit: XLA needs up to that much more."""
 
 _MESHES = 3  # that a descent is worth
-_WORTH = 0.99  # of the time that rules more must leave, where groups that are alike get different layouts
+TIE = 0.01
+"""Of the time: what no estimate tells apart, and no rules are worth that only groups that are alike need."""
+
 _FOUND = "found"
 _OTHERS = 4
 
@@ -71,6 +73,11 @@ class Tried:
         times = (float(f"{seconds:.3e}") for seconds in (self.figures.seconds, self.figures.serial_seconds))
         return (self.missing_bytes, *times)
 
+    @property
+    def num_rules(self) -> int:
+        """The number of its rules."""
+        return len(self.layout_map) + len(self.layout_map.activations)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -95,7 +102,8 @@ class _Search:
     def __init__(self, evaluate: Evaluate, limit: int, most: int, on_tried: Callable[[int, Tried], object]):
         self._evaluate, self._limit, self._most, self._on_tried = evaluate, limit, most, on_tried
         self._known: dict[str, Tried] = {}
-        self.best: Tried | None = None
+        self._num_alike: int | None = None  # the maps after that give groups that are alike different layouts
+        self._fastest: Tried | None = None
         self.experts: list[Tried] = []
 
     @property
@@ -112,21 +120,31 @@ class _Search:
         """The cost of a map, counted once."""
         key = layout_map.to_yaml()
         if key not in self._known:
-            if not self.left and self.best is not None:
+            if not self.left and self._known:
                 raise Spent
             try:
                 made = Tried(name, layout_map, self._evaluate(layout_map), self._limit)
             except LayoutMapError as error:
                 made = Tried(name, layout_map, None, self._limit, error.what)
             self._known[key] = made
-            if self.best is None or made.score < self.best.score:
-                self.best = made
-            self._on_tried(self.num_tried, self.best)
+            if self._fastest is None or made.score < self._fastest.score:
+                self._fastest = made
+            self._on_tried(self.num_tried, self._fastest)
         return self._known[key]
 
-    def others(self) -> tuple[Tried, ...]:
+    def best(self) -> Tried | None:
+        """The map to return: one with different layouts for groups that are alike only if no other one ties with it."""
+        every = list(self._known.values())
+        plain, apart = least(every[: self._num_alike]), every[self._num_alike :] if self._num_alike else []
+        if plain is None or not apart:
+            return plain
+        fastest = min(apart, key=lambda tried: tried.score)
+        is_faster = fastest.score[0] < plain.score[0] or fastest.score[1] < plain.score[1] * (1 - TIE)
+        return least([plain, *apart]) if is_faster else plain
+
+    def others(self, best: Tried) -> tuple[Tried, ...]:
         """The next best maps that fit."""
-        fitting = [t for t in self._known.values() if not t.missing_bytes and t is not self.best]
+        fitting = [t for t in self._known.values() if not t.missing_bytes and t is not best]
         return tuple(sorted(fitting, key=lambda tried: tried.score)[:_OTHERS])
 
     def run(self, model: Model, experts: Sequence[Expert], seed: int) -> None:
@@ -149,10 +167,8 @@ class _Search:
             point = minimum(space.sizes, self._score(space), starts, most=most, seed=seed)
             point = self._simplified(space, point)
             ends.append((self._score(space)(point), space, point))
-        if ends and self.best is not None:
-            score, space, point = min(ends, key=lambda end: end[0])
-            if score <= self.best.score:
-                self.best = self.tried(_FOUND, space.map_of(point))
+        if ends:
+            _, space, point = min(ends, key=lambda end: end[0])
             self._untie(space, point, seed)
 
     def _score(self, space: Space) -> Callable[[Point], Score]:
@@ -171,17 +187,27 @@ class _Search:
         """Give groups that are alike layouts of their own, if that is worth the rules."""
         layouts, blocks = space.layouts_of(point)
         untied = Space(space.model, space.grid, tied=False, also=[(layouts, blocks)])
-        before = self.best
-        if len(untied.sizes) == len(space.sizes) or self.left < 1 or before is None:
+        if len(untied.sizes) == len(space.sizes) or self.left < 1:
             return
         start = untied.point_of(layouts, blocks)
+        self._num_alike = len(self._known)
         minimum(untied.sizes, self._score(untied), [start], most=self.left, seed=seed)
-        if self.best is not None and not _is_worth(self.best.score, before.score):
-            self.best = before
 
 
-def _is_worth(new: Score, old: Score) -> bool:
-    return new[0] < old[0] or new[1] < old[1] * _WORTH
+def least(tried: Sequence[Tried]) -> Tried | None:
+    """The map to choose: of those that fit and take as long as the fastest, to 1 %, that with the least memory.
+
+    Of those with as much memory, to 1 %, it is the one with the fewest rules. If none fits, it is the nearest.
+    """
+    fastest = min(tried, key=lambda each: each.score, default=None)
+    if fastest is None or fastest.figures is None or fastest.missing_bytes:
+        return fastest
+    fitting = [(each, each.figures) for each in tried if each.figures and not each.missing_bytes]
+    limit = fastest.figures.seconds * (1 + TIE)
+    tied = [(each, figures) for each, figures in fitting if figures.seconds <= limit]
+    most = min(figures.peak_bytes for _, figures in tied) * (1 + TIE)
+    small = [each for each, figures in tied if figures.peak_bytes <= most]
+    return min(small, key=lambda each: (each.num_rules, each.score))
 
 
 def search(
@@ -218,14 +244,14 @@ def search(
     except Spent:
         pass
     except KeyboardInterrupt:
-        if searching.best is None:
+        if searching.best() is None:
             raise
         is_complete = False
-    best = searching.best
+    best = searching.best()
     if best is None or best.missing_bytes:
         raise _nothing_fits(best, limit, searching.num_tried)
     rows = tuple(sorted(searching.experts, key=lambda tried: tried.score))
-    return Outcome(best, rows, searching.num_tried, is_complete, searching.others())
+    return Outcome(best, rows, searching.num_tried, is_complete, searching.others(best))
 
 
 def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanError:

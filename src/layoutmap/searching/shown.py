@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from layoutmap.core.text_table import size
 from layoutmap.cost.cost import duration
-from layoutmap.searching.loop import Outcome, Tried
+from layoutmap.searching.loop import TIE, Outcome, Tried
 
 HEAD = ("map", "mesh", "step", "memory", "")
 RIGHT = ("step", "memory")
-_TIE = 0.01  # of the time: what no estimate tells apart
 
 
 def verdict(outcome: Outcome) -> str:
@@ -29,8 +28,10 @@ def verdict(outcome: Outcome) -> str:
     gain = 1 - best.figures.seconds / fitting[0].figures.seconds
     if best.name == expert.name and best.layout_map == expert.layout_map:
         return f"nothing better was found than {named}: this is that map"
-    if gain < _TIE:
-        return f"ties with {named}: the steps differ by less than {_TIE:.0%}".replace("%", " %")
+    if gain < TIE:
+        saved = 1 - best.figures.peak_bytes / fitting[0].figures.peak_bytes
+        less = f", and this one takes {100 * saved:.0f} % less memory" if saved >= TIE else ""
+        return f"ties with {named}: the steps differ by less than {100 * TIE:.0f} %{less}"
     return f"{100 * gain:.0f} % faster than {named}"
 
 
