@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layoutmap.core.errors import LayoutMapError, PlanError
 from layoutmap.core.text_table import size
@@ -20,6 +21,7 @@ _MESHES = 3  # that a descent is worth
 TIE = 0.01
 """Of the time: what no estimate tells apart, and no rules are worth that only groups that are alike need."""
 
+_FAR = 2  # times the memory there is: where the nearest expert's map needs that, no layout makes it fit
 _FOUND = "found"
 _OTHERS = 4
 
@@ -40,6 +42,7 @@ class Figures:
 
 
 Evaluate = Callable[[RuleSet], Figures]
+OnTried = Callable[[int, "Tried"], object]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Tried:
         figures: What a step costs with it; `None`: it cannot be used.
         limit: The memory of a device, in bytes.
         why_not: Why it cannot be used.
+        recomputes: Whether activations inside of blocks are computed again in the backward pass.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Tried:
     figures: Figures | None
     limit: int
     why_not: str = ""
+    recomputes: bool = False
 
     @property
     def missing_bytes(self) -> float:
@@ -89,6 +94,7 @@ class Outcome:
         num_tried: For how many maps the cost was counted.
         is_complete: Whether it was not interrupted.
         others: The next best maps that fit, for where the compiler needs more memory than was counted.
+        without: If activations are computed again with the best map: the best one without that.
     """
 
     best: Tried
@@ -96,11 +102,15 @@ class Outcome:
     num_tried: int
     is_complete: bool
     others: tuple[Tried, ...] = ()
+    without: Tried | None = None
 
 
 class _Search:
-    def __init__(self, evaluate: Evaluate, limit: int, most: int, on_tried: Callable[[int, Tried], object]):
+    def __init__(
+        self, evaluate: Evaluate, limit: int, most: int, on_tried: OnTried, recomputes: bool = False
+    ):
         self._evaluate, self._limit, self._most, self._on_tried = evaluate, limit, most, on_tried
+        self._recomputes = recomputes
         self._known: dict[str, Tried] = {}
         self._num_alike: int | None = None  # the maps after that give groups that are alike different layouts
         self._fastest: Tried | None = None
@@ -122,10 +132,12 @@ class _Search:
         if key not in self._known:
             if not self.left and self._known:
                 raise Spent
+            figures, why_not = None, ""
             try:
-                made = Tried(name, layout_map, self._evaluate(layout_map), self._limit)
+                figures = self._evaluate(layout_map)
             except LayoutMapError as error:
-                made = Tried(name, layout_map, None, self._limit, error.what)
+                why_not = error.what
+            made = Tried(name, layout_map, figures, self._limit, why_not, self._recomputes)
             self._known[key] = made
             if self._fastest is None or made.score < self._fastest.score:
                 self._fastest = made
@@ -139,21 +151,30 @@ class _Search:
         if plain is None or not apart:
             return plain
         fastest = min(apart, key=lambda tried: tried.score)
-        is_faster = fastest.score[0] < plain.score[0] or fastest.score[1] < plain.score[1] * (1 - TIE)
-        return least([plain, *apart]) if is_faster else plain
+        return least([plain, *apart]) if is_better(fastest, plain) else plain
 
-    def others(self, best: Tried) -> tuple[Tried, ...]:
-        """The next best maps that fit."""
-        fitting = [t for t in self._known.values() if not t.missing_bytes and t is not best]
-        return tuple(sorted(fitting, key=lambda tried: tried.score)[:_OTHERS])
+    @property
+    def every(self) -> Sequence[Tried]:
+        """All maps that were tried."""
+        return list(self._known.values())
 
-    def run(self, model: Model, experts: Sequence[Expert], seed: int) -> None:
-        """Try the experts' maps, then others on the meshes of the best of them."""
+    def run(
+        self, model: Model, experts: Sequence[Expert], seed: int, is_promising: Callable[[], bool]
+    ) -> None:
+        """Try the experts' maps, and if it is promising then others on the meshes of the best of them."""
+        with contextlib.suppress(Spent):
+            self._run(model, experts, seed, is_promising)
+
+    def _run(
+        self, model: Model, experts: Sequence[Expert], seed: int, is_promising: Callable[[], bool]
+    ) -> None:
         scores: dict[int, Score] = {}
         for number, expert in enumerate(experts):
             made = self.tried(expert.name, expert.layout_map)
-            self.experts.append(Tried(expert.name, made.layout_map, made.figures, self._limit, made.why_not))
+            self.experts.append(replace(made, name=expert.name))
             scores[number] = made.score
+        if not is_promising():
+            return
         order = sorted(scores, key=scores.__getitem__)
         meshes = list(dict.fromkeys(experts[n].grid for n in order))[:_MESHES]
         ends: list[tuple[Score, Space, Point]] = []
@@ -210,6 +231,11 @@ def least(tried: Sequence[Tried]) -> Tried | None:
     return min(small, key=lambda each: (each.num_rules, each.score))
 
 
+def is_better(new: Tried, old: Tried) -> bool:
+    """Whether a map lacks less memory than another one, or is faster by more than a tie."""
+    return (new.score[0], new.score[1]) < (old.score[0], old.score[1] * (1 - TIE))
+
+
 def search(
     model: Model,
     experts: Iterable[Expert],
@@ -217,8 +243,9 @@ def search(
     *,
     limit: int,
     most: int,
+    recomputing: Evaluate | None = None,
     seed: int = 0,
-    on_tried: Callable[[int, Tried], object] = lambda number, best: None,
+    on_tried: OnTried = lambda number, best: None,
 ) -> Outcome:
     """Find the map with which a step takes least, among those that fit.
 
@@ -227,7 +254,9 @@ def search(
         experts: Maps to hold others against, and to start from; their meshes are those that are searched.
         evaluate: What a step costs with a map; raises a `LayoutMapError` for one that cannot be used.
         limit: The memory of a device, in bytes.
-        most: For how many maps the cost may be counted.
+        most: For how many maps the cost may be counted; for as many again by `recomputing`.
+        recomputing: What a step costs that recomputes activations inside of blocks in the backward pass: asked where
+            nothing fits without that, or where a map that does not would be faster; `None`: it is not tried.
         seed: Decides the order in which choices are tried.
         on_tried: Called after each map with the number so far and the best of them.
 
@@ -238,20 +267,47 @@ def search(
         PlanError: No map that was tried fits; says which came nearest.
         KeyboardInterrupt: It was interrupted before any map was tried.
     """
-    searching, is_complete = _Search(evaluate, limit, most, on_tried), True
+    every, is_complete = tuple(experts), True
+    plain = _Search(evaluate, limit, most, on_tried)
+    again = _Search(recomputing or evaluate, limit, most, lambda n, t: on_tried(plain.num_tried + n, t), True)
     try:
-        searching.run(model, tuple(experts), seed)
-    except Spent:
-        pass
+        plain.run(model, every, seed, lambda: recomputing is None or not _is_far(plain.best(), limit))
+        if recomputing is not None and _may_gain(plain):
+            again.run(model, every, seed, lambda: _gains(plain, again))
     except KeyboardInterrupt:
-        if searching.best() is None:
+        if plain.best() is None:
             raise
         is_complete = False
-    best = searching.best()
+    runs, num_tried = (plain, again), plain.num_tried + again.num_tried
+    best, without = plain.best(), None
+    if _gains(plain, again):
+        best, without = again.best(), best
     if best is None or best.missing_bytes:
-        raise _nothing_fits(best, limit, searching.num_tried)
-    rows = tuple(sorted(searching.experts, key=lambda tried: tried.score))
-    return Outcome(best, rows, searching.num_tried, is_complete, searching.others(best))
+        raise _nothing_fits(best, limit, num_tried)
+    rows: dict[object, Tried] = {}  # of each expert's map the better of both ways
+    for tried in sorted((t for run in runs for t in run.experts), key=lambda tried: tried.score):
+        rows.setdefault((tried.name, tried.layout_map.mesh), tried)
+    others = [t for run in runs for t in run.every if not t.missing_bytes and t is not best]
+    others.sort(key=lambda tried: tried.score)
+    return Outcome(best, tuple(rows.values()), num_tried, is_complete, tuple(others[:_OTHERS]), without)
+
+
+def _is_far(best: Tried | None, limit: int) -> bool:
+    return best is not None and best.missing_bytes > (_FAR - 1) * limit
+
+
+def _may_gain(searched: _Search) -> bool:
+    """Whether nothing fits, or something that does not would be faster."""
+    best = searched.best()
+    if best is None or best.figures is None or best.missing_bytes:
+        return True
+    return min(t.figures.seconds for t in searched.every if t.figures) < best.figures.seconds * (1 - TIE)
+
+
+def _gains(plain: _Search, again: _Search) -> bool:
+    """Whether a map that needs activations to be computed again is better than all that do not."""
+    before, best = plain.best(), again.best()
+    return before is not None and best is not None and is_better(best, before)
 
 
 def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanError:
@@ -267,10 +323,13 @@ def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanErro
         "search: no layout map fits the memory",
         facts={
             "limit": size(limit),
-            "nearest": f"{nearest.layout_map.mesh}: {size(peak)} on each device, {size(peak * MARGIN)} with the margin",
+            "nearest": f"{nearest.layout_map.mesh}: {size(peak)} on each device, {size(peak * MARGIN)} with the margin"
+            + ", activations recomputed" * nearest.recomputes,
             "missing": size(nearest.missing_bytes),
             "maps tried": num_tried,
         },
         why=f"what is counted must leave {MARGIN - 1:.0%} of itself free, since XLA may need that much more",
-        fix="use more devices or a smaller batch, recompute activations (jax.checkpoint), or raise the limit",
+        fix="use more devices or a smaller batch, or raise the limit"
+        if nearest.recomputes
+        else "use more devices or a smaller batch, recompute activations (jax.checkpoint), or raise the limit",
     )
