@@ -106,6 +106,25 @@ def test_a_module_of_nnx():
     assert {f"blocks.{n}.{name}.kernel" for n in range(4) for name in ("up", "down")} <= set(sharded)
 
 
+def test_where_nothing_fits_activations_are_recomputed():
+    """A map that needs recomputed activations says whose, why and how, in its file too, which is read as any other."""
+    inputs = jax.ShapeDtypeStruct((4096, 16, 64), "float32")
+    options = {"inputs": inputs, "optimizer": "adam", "library": "keras"}
+    limit = {"on": "h100:8", "mesh": "data=8", "memory": 200 << 20, "tries": 2}
+    found = lm.search(Stack, **options, **limit)
+    assert found.recompute.startswith(
+        "It needs the activations inside of blocks.{0..3} to be recomputed in the backward"
+    )
+    assert "no map fits, and the nearest needs" in found.recompute
+    assert f"# {found.recompute.splitlines()[0]}\n" in found.to_yaml()
+    assert found.layout_map == lm.LayoutMap.from_yaml(found.to_yaml())
+    assert found.cost.step == lm.step_cost(
+        Stack, found.layout_map, batch_dim="data", remat="blocks", **options
+    )
+    with pytest.raises(lm.PlanError, match="no layout map fits the memory"):
+        lm.search(Stack, **options, **limit, remat=False)
+
+
 @pytest.mark.long
 def test_it_starts_from_rules_and_keeps_some(found):
     """Rules that are kept are in the map, and the rules it starts from stand among the experts."""

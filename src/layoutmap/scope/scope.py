@@ -175,6 +175,7 @@ def plan(
     batch_dim: str | None = None,
     loss: Callable[..., Any] | None = None,
     verify: bool | str = False,
+    remat: str | None = None,
 ) -> Plan:
     """Say where every variable of a model would go: the dry run of `build`, stopped before anything is made.
 
@@ -201,6 +202,8 @@ def plan(
             that `plan.cost.verified` has its figures beside those that were counted. A text is another device to
             compile for; `"cpu"` needs nothing, GPUs need the extra `xla-gpu`, TPUs `xla-tpu`. It takes from seconds to
             minutes, and is for models on JAX.
+        remat: Whose activations `on` counts as computed again in the backward pass, rather than kept, although the
+            model's code does not say so; see `lower_step`.
 
     Returns:
         The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.
@@ -220,7 +223,7 @@ def plan(
     check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
     dry = Scope(layout_map, adapter, None)
-    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, verify, adapter.engine_name)
+    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, verify, adapter.engine_name, remat)
     with adapter.undisturbed():
         make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
         model = make_in(dry, make, inputs)
