@@ -578,6 +578,8 @@ def as_many_collectives():
             with lm.dtensor.run_on(layout_map.mesh) if each is model else contextlib.nullcontext():
                 loss = each(x).square().mean()
             loss.backward()
+            if each is not model:  # a loss of all rows, as that of the other
+                dist.all_reduce(loss.detach().clone(), group=mesh["batch"].get_group())
             optimizer.step()
 
         step()
