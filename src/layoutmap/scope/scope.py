@@ -7,7 +7,7 @@ made. A plan stops before the last step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ def scope(
     draws: Literal["exact", "tiles"] = "exact",
     check_batches: bool = True,
     gather: Literal["fully_shard", "own"] = "fully_shard",
+    fully_shard: Mapping[str, Any] | None = None,
 ) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
@@ -66,6 +67,9 @@ def scope(
             computes. `"fully_shard"`: by torch's function of that name, which gathers the next block's ahead, where it
             can; `scope.plan` says which weights it cannot. `"own"`: by this library, which allows
             `torch.autograd.grad` by weights and gradients of gradients.
+        fully_shard: What torch's `fully_shard` is called with, by name: `mp_policy`, `offload_policy` and
+            `reshard_after_forward`, as in `{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}`. For
+            several processes only.
 
     Yields:
         The scope; `scope.plan` is what was planned.
@@ -90,7 +94,7 @@ def scope(
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options |= {"check_batches": check_batches, "gather": gather}
+    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     check_layout_map(layout_map, "scope")
     opened = _open(layout_map, _adapter(library), **options)
     with opened.session.defer(), others_refused(opened.adapter):
@@ -122,6 +126,7 @@ def build(
     draws: Literal["exact", "tiles"] = "exact",
     check_batches: bool = True,
     gather: Literal["fully_shard", "own"] = "fully_shard",
+    fully_shard: Mapping[str, Any] | None = None,
     values: SavedValues | None = None,
 ) -> Any:
     """Build one model in a scope.
@@ -139,6 +144,7 @@ def build(
         draws: See `scope`.
         check_batches: See `scope`.
         gather: See `scope`.
+        fully_shard: See `scope`.
         values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
 
     Returns:
@@ -156,7 +162,7 @@ def build(
         True
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options |= {"check_batches": check_batches, "gather": gather}
+    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     check_maker(make_model, layout_map, "build")
     opened = _open(layout_map, _adapter(library), **options)
     opened.values = values
@@ -266,6 +272,7 @@ def apply(
     progress: bool | None = None,
     check_batches: bool = True,
     gather: Literal["fully_shard", "own"] = "fully_shard",
+    fully_shard: Mapping[str, Any] | None = None,
 ) -> Any:
     """Lay out a model that exists: the same plan, with the values that it has.
 
@@ -277,6 +284,7 @@ def apply(
         progress: See `scope`.
         check_batches: See `scope`.
         gather: See `scope`.
+        fully_shard: See `scope`.
 
     Returns:
         The model.
@@ -294,7 +302,7 @@ def apply(
     check_model(model, layout_map)
     adapter = adapter_of_model(model)
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress}
-    options |= {"check_batches": check_batches, "gather": gather}
+    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     return _open(layout_map, adapter, **options).session.take(model)
 
 
@@ -334,6 +342,8 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
             why="it says how weights that are sharded over batch_dim are gathered, on torch",
             fix='leave gather out, or gather="own"',
         )
+    if options.get("fully_shard") is not None:
+        _check_fully_shard(opened)
     if (dim := opened.policy.batch_dim) is not None and dim not in opened.mesh:
         raise ScopeError(
             f"batch_dim {dim!r} is no dim of the mesh",
@@ -350,6 +360,42 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
     # of which some of it cannot begin.
     opened.engine.native(replicated, 0)
     return opened
+
+
+def _check_fully_shard(opened: Scope) -> None:
+    """Refuse options of `fully_shard` where it gathers nothing, and what the adapter cannot pass on."""
+    options, check = opened.fully_shard, opened.adapter.check_fully_shard
+    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScopeError(
+            f"fully_shard={options!r} has the wrong type",
+            facts={"type": type(options).__name__},
+            why="options of torch's fully_shard are passed on by their names",
+            fix='pass a mapping, as in fully_shard={"reshard_after_forward": False}',
+        )
+    unused = [
+        (check is None, f"{opened.adapter.name} models are not gathered by torch's fully_shard"),
+        (opened.gathering == "own", 'gather="own" has weights gathered by this library'),
+        (opened.policy.batch_dim is None, "without batch_dim no weight is gathered"),
+        (
+            not opened.across,
+            "all devices of the mesh are of this process, and fully_shard gathers between several",
+        ),
+    ]
+    for is_so, why in unused:
+        if is_so:
+            raise ScopeError(
+                "the options of fully_shard would not be used",
+                facts={
+                    "fully_shard": dict(options),
+                    "library": opened.adapter.name,
+                    "mesh": str(opened.mesh),
+                },
+                why=why,
+                fix="leave fully_shard out; it is for torch modules in several processes (torchrun), "
+                "in a scope with batch_dim",
+            )
+    assert check is not None
+    check(options)
 
 
 def make_in(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:

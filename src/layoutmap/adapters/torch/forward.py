@@ -12,7 +12,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -150,15 +150,18 @@ class Forward:
             yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        gathering = (
-            nullcontext()
-            if self.gather is None
-            else gathered(self.gather, self.home, tensors_in((args, kwargs)))
-        )
-        with gathering:
-            if self.compiled is not None and not is_recording():
-                return self.compiled(self._the_module(), args, kwargs)
-            return self.compute(args, kwargs)
+        gather = self.gather
+        if gather is None:
+            return self._computed(args, kwargs)
+        args, kwargs = gather.given(args, kwargs)
+        with gathered(gather, self.home, tensors_in((args, kwargs))):
+            result = self._computed(args, kwargs)
+            return gather.returned(result, self.home)
+
+    def _computed(self, args: Any, kwargs: Any) -> Any:
+        if self.compiled is not None and not is_recording():
+            return self.compiled(self._the_module(), args, kwargs)
+        return self.compute(args, kwargs)
 
     def compute(self, args: Any, kwargs: Any) -> Any:
         """Compute the module as it is, on the mesh."""

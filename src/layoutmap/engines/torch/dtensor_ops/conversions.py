@@ -89,7 +89,7 @@ class _Reduced(torch.autograd.Function):
 class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
-        ctx.mesh = tensor.device_mesh
+        ctx.mesh, ctx.placements = tensor.device_mesh, _reduced(tensor.placements)
         plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
@@ -99,7 +99,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return everywhere(upstream[0], ctx.mesh)
+        return placed(everywhere(upstream[0], ctx.mesh), ctx.placements)
 
 
 class _Everywhere(torch.autograd.Function):
