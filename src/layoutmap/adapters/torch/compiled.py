@@ -26,13 +26,18 @@ from layoutmap.adapters.torch.mesh_context import here, recording, running, summ
 from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.conversions import summed_placements
 from layoutmap.engines.torch.private import (
+    DTensorSpec,
     call_compiled,
+    dtensor,
     has_dynamic_shapes,
     is_view_of_another,
     local_of,
     makes_one_graph,
     nonstrict_trace,
+    plainly,
+    spec_of,
     tree_leaves,
     without_function_modes,
 )
@@ -153,7 +158,8 @@ class _Graph:
             tensors = self._run(call)
             if not call.why_not:
                 results = self._results.setdefault(call.inputs, call.results)
-                return map_tensors(lambda place: tensors[place.number], results, _Place)
+                found = _with_all_gradients(tensors)
+                return map_tensors(lambda place: found[place.number], results, _Place)
             self._refuse(call)
         return call.compute()
 
@@ -181,6 +187,37 @@ class _Graph:
             raise ScopeError(what, why=call.why_not, fix=fix)
         text = format_message(f"{what}, and runs as it is", {}, call.why_not, fix)
         warnings.warn(text, LayoutMapWarning, stacklevel=2)
+
+
+@plainly
+def _with_all_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a graph returns, which has gradients for all of it when it has one: for `DTensor`s, it needs all."""
+    places = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
+    if len(places) < 2 or not torch.is_grad_enabled():
+        return tensors
+    found = dict(zip(places, _WithZeros.apply(*(tensors[n] for n in places)), strict=True))
+    return [found.get(n, each) for n, each in enumerate(tensors)]
+
+
+class _WithZeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.forms = [(each.dtype, tuple(local_of(each).shape), spec_of(each)) for each in tensors]
+        return tuple(dtensor(local_of(each), spec_of(each)) for each in tensors)
+
+    @staticmethod
+    @plainly
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return tuple(
+            _zeros(*form) if each is None else each for each, form in zip(upstream, ctx.forms, strict=True)
+        )
+
+
+def _zeros(dtype: torch.dtype, shape: tuple[int, ...], spec: Any) -> Any:
+    """The gradient of a tensor that nothing depends on."""
+    local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
+    return dtensor(local, DTensorSpec(spec.mesh, tuple(summed_placements(spec.placements)), spec.tensor_meta))
 
 
 def _computed(tensors: list[torch.Tensor]) -> Any:

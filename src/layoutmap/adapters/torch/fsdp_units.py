@@ -56,7 +56,6 @@ class Gathering:
         unit: Those of them that torch's `fully_shard` gathers; `None`: it gathers none.
         places: Where these are held.
         others: The weights but these.
-        of_model: All that one model gathers by units.
     """
 
     weights: list[Weight]
@@ -64,12 +63,6 @@ class Gathering:
     unit: Unit | None = None
     places: list[list[Place]] = field(default_factory=list[list[Place]])
     others: list[Weight] = field(default_factory=list[Weight])
-    of_model: Sequence[Gathering] = ()
-
-    def leave_fully_shard(self) -> None:
-        """Gather all weights of the model here: `fully_shard` would free what a compiled block keeps."""
-        for each in self.of_model:
-            each.unit = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gathering:
         """What a copy of the model gathers; `fully_shard` does not know its parameters."""
@@ -148,8 +141,6 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeCo
         return gathering.unit
 
     unit(outermost, [made for each in below if (made := unit(each)) is not None])
-    for each in (outermost, *below):
-        each.of_model = (outermost, *below)
     if num := sum(len(each.places) for each in (outermost, *below)):
         home.note(batch_dim, f"{num} weights are gathered over {batch_dim!r} by torch's fully_shard")
     for reason, paths in reasons.items():
