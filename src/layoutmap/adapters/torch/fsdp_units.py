@@ -45,7 +45,6 @@ class Gathering:
         unit: Those of them that torch's `fully_shard` gathers; `None`: it gathers none.
         places: Where these are held.
         others: The weights but these.
-        of_model: All that one model gathers by units.
     """
 
     weights: list[Weight]
@@ -57,7 +56,6 @@ class Gathering:
     unit: Unit | None = None
     places: list[list[Place]] = field(default_factory=list[list[Place]])
     others: list[Weight] = field(default_factory=list[Weight])
-    of_model: Sequence[Gathering] = ()
     _own: dict[int, Own] = field(default_factory=dict[int, Own])
 
     def own(self, weights: list[Weight]) -> Own:
@@ -65,11 +63,6 @@ class Gathering:
         if id(weights) not in self._own:
             self._own[id(weights)] = Own(weights, self.order, self.policy, is_kept=self.is_kept)
         return self._own[id(weights)]
-
-    def leave_fully_shard(self) -> None:
-        """Gather all weights of the model here: `fully_shard` would free what a compiled block keeps."""
-        for each in self.of_model:
-            each.unit = None
 
     def given(self, args: Any, kwargs: Any) -> Any:
         """What the module is called with, in the element type of its weights, as `fully_shard` converts it."""
@@ -196,8 +189,6 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeCo
         return gathering.unit
 
     unit(outermost, [made for each in below if (made := unit(each)) is not None])
-    for each in (outermost, *below):
-        each.of_model = (outermost, *below)
     if paths:
         home.note(batch_dim, _sentence("torch's fully_shard", home, paths))
     for reason, those in reasons.items():

@@ -78,7 +78,7 @@ class _Weights:
             self._made = None
 
     def pack(self, tensor: Any) -> Any:
-        if not self._numbers or not (isinstance(tensor, DTensor) or _is_of_graph(tensor)):
+        if not self._numbers or not (isinstance(tensor, DTensor) or is_of_graph(tensor)):
             return tensor
         piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
         number = self._numbers.get(storage_key(piece))
@@ -103,7 +103,7 @@ class _Weights:
                 return dtensor(simulation.join(viewed, base.dtype), view.spec)
 
 
-def _is_of_graph(tensor: torch.Tensor) -> bool:
+def is_of_graph(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be what this process holds of a weight, as compiled graphs save it."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not simulation.is_simulated()
 

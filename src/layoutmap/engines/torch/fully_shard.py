@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.torch.fsdp import as_sum, changed_too_early
+from layoutmap.engines.torch.fsdp_saved import is_of_graph
 from layoutmap.engines.torch.private import (
     DTensorSpec,
     FullySharded,
@@ -261,7 +262,10 @@ class _Call:
         self.calls.update(dict.fromkeys(storages, self))
 
     def pack(self, tensor: Any) -> Any:
-        call = self.calls.get(storage_key(local_of(tensor))) if isinstance(tensor, DTensor) else None
+        call = None
+        if isinstance(tensor, DTensor) or is_of_graph(tensor):
+            local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            call = self.calls.get(storage_key(local))
         return tensor if call is None else _Kept(tensor, call)
 
     def unpack(self, packed: Any) -> Any:
