@@ -13,7 +13,7 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +22,8 @@ import numpy as np
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.core.blocks import Index, NumpyArray, block_shape, full_index, intersect, with_ends, within
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.core.blocks import Index, NumpyArray, block_shape, intersect, within
 from layoutmap.core.errors import CheckpointError, brief
 
 METADATA = ".metadata"
@@ -110,7 +110,7 @@ class _Chunk:
     num_bytes: int
 
 
-class DistributedCheckpoint:
+class DistributedCheckpoint(Source):
     """What a directory of DCP has.
 
     Paths are the names of the saved state dict, joined by dots as DCP does. What is no tensor, such as a number or a
@@ -128,35 +128,24 @@ class DistributedCheckpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.where = os.fspath(path)
         self._folder = Path(path)
         self._files: dict[str, ByteFile] = {}
         self._heads: dict[tuple[str, int], tuple[_Tensor, str, int]] = {}
         file = ByteFile(self._folder / METADATA)
         found = _unpickled(file.path, file.read(0, file.num_bytes))
         try:
-            self.variables, self._chunks = _contents(file.path, found)
+            variables, self._chunks = _contents(file.path, found)
         except (AttributeError, TypeError, ValueError) as error:
             raise _wrong(file.path, "its metadata is not that of a checkpoint", str(error)) from error
-
-    @property
-    def states(self) -> Mapping[str, Any]:
-        """Nothing: what is no tensor is not read."""
-        return {}
+        super().__init__(os.fspath(path), variables)
 
     @property
     def bytes_read(self) -> int:
         """How many bytes of values and of their heads have been read so far."""
         return sum(file.bytes_read for file in self._files.values())
 
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a tensor at an index (`None`: all); reads the bytes that this needs.
-
-        Raises:
-            CheckpointError: They cannot be read.
-        """
-        variable = self.variables[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+        path = variable.path
         dtype = numpy_dtype(variable.dtype, path)
         result = np.empty(block_shape(wanted), dtype)
         covered = 0
@@ -172,13 +161,10 @@ class DistributedCheckpoint:
             )
         return result
 
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Raise if a file that has some of them is missing or too short; there are no checksums to compare."""
-        variable = self.variables[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
-        for chunk in self._chunks[path]:
+    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+        for chunk in self._chunks[variable.path]:  # a file may be missing, or too short
             if intersect(chunk.index, wanted) is not None:
-                self._head(path, chunk)
+                self._head(variable.path, chunk)
 
     def _block(self, path: str, chunk: _Chunk, dtype: np.dtype[Any], index: Index) -> NumpyArray:
         tensor, _, start = self._head(path, chunk)
