@@ -157,9 +157,9 @@ class AdapterContract:
         assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
 
     def test_paths_are_stable(self):
-        """Building the same model three times in one process, after other models, gives the same paths."""
+        """Building a model again in one process, after other models and in layouts, gives the same paths."""
         first = {name: list(self.adapter.variables(self.made(name))) for name in self.models()}
-        for name in (*self.models(), *self.models()):
+        for name in (*self.models(), self.one_model()[0]):
             assert first[name] == list(self.adapter.variables(self.built(name)))
 
     def test_an_existing_model_is_laid_out(self, name: str):
