@@ -316,7 +316,8 @@ def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected
     """Medians and ratios on one mesh."""
     print(f"\n{mesh}, {PROCESSES} processes, model {size}")
     print(
-        "method                             ms  ratio  cpu ms  ratio  largest loss difference    MiB  ratio  collectives"
+        "method                             ms  ratio  cpu ms  ratio  largest loss difference"
+        "    MiB  ratio  collectives"
     )
     medians: dict[str, tuple[float, float, float]] = {}
     for method, (memory, *results) in runs.items():

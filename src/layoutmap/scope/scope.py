@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
 from layoutmap.core.errors import EngineError, ScopeError, listed
+from layoutmap.core.mesh import check_dim
 from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
 from layoutmap.plan.problems import Problem
@@ -344,13 +345,7 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
         )
     if options.get("fully_shard") is not None:
         _check_fully_shard(opened)
-    if (dim := opened.policy.batch_dim) is not None and dim not in opened.mesh:
-        raise ScopeError(
-            f"batch_dim {dim!r} is no dim of the mesh",
-            facts={"mesh": str(opened.mesh)},
-            why="the batch is split over one of the mesh's dims",
-            fix=f"use one of {', '.join(map(repr, opened.mesh.dim_names))}, or leave it out",
-        )
+    check_dim("batch_dim", opened.policy.batch_dim, opened.mesh, "the batch is sharded over it")
     replicated = opened.policy.replicated(0)
     try:
         opened.engine.check_layout(replicated)

@@ -1,4 +1,4 @@
-"""One of four processes that compile what DTensor alone gets wrong; run by test_wrong_numbers.py, which names the cases."""
+"""One of four processes that compile what DTensor alone gets wrong; test_wrong_numbers.py runs it on its cases."""
 
 import json
 import os

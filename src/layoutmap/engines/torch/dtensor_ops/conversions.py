@@ -90,7 +90,7 @@ class _Reduced(torch.autograd.Function):
 class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
-        ctx.mesh, ctx.placements = tensor.device_mesh, _reduced(tensor.placements)
+        ctx.mesh, ctx.placements = tensor.device_mesh, summed_placements(tensor.placements)
         plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
