@@ -21,12 +21,12 @@ from typing import Any
 
 import frameworks
 import pytest
+from cases import QUICK_XLA
 from hypothesis import settings
 
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
 EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
 NUM_DEVICES = 8
-QUICK_COMPILING = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else []
 
 # The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
@@ -60,7 +60,7 @@ def _set_up_devices() -> None:
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={NUM_DEVICES}".strip()
     if RUNNING == "jax" and not EVERYTHING:  # most of the time goes into making programs that run once
-        os.environ["XLA_FLAGS"] += f" {QUICK_COMPILING}"
+        os.environ["XLA_FLAGS"] += f" {QUICK_XLA}"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")

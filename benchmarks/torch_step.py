@@ -3,6 +3,7 @@
     python benchmarks/torch_step.py                            both meshes, model small, 3 rounds: about five minutes
     python benchmarks/torch_step.py --size medium --steps 5
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
+    python benchmarks/torch_step.py --size medium --rounds 0     memory and collectives alone: no time is taken
 
 On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
@@ -19,16 +20,20 @@ plain tensors, in a training loop that knows no mesh: every process then has the
 "ms" is the median step of the slowest process, over all rounds; rounds are taken in turns, each in
 fresh processes. "cpu ms" is the CPU time of its process, which says more where processes share
 cores. Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
+"MiB" is the most that the tensors of the first process take at any time of the third step, slots of
+AdamW and all, by torch's profiler in a run of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from torch_models import SIZES, TP_PLAN, batches, make_model, parallelize
@@ -59,15 +64,15 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
     from torch.nn import functional as F
 
     torch.set_num_threads(1)
-    ways = {
-        "layoutmap": by_layoutmap,
-        "layoutmap, plain": by_layoutmap_plainly,
-        REPLICATED: by_replicas,
-        OWN_GATHERING: by_own_gathering,
-        COMPILED: by_compiled,
-    }
-    step = ways.get(method, by_torch)
-    one_step, mean = step(mesh, size, F.cross_entropy)
+    make = partial(maker(method), mesh, size, F.cross_entropy)
+    if steps == 0:
+        found = peak(make, batches(size, WARMUP))
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps(found))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        return
+    one_step, mean = make()
     times, cpu, losses = [], [], []
     data = batches(size, WARMUP + steps)
     for x, y in data:
@@ -77,18 +82,44 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
         times.append(time.perf_counter() - start)
         cpu.append(time.process_time() - own)
         losses.append(mean(loss))
-    counted = (
-        {} if method == COMPILED else collectives(lambda: one_step(*data[0]))
-    )  # by a mode, without graphs
     found: list[Any] = [None] * PROCESSES
     torch.distributed.all_gather_object(found, (times, cpu))
     if torch.distributed.get_rank() == 0:
         slowest = [max(each) for each in zip(*(one[0] for one in found), strict=True)]
         own = [statistics.mean(each) for each in zip(*(one[1] for one in found), strict=True)]
-        result = {"times": slowest[WARMUP:], "cpu": own[WARMUP:], "losses": losses, "collectives": counted}
+        result = {"times": slowest[WARMUP:], "cpu": own[WARMUP:], "losses": losses}
         print(json.dumps(result))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def maker(method: str) -> Any:
+    """What makes the step of a way."""
+    ways = {
+        "layoutmap": by_layoutmap,
+        "layoutmap, plain": by_layoutmap_plainly,
+        REPLICATED: by_replicas,
+        OWN_GATHERING: by_own_gathering,
+        COMPILED: by_compiled,
+    }
+    return ways.get(method, by_torch)
+
+
+def peak(make: Any, data: Any) -> dict[str, Any]:
+    """The most that tensors take in the last of some steps, and how many collectives that step makes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step, _ = make()
+        for x, y in data:
+            start = time.time_ns()
+            step(x, y)
+    held = most = 0
+    events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    for each in sorted(events, key=lambda each: each.start_ns()):
+        held += each.nbytes()
+        most = max(most, held) if each.start_ns() >= start else most
+    return {"peak": most, "collectives": collectives(lambda: step(*data[-1]))}
 
 
 def collectives(step: Any) -> dict[str, int]:
@@ -271,19 +302,11 @@ def main() -> None:
     expected = plain_losses(args.size, WARMUP + args.steps)
     for mesh in args.mesh or METHODS:
         runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS[mesh]}
-        for number in range(args.rounds):
+        for number in range(args.rounds + 1):
             for method in METHODS[mesh]:
-                print(f"\r\x1b[K{mesh}: round {number + 1}/{args.rounds} {method}", end="", file=sys.stderr)
-                arguments = (
-                    "--child",
-                    method,
-                    "--mesh",
-                    mesh,
-                    "--size",
-                    args.size,
-                    "--steps",
-                    str(args.steps),
-                )
+                print(f"\r\x1b[K{mesh}: round {number}/{args.rounds} {method}", end="", file=sys.stderr)
+                steps = str(args.steps if number else 0)  # none: memory
+                arguments = ("--child", method, "--mesh", mesh, "--size", args.size, "--steps", steps)
                 runs[method].append(measure(__file__, arguments, PROCESSES))
         print("\r\x1b[K", end="", file=sys.stderr)
         report(mesh, args.size, runs, expected)
@@ -292,17 +315,27 @@ def main() -> None:
 def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected: list[float]) -> None:
     """Medians and ratios on one mesh."""
     print(f"\n{mesh}, {PROCESSES} processes, model {size}")
-    print("method                             ms  ratio  cpu ms  ratio  largest loss difference  collectives")
-    medians: dict[str, tuple[float, float]] = {}
-    for method, results in runs.items():
-        ms = 1e3 * statistics.median(seconds for run in results for seconds in run["times"])
-        cpu = 1e3 * statistics.median(seconds for run in results for seconds in run["cpu"])
-        medians[method] = ms, cpu
+    print(
+        "method                             ms  ratio  cpu ms  ratio  largest loss difference"
+        "    MiB  ratio  collectives"
+    )
+    medians: dict[str, tuple[float, float, float]] = {}
+    for method, (memory, *results) in runs.items():
+        mib = memory["peak"] / 2**20
+        ms, cpu = (
+            1e3 * statistics.median([seconds for run in results for seconds in run[kind]] or [math.nan])
+            for kind in ("times", "cpu")
+        )
+        medians[method] = ms, cpu, mib
         first = next(iter(medians.values()))
-        off = max(abs(a - b) for run in results for a, b in zip(run["losses"], expected, strict=True))
-        counted = ", ".join(f"{n} {name}" for name, n in sorted(results[0]["collectives"].items()))
+        differences = [abs(a - b) for run in results for a, b in zip(run["losses"], expected, strict=True)]
+        off = max(differences, default=math.nan)
+        # By a mode, which sees no graphs.
+        counts = {} if method == COMPILED else memory["collectives"]
+        counted = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
         print(
-            f"{method:<32} {ms:>5.0f} {ms / first[0]:>6.2f} {cpu:>7.0f} {cpu / first[1]:>6.2f} {off:>24.1e}  {counted}"
+            f"{method:<32} {ms:>5.0f} {ms / first[0]:>6.2f} {cpu:>7.0f} {cpu / first[1]:>6.2f} {off:>24.1e} "
+            f"{mib:>6.1f} {mib / first[2]:>6.2f}  {counted}"
         )
         if off > 1e-4:
             print(f"WARNING: {method} gave other losses than one process")

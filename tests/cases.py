@@ -8,6 +8,18 @@ from typing import Any
 
 import pytest
 
+QUICK_XLA = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+"""Flags with which XLA compiles in a fifth of the time, for programs that run once: no law is about their speed."""
+
+
+def xla_settings(num_devices: int) -> dict[str, str]:
+    """The environment of a process of JAX with so many devices, whose programs run once."""
+    flags = f"--xla_force_host_platform_device_count={num_devices} {QUICK_XLA}"
+    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
 
 def few(cases: Iterable[Any], *usual: Any) -> list[Any]:
     """All cases for `parametrize`, of which those that are not the usual ones are long."""

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import os
 
 import keras
 import numpy as np
@@ -82,6 +83,13 @@ def sequential():
 
 
 MODELS = {"subclassed": subclassed, "functional": functional, "sequential": sequential}
+
+
+def one_model():
+    """What laws about one model look at, and its name: on JAX, and in `make test-all`, the one with most layers."""
+    name = "subclassed" if ON_JAX or os.environ.get("LAYOUTMAP_TEST_ALL") else "sequential"
+    return name, MODELS[name]
+
 
 RULES = {
     "subclassed": {

@@ -5,13 +5,13 @@ from pathlib import Path
 import jax_models_process as worker
 import numpy as np
 import pytest
+from cases import xla_settings
 from engines import several_processes
 from jax_models import MODELS
 
 PROCESSES = ("jax",)
 
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-ENVIRONMENT = {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK}", "JAX_PLATFORMS": "cpu"}
+ENVIRONMENT = xla_settings(4)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import few
+from cases import few, xla_settings
 from engines import several_processes
 from optax_optimizers import MESH, OPTIMIZERS, laid_out, misplaced, plain_params
 
@@ -266,9 +266,8 @@ def test_each_process_brings_its_rows(tmp_path):
         params, state, metrics = jax.jit(make_step(tx))(params, state, batch(number))
         losses.append(float(metrics["loss"]))
     (port,) = several_processes.free_ports(1)
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     worker = Path(__file__).with_name("jit_step_process.py")
-    for told, _ in several_processes.run(worker, tmp_path, [environment] * 2, f"127.0.0.1:{port}"):
+    for told, _ in several_processes.run(worker, tmp_path, [xla_settings(4)] * 2, f"127.0.0.1:{port}"):
         np.testing.assert_allclose(losses, told["losses"], rtol=1e-5)
         assert [] == told["misplaced"]
 

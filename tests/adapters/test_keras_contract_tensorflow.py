@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import tensorflow as tf
-from keras_models import MODELS, RULES, batch, hooked
+from keras_models import MODELS, RULES, batch, hooked, one_model
 
 from layoutmap.testing.adapter_contract import ScopeContract
 
@@ -18,6 +18,9 @@ class TestKerasOnTensorFlow(ScopeContract):
 
     def models(self):
         return MODELS
+
+    def one_model(self):
+        return one_model()
 
     def rules(self, name):
         return RULES[name]

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from keras_models import MODELS, RULES, batch, hooked
+from keras_models import MODELS, RULES, batch, hooked, one_model
 
 from layoutmap.testing.adapter_contract import ScopeContract
 
@@ -24,6 +24,9 @@ class TestKerasOnTorch(ScopeContract):
 
     def models(self):
         return MODELS
+
+    def one_model(self):
+        return one_model()
 
     def rules(self, name):
         return RULES[name]

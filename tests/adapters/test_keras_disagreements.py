@@ -4,6 +4,7 @@ from pathlib import Path
 
 import keras
 import pytest
+from cases import xla_settings
 from disagreements import AGREE, outcomes
 from engines import several_processes
 
@@ -62,10 +63,7 @@ def environments():
     ports = several_processes.free_ports(2)
     jobs = ",".join(f"127.0.0.1:{port}" for port in ports)
     both = {
-        "jax": {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
-        },
+        "jax": xla_settings(1),
         "tensorflow": {"DTENSOR_JOBS": jobs, "DTENSOR_JOB_NAME": "worker"},
         "torch": {
             "WORLD_SIZE": "2",

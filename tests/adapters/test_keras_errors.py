@@ -285,7 +285,7 @@ def test_a_batch_dim_that_the_mesh_does_not_have():
     assert raised(lm.ScopeError, lambda: make_map({}).build(make_model, batch_dim="data")) == text("""
         batch_dim 'data' is no dim of the mesh
           mesh  batch=2, model=4
-          why   the batch is split over one of the mesh's dims
+          why   the batch is sharded over it
           fix   use one of 'batch', 'model', or leave it out
         """)
 

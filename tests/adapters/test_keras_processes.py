@@ -7,6 +7,7 @@ import forked
 import keras_process
 import numpy as np
 import pytest
+from cases import xla_settings
 from engines import several_processes
 
 PROCESSES = ("jax",)
@@ -16,9 +17,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WORKER = Path(__file__).with_name("keras_process.py")
-# Of the time nearly all is XLA's, for programs that run once.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-ENVIRONMENT = {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK}", "JAX_PLATFORMS": "cpu"}
+ENVIRONMENT = xla_settings(4)
 
 
 @pytest.fixture(scope="module")

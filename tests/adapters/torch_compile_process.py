@@ -32,6 +32,12 @@ def each_block(model, backend="aot_eager"):
     return model
 
 
+def layers(model):
+    for each in next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList)):
+        each.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
 def in_place(model):
     model.compile(backend="aot_eager", fullgraph=True)
     return model
@@ -118,8 +124,8 @@ def train(name, mesh, compiled):
     return differences(plain, model, compiled(model), lambda called: loss(called(x), y))
 
 
-def of_transformers(name):
-    """The layers of a published model, compiled."""
+def of_transformers(name, compiled=layers):
+    """A published model, or its layers, compiled."""
     import transformers
     from test_torch_transformers import INPUTS, TOKENS, make_map
     from transformers_models import WITH_A_PLAN, WITHOUT
@@ -133,10 +139,7 @@ def of_transformers(name):
     plain = getattr(transformers, kind)(config)
     torch.manual_seed(0)
     model = layout_map.build(lambda: getattr(transformers, kind)(config), batch_dim="batch", library="torch")
-    layers = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
-    for layer in layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
-    return differences(plain, model, model, lambda called: called(**inputs).loss)
+    return differences(plain, model, compiled(model), lambda called: called(**inputs).loss)
 
 
 class Scaled(torch.nn.Module):

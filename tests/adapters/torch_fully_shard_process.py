@@ -1,6 +1,9 @@
 """One of four processes in which torch's fully_shard gathers weights; run by test_torch_fully_shard.py."""
 
+import collections
+import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import json
@@ -17,7 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.utils.checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch_models import Transformer, batch, token_loss
 
 import layoutmap as lm
@@ -465,6 +472,9 @@ def what_the_plan_says():
     return {"notes": notes, "gradients": apart(plain, model, gradient)}
 
 
+CHAIN_RULES = {r".*weight": ("batch", None), r".*bias": ("batch",)}
+
+
 def refusal(function):
     """The first line of what an error says."""
     try:
@@ -472,6 +482,260 @@ def refusal(function):
     except Exception as error:
         return str(error).partition("\n")[0] or type(error).__name__
     return ""
+
+
+def collectives(step):
+    """How many collectives a step makes, by kind."""
+    with warnings.catch_warnings(), CommDebugMode() as counter:
+        warnings.simplefilter("ignore", UserWarning)  # its hooks are called where no input has a gradient
+        step()
+    counts = collections.Counter()
+    for operation, number in counter.get_comm_counts().items():
+        name = (
+            str(operation)
+            .rpartition(".")[2]
+            .replace("allgather", "all_gather")
+            .replace("allreduce", "all_reduce")
+        )
+        counts[next((k for k in ("all_gather", "all_reduce", "reduce_scatter") if k in name), name)] += number
+    return dict(counts)
+
+
+class Net(torch.nn.Module):
+    """Blocks as those of a decoder, and what is outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.blocks = torch.nn.ModuleList(NetBlock() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class NetBlock(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+NET = {r".*norm\.weight": (None,), **CHAIN_RULES}
+NET_BOTH = {
+    r".*norm\.weight": ("batch",),
+    r".*up\.weight": ("model", "batch"),
+    r".*up\.bias": (("model", "batch"),),
+    r".*down\.weight": ("batch", "model"),
+    **CHAIN_RULES,
+}
+ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def peer(mesh, policy):
+    """`Net` by torch's own `parallelize_module`, where the mesh has a dim for it, and `fully_shard`."""
+    torch.manual_seed(0)
+    model = Net()
+    if "model" in mesh.mesh_dim_names:
+        plan = {f"blocks.{i}.up": ColwiseParallel() for i in range(3)}
+        plan |= {f"blocks.{i}.down": RowwiseParallel() for i in range(3)}
+        parallelize_module(model, mesh["model"], plan)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["batch"], mp_policy=dataclasses.replace(policy, output_dtype=None))
+    return fully_shard(model, mesh=mesh["batch"], mp_policy=policy)
+
+
+def rows_of(mesh):
+    return ROWS.chunk(mesh["batch"].size())[mesh["batch"].get_local_rank()]
+
+
+def step_of(model, x):
+    model.zero_grad()
+    model(x).float().square().mean().backward()
+
+
+@scenario
+def as_many_collectives():
+    """A step of this library's, forward, backward and optimizer, beside torch's own ways."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "model"))
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), NET_BOTH)
+    layout_map.activations[r".*(norm|down)"] = ("batch", None)
+    torch.manual_seed(0)
+    model = layout_map.build(Net, batch_dim="batch", check_batches=False)
+    rows = lm.dtensor.relayout(ROWS, lm.Layout(["batch", None], layout_map.mesh))
+    found = []
+    for each, x in ((model, rows), (peer(mesh, MixedPrecisionPolicy()), rows_of(mesh))):
+        optimizer = torch.optim.AdamW(each.parameters())
+
+        def step(each=each, x=x, optimizer=optimizer):
+            optimizer.zero_grad()
+            with lm.dtensor.run_on(layout_map.mesh) if each is model else contextlib.nullcontext():
+                loss = each(x).square().mean()
+            loss.backward()
+            if each is not model:  # a loss of all rows, as that of the other
+                dist.all_reduce(loss.detach().clone(), group=mesh["batch"].get_group())
+            optimizer.step()
+
+        step()
+        found.append(collectives(step))
+    return found
+
+
+BF16 = torch.bfloat16
+POLICIES = {
+    "reduced in float32": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
+    "all": MixedPrecisionPolicy(param_dtype=BF16),
+    "outputs": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32, output_dtype=torch.float32),
+}
+
+
+@scenario
+def mixed_precision():
+    """Steps in two element types, beside those of torch's own `fully_shard`."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("batch",))
+    found = {}
+    for name, policy in POLICIES.items():
+        own = peer(mesh, policy)
+        _, model = pair(Net, NET, "batch=4", fully_shard={"mp_policy": policy})
+        both = [torch.optim.SGD(each.parameters(), 0.1) for each in (own, model)]
+        with torch.no_grad():
+            dtypes = [each(x).dtype for each, x in ((own, rows_of(mesh)), (model, ROWS))]
+        for number in range(3):
+            step_of(own, rows_of(mesh))
+            step_of(model, ROWS)
+            found[f"{name}: {number}"] = apart_from_peer(own, model, gradient)
+            for optimizer in both:
+                optimizer.step()
+        found[f"{name}: weights"] = apart_from_peer(own, model)
+        found[f"{name}: types"] = float(
+            dtypes[0] != dtypes[1] or any(p.dtype != torch.float32 for p in model.parameters())
+        )
+    return found
+
+
+def apart_from_peer(own, model, of=lambda parameter: parameter):
+    """How far parameters are apart; of those that nothing shards, as multiples of what bfloat16 tells apart."""
+    found = 0.0
+    for (name, a), b in zip(own.named_parameters(), model.parameters(), strict=True):
+        expected = of(a).detach().full_tensor()
+        each = (expected - plain_of(of(b).detach())).abs().max()
+        if name.endswith("norm.weight"):  # which are summed up in float32
+            each = max(0.0, each - 2**-7 * expected.abs().max())
+        found = max(found, float(each))
+    return found
+
+
+@scenario
+def mixed_precision_gathered_in_other_ways():
+    """What the library gathers itself computes in the same types: copies, checkpoints, weights that are left to it."""
+    policy = POLICIES["reduced in float32"]
+    rules = {r".*norm\.weight": (None,), r"blocks\.1\.up.weight": (("batch", "model"), None), **NET_BOTH}
+    found = {}
+    for name, make in {"blocks": Net, "checkpoints": CheckpointedNet}.items():
+        plain, (_, model) = Net(), pair(make, rules, fully_shard={"mp_policy": policy})
+        plain.load_state_dict({name: plain_of(each) for name, each in model.state_dict().items()})
+        names = dict(plain.named_parameters())
+        as_cast = {name: each.to(BF16) for name, each in names.items()}
+        torch.func.functional_call(plain, as_cast, ROWS.to(BF16)).float().square().mean().backward()
+        copied = copy.deepcopy(model)
+        model.blocks[0].register_forward_pre_hook(lambda _, args: assert_is(args[0].dtype, BF16))
+        for way, each in {"fully_shard": model, "copy": copied}.items():
+            step_of(each, ROWS)
+            found[f"{name}: {way}"] = max(
+                ((a.grad - plain_of(b.grad)).abs().max() / a.grad.abs().max()).item()
+                for a, b in zip(plain.parameters(), each.parameters(), strict=True)
+            )
+        found[f"{name}: alone"] = float(copied.last(ROWS).dtype != BF16 or model.last(ROWS).dtype != BF16)
+    return found
+
+
+def assert_is(a, b):
+    assert a is b, (a, b)
+
+
+class CheckpointedNet(Net):
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+@scenario
+def freed_or_kept():
+    """The collectives and the gradients of a step with each value of reshard_after_forward, and with both ways."""
+    found = {}
+    for value in (None, True, False):
+        options = {} if value is None else {"fully_shard": {"reshard_after_forward": value}}
+        plain, model = pair(Net, NET, "batch=4", check_batches=False, **options)
+        for each in (plain, model):
+            step_of(each, ROWS)
+        found[f"{value}: gathers"] = collectives(lambda model=model: step_of(model, ROWS))["all_gather"]
+        found[f"{value}: gradients"] = apart(plain, model, gradient)
+        model.zero_grad()
+        copied = copy.deepcopy(model)
+        step_of(copied, ROWS)
+        found[f"{value}: copy"] = apart(plain, copied, gradient)
+        with torch.no_grad():
+            for each in (plain, model):
+                for parameter in each.parameters():
+                    parameter.mul_(1.5)
+            found[f"{value}: after a change"] = (plain(ROWS) - model(ROWS)).abs().max().item()
+    return found
+
+
+@scenario
+def off_loaded():
+    """Weights in the CPU's memory, where they are anyway: nothing changes, and each parameter is the same object."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=4"), NET)
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    with layout_map.scope(batch_dim="batch", fully_shard=options):
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    both = [torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-3), optimizer]
+    for _ in range(3):
+        for each in (plain, model):
+            step_of(each, ROWS)
+        for each in both:
+            each.step()
+    return apart(plain, model)
+
+
+@scenario
+def refused_options():
+    """What is said of options that cannot be passed on."""
+    tries = [
+        {"mesh": None},
+        {"shard": True},
+        {"reshard_after_forward": 2},
+        {"mp_policy": torch.bfloat16},
+        {"offload_policy": CPUOffloadPolicy()},
+        ["mp_policy"],
+    ]
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=4"), NET)
+    said = []
+    for each in tries:
+        try:
+            layout_map.build(Net, batch_dim="batch", fully_shard=each)
+        except lm.ScopeError as error:
+            said.append(str(error))
+    torch.manual_seed(dist.get_rank())
+    value = dist.get_rank() == 0
+    said.append(
+        refusal(
+            lambda: layout_map.build(Net, batch_dim="batch", fully_shard={"reshard_after_forward": value})
+        )
+    )
+    return said
 
 
 class Late(dist._Work):
@@ -497,8 +761,9 @@ class Link:
         self.events = []
 
     def install(self):
-        """Have the gathers of all process groups be late."""
+        """Have the gathers of all process groups be late, from now on."""
         gather = dist.ProcessGroup.all_gather_single
+        self.install = lambda: None
 
         def late(group, *args):
             self.num_gathers += 1
@@ -543,7 +808,12 @@ class Chain(torch.nn.Module):
 
 @scenario
 def ahead():
-    plain, model = pair(Chain, {r".*weight": ("batch", None), r".*bias": ("batch",)})
+    return {gather: gathered_late(Chain, gather) for gather in ("fully_shard", "own")}
+
+
+def gathered_late(make, gather):
+    """What happens in a step on a slow link."""
+    plain, model = pair(make, CHAIN_RULES, gather=gather)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     LINK.begin()
     plain(x).square().mean().backward()
@@ -557,6 +827,46 @@ def ahead():
         "hidden": 1 - LINK.waited / (40 * LINK.num_gathers),
         "gradients": apart(plain, model, gradient),
     }
+
+
+class CheckpointedChain(Chain):
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+@scenario
+def ahead_in_other_ways():
+    """What is on its way is used for its own values only: checkpoints, other orders, changes in between, failures."""
+    found = {}
+    late = gathered_late(CheckpointedChain, "own")
+    found["checkpointed"] = [late["gradients"], late["hidden"] < 0.8]
+    plain, model = pair(Several, SEVERAL, gather="own")
+    both = optimizers_of(plain, model)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    for number, order in enumerate([(0, 1, 2), (2, 0, 1), (0, 1, 0, 1), (1,), (0, 1, 2)]):
+        for each in (plain, model):
+            each.zero_grad()
+            each.blocks[1].requires_grad_(number != 1)
+            each(x, order).square().mean().backward()
+        found[f"order {order}"] = apart(plain, model, gradient)
+        for optimizer in both:
+            optimizer.step()
+    handle = model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+    found["said"] = refusal(lambda: model(x)) != "division by zero"
+    handle.remove()
+    with torch.no_grad():
+        for each in (plain, model):
+            for parameter in each.parameters():
+                parameter.data.mul_(1.1)  # of which autograd counts nothing
+    found["changed"] = (plain(x) - model(x)).abs().max().item()
+    for each in (plain, model):
+        each.zero_grad()
+        (each(x).square().mean() + each(x * 2, (2, 1)).square().mean()).backward()
+    found["two graphs"] = apart(plain, model, gradient)
+    return found
 
 
 def main():

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import optax
 import pytest
+from cases import xla_settings
 from checkpoint import chain_laws
 from checkpoint.chains import BATCH
 from checkpoint.jax_chain_process import Net
@@ -20,9 +21,7 @@ class TestJax(chain_laws.Laws):
 
     @classmethod
     def environment(cls, num_processes):
-        flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        flags += f" --xla_force_host_platform_device_count={8 // num_processes}"
-        return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        return xla_settings(8 // num_processes)
 
     def plain_losses(self, count):
         model = Net(nnx.Rngs(0))

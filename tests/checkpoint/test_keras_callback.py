@@ -111,7 +111,8 @@ def test_data_goes_on_after_the_last_batch_that_was_trained_on(tmp_path):
 
     def begun(manager):
         rows = grain.MapDataset.range(ROWS).seed(3).shuffle().map(lambda row: (x[row], y[row]))
-        return CheckpointCallback(manager, data=iter(rows.batch(BATCH).repeat()))
+        few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)  # else 500 batches are read ahead
+        return CheckpointCallback(manager, data=iter(rows.batch(BATCH).repeat().to_iter_dataset(few)))
 
     manager = lm.CheckpointManager(tmp_path, every_steps=1, keep_last=None)
     model = layout_map("batch=2,model=4").build(make_model, batch_dim="batch")

@@ -227,7 +227,7 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
     )[:2]
     code, out, err = run(capsys, "lint", "odd.json", "--batch-dim", "data")
     assert (2, "") == (code, out)
-    assert "lint: the mesh has no dim 'data'" in err
+    assert "lint: batch_dim 'data' is no dim of the mesh" in err
 
 
 def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):

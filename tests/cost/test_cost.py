@@ -65,6 +65,18 @@ def test_more_than_the_memory_does_not_fit():
     assert "80.0 GiB of 79.1 GiB at the peak: does not fit" in large.line
 
 
+@pytest.mark.parametrize(
+    ("plenty", "least", "peak"),
+    [(50, 20, 50), (90, 20, 60.3), (90, 70, 70)],
+    ids=["free", "bounded", "least"],
+)
+def test_a_peak_is_bounded_by_the_memory_that_the_compiler_may_use(plenty, least, peak):
+    """What is only convenient to hold is held within 95 % of what arguments leave of 80 % of the memory."""
+    step = replace(COST.step, argument_bytes=4 * GIB, peak_bytes=plenty * GIB, least_peak_bytes=least * GIB)
+
+    assert peak == pytest.approx(replace(COST, step=step).step.peak_bytes / GIB, rel=1e-3)
+
+
 def test_the_text_says_what_travels_why_and_what_waits():
     """The whole of it, as a reader sees it."""
     assert textwrap.dedent("""\

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cases import xla_settings
 from engines import several_processes
 
 PROCESSES = ("jax",)
@@ -11,7 +12,8 @@ WORKER = Path(__file__).with_name("jax_process.py")
 
 def test_two_processes_hold_one_array(tmp_path):
     """On two processes, values are those of one process, each element is held once, and wrong draws are noticed."""
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     (port,) = several_processes.free_ports(1)
 
-    several_processes.check(several_processes.run(WORKER, tmp_path, [environment] * 2, f"127.0.0.1:{port}"))
+    several_processes.check(
+        several_processes.run(WORKER, tmp_path, [xla_settings(4)] * 2, f"127.0.0.1:{port}")
+    )

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import costs
 import pytest
-from hypothesis import assume, given
+from cases import examples
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import layoutmap as lm
@@ -126,6 +127,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
+@settings(max_examples=examples(40))  # of each of these changes
 @given(st.data())
 def test_one_change_is_reported_by_its_path(what, data):
     """Whatever is changed in a plan: that is reported, with how it was and is, and nothing else."""

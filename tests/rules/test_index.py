@@ -81,7 +81,9 @@ def test_a_text_made_from_a_regex_is_found(data: st.DataObject):
         (r"ab+c", ["ab", "c"]),
         (r"ab*c", ["a", "c"]),
         (r"a[bc]d", ["a", "d"]),
-        (r"a(?#note)*b", []),
+        (r"a(?#note)*b", ["b"]),
+        (r"kernels?+(?:bias){2}x", ["kernel", "x"]),
+        (r"ker(nel|as)|kex", ["ke"]),
     ],
 )
 def test_the_literals_of_usual_rules_are_found(pattern: str, literals: list[str]):

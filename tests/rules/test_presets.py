@@ -89,12 +89,12 @@ there is no preset 'lama'
     with pytest.raises(RuleError) as missing:
         lm.LayoutMap.preset("llama", MESH)
     assert """\
-preset 'llama': the mesh has no dim 'model'
+preset 'llama': model_dim 'model' is no dim of the mesh
   mesh  data=2, tp=4
-  why   model_dim says over which dim weights are sharded
-  fix   model_dim: one of 'data', 'tp', or none""" == str(missing.value)
+  why   weights are sharded over it
+  fix   use one of 'data', 'tp', or pass None""" == str(missing.value)
 
-    with pytest.raises(RuleError, match="the mesh has no dim 'batch'"):
+    with pytest.raises(RuleError, match="fsdp_dim 'batch' is no dim of the mesh"):
         lm.LayoutMap.preset("llama", MESH, model_dim="tp", fsdp_dim="batch")
     with pytest.raises(RuleError, match="'tp'"):
         lm.LayoutMap.preset("llama", MESH, model_dim="tp", fsdp_dim="tp")

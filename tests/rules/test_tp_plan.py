@@ -286,9 +286,9 @@ BAD = {
     "a dim that is not there": (
         lambda: converted(LLAMA, dim="tp"),
         """
-        from_tp_plan: the mesh has no dim 'tp'
+        from_tp_plan: dim 'tp' is no dim of the mesh
           mesh  batch=2, model=4
-          why   weights are sharded over dim, and batches over batch_dim
+          why   weights are sharded over it
           fix   use one of 'batch', 'model'
         """,
     ),

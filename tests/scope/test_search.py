@@ -55,7 +55,7 @@ class Modules(nnx.Module):
 
 
 def pair():
-    layers = [keras.layers.Dense(1024, name="up"), keras.layers.Dense(64, name="down")]
+    layers = (keras.layers.Dense(n, name=name, dtype="bfloat16") for n, name in ((1024, "up"), (64, "down")))
     return keras.Sequential([keras.Input((16, 64)), *layers])
 
 
@@ -97,12 +97,12 @@ def test_the_rules_are_those_of_their_file(found):
 
 def test_what_xla_compiles_decides_whether_a_map_fits():
     """A map that fits as it is counted and not as XLA compiles it is passed over; the text says what is compiled."""
-    limit = 980_000  # for the best map that fits 794 kB are counted, which are 952 with the margin, and 1,023 compiled
+    limit = 1_100_000  # XLA for CPUs multiplies in float32: it has 1,257 kB for the best map, and 962 for the next
     options = {"optimizer": "adam", "tries": 7, "library": "keras"}
     verified = lm.search(pair, INPUTS, "h100:8", memory=limit, verify="cpu", **options)
     refused = [row for row in verified.rows if row[-1].endswith("as XLA compiles it")]
     assert verified.compiled.peak_bytes <= limit
-    assert [("Megatron's split, fully sharded", "data=4, model=2")] == [row[:2] for row in refused]
+    assert [("Megatron's split", "data=4, model=2")] == [row[:2] for row in refused]
     assert "compiled by XLA for cpu" in str(verified)
     assert verified.cost.verified is verified.compiled
 
@@ -121,6 +121,25 @@ def test_a_module_of_nnx():
     assert {"model=8"} == {row[1] for row in found.rows}
     sharded = [a.variable.path for a in found.plan.assignments if not a.layout.is_fully_replicated()]
     assert {f"blocks.{n}.{name}.kernel" for n in range(4) for name in ("up", "down")} <= set(sharded)
+
+
+def test_where_nothing_fits_activations_are_recomputed():
+    """A map that needs recomputed activations says whose, why and how, in its file too, which is read as any other."""
+    inputs = jax.ShapeDtypeStruct((4096, 16, 64), "float32")
+    options = {"inputs": inputs, "optimizer": "adam", "library": "keras"}
+    limit = {"on": "h100:8", "mesh": "data=8", "memory": 200 << 20, "tries": 2}
+    found = lm.search(Stack, **options, **limit)
+    assert found.recompute.startswith(
+        "It needs the activations inside of blocks.{0..3} to be recomputed in the backward"
+    )
+    assert "no map fits, and the nearest needs" in found.recompute
+    assert f"# {found.recompute.splitlines()[0]}\n" in found.to_yaml()
+    assert found.layout_map == lm.LayoutMap.from_yaml(found.to_yaml())
+    assert found.cost.step == lm.step_cost(
+        Stack, found.layout_map, batch_dim="data", remat="blocks", **options
+    )
+    with pytest.raises(lm.PlanError, match="no layout map fits the memory"):
+        lm.search(Stack, **options, **limit, remat=False)
 
 
 @pytest.mark.long

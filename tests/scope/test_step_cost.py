@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
 from layoutmap.core.variables import itemsize
+from layoutmap.engines.jax.cost import hlo
 from layoutmap.engines.jax.cost.targets import TARGETS
 
 MESH = lm.Mesh(None, "data=4,model=2")
@@ -41,6 +43,17 @@ class Unrolled(nnx.Module):
         return x
 
 
+class Recomputing(Block):
+    @nnx.remat
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class UnrolledRecomputing(Unrolled):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Recomputing(rngs) for _ in range(DEPTH)])
+
+
 class Scanned(nnx.Module):
     def __init__(self, rngs):
         self.blocks = nnx.split_rngs(splits=DEPTH)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
@@ -61,16 +74,23 @@ class KerasBlock(keras.layers.Layer):
         return x + self.down(self.up(x))
 
 
+NAMES = [f"block_{number}" for number in range(DEPTH)]
+
+
 def keras_blocks():
-    blocks = [KerasBlock(name=f"block_{number}") for number in range(DEPTH)]
-    return keras.Sequential([keras.Input((WIDTH,)), *blocks])
+    return keras.Sequential([keras.Input((WIDTH,)), *(KerasBlock(name=name) for name in NAMES)])
 
 
-def lowered(kind, rules=None, optimizer=None, inputs=BATCH):
-    make, library = (lambda: kind(nnx.Rngs(0)), "jax") if kind is not keras_blocks else (kind, "keras")
+def keras_blocks_recomputing():
+    with keras.RematScope("list_of_layers", layer_names=NAMES):
+        return keras_blocks()
+
+
+def lowered(kind, rules=None, optimizer=None, inputs=BATCH, **options):
+    make, library = (kind, "keras") if "keras" in kind.__name__ else (lambda: kind(nnx.Rngs(0)), "jax")
     layout_map = lm.LayoutMap(MESH, rules or {})
     return lm.lower_step(
-        make, layout_map, inputs=inputs, batch_dim="data", optimizer=optimizer, library=library
+        make, layout_map, inputs=inputs, batch_dim="data", optimizer=optimizer, library=library, **options
     )
 
 
@@ -182,6 +202,115 @@ def test_equal_blocks_cost_what_each_of_them_costs():
     assert (mixed, constrained) == (step.count(lm.LayoutMap(MESH, apart)), step.count(inner))
 
 
+def test_what_gradients_are_made_of_is_held_until_the_backward_pass_is_through():
+    """With memory to spare a step holds what each product was given and its output's gradient, else the former only."""
+    rows, width, depth = 2048, 32, 5
+
+    class Chain(nnx.Module):
+        def __init__(self, rngs):
+            layers = [nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(depth)]
+            self.layers = nnx.List(layers)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    inputs = jax.ShapeDtypeStruct((rows, width), "float32")
+    cost = lowered(Chain, optimizer=optax.sgd(1e-3), inputs=inputs).count(lm.LayoutMap(MESH))
+    activation, gradient, loss = rows // 4 * width * 4, width * width * 4, 4
+    # What the first layer is given is an argument. When memory is short, two gradients are alive at a time.
+    plenty, short = (depth - 1 + depth) * activation + gradient + loss, (depth - 1 + 2) * activation + loss
+    found = [peak - cost.argument_bytes for peak in (cost.peak_bytes, cost.least_peak_bytes)]
+    assert [plenty, short] == found
+
+
+def test_a_sum_of_scattered_sums_is_scattered_once():
+    """Where two layers read the same sharded input, its gradient is reduce-scattered once, as the sum of both."""
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.left, self.right = (
+                nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(3)
+            )
+
+        def __call__(self, x):
+            x = self.first(x)
+            return nnx.relu(self.left(x)) + self.right(x)
+
+    rules = lm.LayoutMap(MESH, {"(left|right).kernel": (None, "model")})
+    rules.activations["first"] = ("data", "model")
+    cost = lowered(Pair, inputs=jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")).count(rules)
+    scattered = [each for each in cost.collectives if each.kind == "reduce_scatter"]
+    assert [(1, 64 * ROWS // 4 * WIDTH * 4)] == [(each.calls, each.tensor_bytes) for each in scattered]
+
+
+@pytest.mark.parametrize(
+    ("plain", "own", "remat"),
+    [
+        (Unrolled, UnrolledRecomputing, "blocks"),
+        pytest.param(keras_blocks, keras_blocks_recomputing, r"block_\d$", marks=pytest.mark.long),
+    ],
+)
+def test_recomputed_activations_cost_what_the_librarys_own_way_costs(plain, own, remat):
+    """With remat, blocks keep their inputs and compute the first product again: as `nnx.remat` and `RematScope` do."""
+    rows = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")
+    layout_map = lm.LayoutMap(MESH, MEGATRON)
+    kept, recomputed, same = (
+        lowered(kind, MEGATRON, inputs=rows, remat=each).count(layout_map)
+        for kind, each in ((plain, None), (plain, remat), (own, None))
+    )
+    notes = ("activations inside of layers are computed again",)
+    assert replace(recomputed, notes=()) == replace(same, notes=())
+    assert notes == tuple(note[: len(notes[0])] for note in set(recomputed.notes) - set(same.notes))
+    product = 2 * 64 * ROWS // 4 * WIDTH * INNER // 2
+    assert DEPTH * product == recomputed.flops["float32"] - kept.flops["float32"]
+    # A block keeps its inner activation before and after relu, whose sum is larger than an input's.
+    inner, outer = (64 * ROWS // 4 * width * 4 for width in (INNER // 2, WIDTH))
+    assert (
+        (DEPTH - 1) * inner // 2 <= kept.peak_bytes - recomputed.peak_bytes <= 2 * DEPTH * max(inner, outer)
+    )
+
+
+def test_recomputed_blocks_change_the_state_that_they_change():
+    """The keys of dropout inside of recomputed blocks are what they are without, and blocks stay tied."""
+
+    @keras.saving.register_keras_serializable("step_cost")
+    class Dropping(KerasBlock):
+        def build(self, shape):
+            super().build(shape)
+            self.drop = keras.layers.Dropout(0.5)
+
+        def call(self, x, training=None):
+            return self.drop(super().call(x), training=training)
+
+    def keras_dropping():
+        return keras.Sequential([keras.Input((WIDTH,)), *(Dropping(name=name) for name in NAMES)])
+
+    costs = [
+        lowered(keras_dropping, MEGATRON, remat=each).count(lm.LayoutMap(MESH)) for each in (None, "blocks")
+    ]
+    assert costs[0].argument_bytes == costs[1].argument_bytes
+    assert costs[0].flops["float32"] < costs[1].flops["float32"]
+
+
+def test_layers_to_recompute_that_there_are_not():
+    """A pattern that matches no layer, one that is no regex, and a pytree, which has no layers: each says so."""
+
+    def pytree():
+        weights = {"up": jnp.zeros((WIDTH, INNER))}
+        return train_with(weights, forward=lambda w, x: x @ w["up"], optimizer=optax.sgd(1e-3))
+
+    def error(make, remat):
+        with pytest.raises(lm.ScopeError) as raised:
+            lm.step_cost(make, lm.LayoutMap(MESH), inputs=(BATCH,), library="jax", remat=remat)
+        return raised.value.what
+
+    assert "Block: remat matches none of its layers" == error(lambda: Block(nnx.Rngs(0)), "blocks")
+    assert "dict: remat matches none of its layers" == error(pytree, "blocks")
+    assert "remat='(' names no layers" == error(pytree, "(")
+
+
 def test_a_rule_for_activations_counts_as_in_the_step():
     """A layer's output is constrained in the counted step as in the real one, forward and backward."""
     step = lowered(Block)
@@ -197,6 +326,23 @@ def test_argument_bytes_are_the_shards():
     layout_map = lm.LayoutMap(MESH, MEGATRON)
     shards = step.plan(layout_map).device_bytes + ROWS // 4 * WIDTH * itemsize("float32")
     assert shards == step.count(layout_map).argument_bytes
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "[8,4]<=[32]",
+        "{{0,1,2,3},{4,5,6,7}}",
+        "mesh['a'=8,'b'=4] {'b'}",
+        "mesh['a'=4,'b'=8], device_ids=([8,4]T(1,0)) {'a'}",
+        "mesh['a'=8,'b'=8] {'a':(1)2, 'b':(4)2}",
+    ],
+)
+def test_a_group_has_its_size_in_each_of_xlas_notations(groups):
+    """A collective is over as many devices as one of its groups has, however XLA writes them."""
+    line = f"  %sum = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add"
+    found = hlo.collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
+    assert {hlo.Compiled("all_reduce", 4, 32): 1} == found
 
 
 @pytest.mark.parametrize("kind", [Unrolled, Scanned])

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +11,9 @@ from layoutmap.plan.planner import make_table
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.searching.experts import expert_of, experts, fitting_preset
 from layoutmap.searching.kept import KeptFigures
-from layoutmap.searching.loop import Figures, search
+from layoutmap.searching.loop import Figures, Outcome, Tried, least, search
 from layoutmap.searching.options import grids, specs_in
-from layoutmap.searching.shown import verdict
+from layoutmap.searching.shown import recompute_text, verdict
 from layoutmap.searching.space import Space
 from tests.searching.models import costs, model, variables
 
@@ -133,6 +134,57 @@ def test_the_verdict_is_honest():
     best = run(of)
     gain = 1 - best.best.figures.seconds / best.experts[0].figures.seconds
     assert verdict(best).startswith(f"{100 * gain:.0f} % faster than") or gain < 0.01
+
+
+def test_ties_go_to_less_memory_and_then_to_fewer_rules():
+    """Of maps whose times differ by less than 1 % the least memory decides, and within 1 % of that the fewest rules."""
+
+    def tried(name, seconds, peak, num_rules):
+        rules = {f"layer_{n}": ("data",) for n in range(num_rules)}
+        return Tried(name, RuleSet("data=8", rules), Figures(seconds, peak), 2000)
+
+    small, plain = tried("small", 1.009, 700, 9), tried("plain", 1.009, 705, 2)
+    fast, slow = tried("fast", 1.0, 900, 1), tried("slow", 1.02, 100, 0)
+    large = tried("large", 0.5, 1900, 0)  # does not fit with its margin
+    assert plain is least([fast, small, plain, slow, large])
+    assert (small, fast) == (least([fast, small]), least([fast, slow]))
+    assert slow is least([slow, large])
+    assert large is least([large])
+    assert "and this one takes 22 % less memory" in verdict(Outcome(plain, (fast, slow), 2, True))
+
+
+def test_activations_are_recomputed_only_where_that_helps():
+    """If nothing fits, or what does not fit would be faster; not for less than 1 %."""
+    of, formula = model(), costs(model())
+
+    def way(times=1.0, more=0):
+        return lambda m: replace(
+            (found := formula(m)), seconds=times * found.seconds, peak_bytes=found.peak_bytes + more
+        )
+
+    def large_if_replicated(layout_map):
+        return (
+            replace(formula(layout_map), seconds=1e-6, peak_bytes=LIMIT)
+            if not layout_map
+            else formula(layout_map)
+        )
+
+    small = 2 * min(expert.figures.peak_bytes for expert in run(of, most=20).experts)
+    needed = run(of, way(more=10 * small), recomputing=way(1.3), limit=small, most=40)
+    faster = run(of, large_if_replicated, recomputing=way(0.5), most=40)
+    others = [
+        run(of, way(), recomputing=way(0.5), most=40),
+        run(of, large_if_replicated, recomputing=way(0.995), most=40),
+    ]
+    outcomes = [needed, faster, *others]
+    assert [True, True, False, False] == [o.best.recomputes for o in outcomes]
+    assert (
+        needed.num_tried <= len(needed.experts) + 40
+    )  # memory lacks by far: only experts' maps are tried without
+    texts = [recompute_text(o, "h.{0..1}", "How.").partition("without that ")[2] for o in outcomes]
+    assert ["no map fits", "the best map", "", ""] == [
+        " ".join(text.split()[:3]).rstrip(",") for text in texts
+    ]
 
 
 def test_a_search_begun_again_asks_for_nothing(tmp_path):

@@ -64,6 +64,9 @@ class ScopeContext(Protocol):
     gathering: str
     """How weights that the batch's dim shards are gathered: `"fully_shard"`, where torch's can, or `"own"`."""
 
+    fully_shard: Mapping[str, Any]
+    """What torch's `fully_shard` is called with, beside what follows from the layouts."""
+
     policy: LayoutPolicy
     """The layouts of batches, of weights in a computation and of what layers return."""
 
@@ -182,6 +185,9 @@ class Adapter(Protocol):
 
     other_inits: Sequence[str]
     """Ways to initialize whose values are not those of the plain model, by name."""
+
+    check_fully_shard: Callable[[Mapping[str, Any]], None] | None
+    """Refuses options of torch's `fully_shard` that cannot be passed on; `None`: models are not gathered by it."""
 
     @property
     def engine_name(self) -> str:

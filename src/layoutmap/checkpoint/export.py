@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,15 @@ from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
 from layoutmap.checkpoint.renamed import under_their_names
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import LocalStorage, new_token
+from layoutmap.checkpoint.storage import (
+    LocalStorage,
+    Lock,
+    new_token,
+    remove_folder,
+    remove_leftovers,
+    sync_folder,
+)
+from layoutmap.checkpoint.writer import header_bytes
 from layoutmap.core.blocks import Index, full_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
@@ -78,7 +84,8 @@ def export_source(
             if len(files) > 1:
                 name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             with storage.create(folder, name) as sink:
-                sink.write(_header(content))
+                rows = [(v.path, SAFETENSORS[v.dtype], v.shape, _num_bytes(v)) for v in content]
+                sink.write(header_bytes("pt", rows)[0])  # a format that transformers asks for
                 for variable in content:
                     for index in _blocks(variable):
                         values = np.ascontiguousarray(source.read(variable.path, index))
@@ -115,22 +122,6 @@ def _files(variables: Sequence[SavedVariable], most: int) -> Iterator[list[Saved
 
 def _aligned(variables: list[SavedVariable]) -> list[SavedVariable]:
     return sorted(variables, key=lambda each: -numpy_dtype(each.dtype).itemsize)
-
-
-def _header(variables: Sequence[SavedVariable]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
-    place = 0
-    for each in variables:
-        end = place + _num_bytes(each)
-        entries[each.path] = {
-            "dtype": SAFETENSORS[each.dtype],
-            "shape": each.shape,
-            "data_offsets": [place, end],
-        }
-        place = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _blocks(variable: SavedVariable) -> Iterator[Index]:
@@ -173,21 +164,14 @@ def _folder(target: Path) -> Generator[tuple[LocalStorage, str]]:
     storage = LocalStorage(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
+        remove_leftovers(target.parent, re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}"))
         hidden.mkdir()
-        lock = os.open(hidden, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield storage, hidden.name
-            os.fsync(lock)
-            os.rename(hidden, target)
-        finally:
-            os.close(lock)
-        parent = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+        lock = Lock(hidden)
+        yield storage, hidden.name
+        sync_folder(hidden)
+        os.rename(hidden, target)
+        sync_folder(target.parent)
+        del lock
     except OSError as error:
         raise CheckpointError(
             f"{target}: it cannot be written",
@@ -195,18 +179,4 @@ def _folder(target: Path) -> Generator[tuple[LocalStorage, str]]:
             fix="name a folder that this user may write; nothing has been left there",
         ) from error
     finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Delete the folders of exports whose process has ended: nobody holds their locks."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}")
-    for name in os.listdir(target.parent):
-        if pattern.fullmatch(name):
-            with contextlib.suppress(OSError):
-                lock = os.open(target.parent / name, os.O_RDONLY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(target.parent / name, ignore_errors=True)
-                finally:
-                    os.close(lock)
+        remove_folder(hidden)

@@ -15,20 +15,10 @@ import numpy as np
 from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, checksum_of, manifest_from_bytes
-from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.states import decode
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.core.blocks import (
-    Ends,
-    Index,
-    NumpyArray,
-    block_shape,
-    ends_of,
-    full_index,
-    intersect,
-    with_ends,
-    within,
-)
+from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, intersect, within
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import itemsize
 
@@ -47,7 +37,7 @@ class _Found(NamedTuple):
     end: int
 
 
-class Step:
+class Step(Source):
     """One step of a checkpoint.
 
     Args:
@@ -68,19 +58,19 @@ class Step:
         self._storage = storage
         number = _found_step(storage, step)
         self._folder = storage.folder(number)
-        self.where = f"{storage.where}/{self._folder}"
+        where = f"{storage.where}/{self._folder}"
         size = storage.size(self._folder, NAME)
         if size is None:
             raise CheckpointError(
-                f"{self.where}: the manifest is missing",
+                f"{where}: the manifest is missing",
                 facts={"file": NAME},
                 why="without it nothing says which bytes are which variable's",
                 fix="restore it from a copy, or load another step",
             )
         data = np.empty(size, np.uint8)
         storage.read_into(self._folder, NAME, 0, data.data)
-        self.manifest: Manifest = manifest_from_bytes(data.tobytes(), f"{self.where}/{NAME}")
-        self._variables = {each.path: each for each in self.manifest.variables}
+        self.manifest: Manifest = manifest_from_bytes(data.tobytes(), f"{where}/{NAME}")
+        super().__init__(where, {each.path: each for each in self.manifest.variables})
         self.bytes_read = self.room = 0
         self._checked: dict[tuple[str, Ends], NumpyArray] = {}
         self._kept: OrderedDict[tuple[int, int], NumpyArray] = OrderedDict()
@@ -107,11 +97,6 @@ class Step:
     def metrics(self) -> Mapping[str, float]:
         """The numbers by which a `CheckpointManager` compares steps; empty if none were saved."""
         return decode(self.manifest.facts.get("metrics", {}))
-
-    @property
-    def variables(self) -> Mapping[str, SavedVariable]:
-        """The variables by path."""
-        return self._variables
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -149,13 +134,8 @@ class Step:
             fix="restore it from a copy, or load another step",
         )
 
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a variable at an index (`None`: all).
-
-        Raises:
-            CheckpointError: There is no such variable, or bytes are missing or are not those that were written.
-        """
-        variable, wanted = self._wanted(path, index)
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+        path = variable.path
         checked = self._checked.pop((path, ends_of(wanted)), None)
         if checked is not None:
             return checked
@@ -175,20 +155,15 @@ class Step:
             )
         return result
 
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Raise what `read` would raise; keeps the values for it while there is `room`, and else none."""
-        variable, wanted = self._wanted(path, index)
-        num_bytes = math.prod(block_shape(wanted)) * numpy_dtype(variable.dtype, path).itemsize
+    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+        """Keeps the values for `read` while there is `room`, and else none."""
+        num_bytes = math.prod(block_shape(wanted)) * numpy_dtype(variable.dtype, variable.path).itemsize
         if num_bytes <= self.room:
-            self._checked[path, ends_of(wanted)] = self.read(path, index)
+            self._checked[variable.path, ends_of(wanted)] = self._read(variable, wanted)
             self.room -= num_bytes
             return
         for _ in self._each_chunk(variable, wanted, lambda chunk, both, values: 0):
             pass
-
-    def _wanted(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
-        variable = self[path]
-        return variable, full_index(variable.shape) if index is None else with_ends(index, variable.shape)
 
     def problems(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
         """Read all, and yield each file and each chunk that is not as it was written.
@@ -224,23 +199,6 @@ class Step:
                     self.check(path, chunk.index)
                 except CheckpointError as error:
                     yield error
-
-    def __getitem__(self, path: str) -> SavedVariable:
-        """Return a variable.
-
-        Raises:
-            CheckpointError: There is none of that path.
-        """
-        if path not in self.variables:
-            from layoutmap.rules.near_misses import nearest
-
-            raise CheckpointError(
-                f"{path}: the checkpoint has no such variable",
-                facts={"checkpoint": self.where, "near misses": listed(nearest(path, self.variables))},
-                why=f"it has {len(self.variables)} others",
-                fix="use one of the paths that layoutmap.describe(directory) shows",
-            )
-        return self.variables[path]
 
     def _each_chunk(self, variable: SavedVariable, wanted: Index, take: _Take) -> Iterator[int]:
         """Read and check the chunks that have something of a block; yields what `take` returns for each.

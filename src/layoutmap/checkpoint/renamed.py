@@ -13,7 +13,7 @@ from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.renaming import Names, Piece
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray, block_shape, full_index, with_ends
+from layoutmap.core.blocks import Index, NumpyArray, block_shape
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
 from layoutmap.rules.near_misses import Candidates
@@ -38,7 +38,7 @@ class From:
     sizes: Mapping[str, int]
 
 
-class Renamed:
+class Renamed(Source):
     """A source, with the names of a table.
 
     Args:
@@ -51,8 +51,7 @@ class Renamed:
     """
 
     def __init__(self, source: Source, names: Names):
-        self.where = source.where
-        self.variables: dict[str, SavedVariable] = dict(source.variables)
+        super().__init__(source.where, source.variables)
         self._source = source
         self._names = names
         self._from: dict[str, list[From]] = {}
@@ -135,32 +134,25 @@ class Renamed:
         self.variables[path] = SavedVariable(path, shape, first.dtype, first.kind)
         self._from[path] = list(own)
 
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a variable at an index (`None`: all), from the blocks that it needs.
-
-        Raises:
-            CheckpointError: They cannot be read, or are not those that were saved.
-        """
-        own = self._from.get(path)
-        if own is None:
-            return self._source.read(path, index)
-        if len(own) == 1 and own[0].here == own[0].there:
-            return self._source.read(own[0].name, index)
-        variable = self.variables[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
-        result = np.empty(block_shape(wanted), numpy_dtype(variable.dtype, path))
-        self._fill(result, wanted, own, self._source.read)
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+        if (name := self._is_all_of(variable.path)) is not None:
+            return self._source.read(name, wanted)
+        result = np.empty(block_shape(wanted), numpy_dtype(variable.dtype, variable.path))
+        self._fill(result, wanted, self._from[variable.path], self._source.read)
         return result
 
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Raise what `read` would raise; keeps no value."""
+    def _is_all_of(self, path: str) -> str | None:
+        """What a variable is in the source, with the same axes; `None`: it is joined from others, or moved."""
         own = self._from.get(path)
-        if own is None or (len(own) == 1 and own[0].here == own[0].there):
-            self._source.check(path if own is None else own[0].name, index)
+        if own is None:
+            return path
+        return own[0].name if len(own) == 1 and own[0].here == own[0].there else None
+
+    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+        if (name := self._is_all_of(variable.path)) is not None:
+            self._source.check(name, wanted)
             return
-        variable = self.variables[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
-        dtype = numpy_dtype(variable.dtype, path)
+        own, dtype = self._from[variable.path], numpy_dtype(variable.dtype, variable.path)
 
         def checked(name: str, block: Index) -> NumpyArray:
             self._source.check(name, block)

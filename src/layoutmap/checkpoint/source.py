@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from layoutmap.core.blocks import Index, NumpyArray
+from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
+from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import Kind
 
 Specs = tuple[str | tuple[str, ...] | None, ...]
@@ -34,30 +36,58 @@ class SavedVariable:
     layout: Specs | None = None
 
 
-class Source(Protocol):
-    """Variables whose values can be read, block by block."""
+class Source(ABC):
+    """Variables whose values can be read, block by block.
 
-    where: str
-    """The file or folder, as messages name it."""
+    Args:
+        where: The file or folder, as messages name it.
+        variables: The variables by path.
+    """
 
-    @property
-    def variables(self) -> Mapping[str, SavedVariable]:
-        """The variables by path."""
-        ...
+    def __init__(self, where: str, variables: Mapping[str, SavedVariable]):
+        self.where = where
+        self.variables = dict(variables)
 
     @property
     def states(self) -> Mapping[str, Any]:
         """States beside the variables, by name, as `checkpoint.states.decode` returns them; empty if there are none."""
-        ...
+        return {}
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
         """Return the values of a variable at an index (`None`: all), in memory of the caller's own.
 
         Raises:
-            CheckpointError: They cannot be read, or are not those that were saved.
+            CheckpointError: There is no such variable, or its values cannot be read or are not those that were saved.
         """
-        ...
+        return self._read(*self._wanted(path, index))
 
     def check(self, path: str, index: Index | None = None) -> None:
-        """Raise what `read` would raise."""
-        ...
+        """Raise what `read` would raise, as far as the format has checksums."""
+        self._check(*self._wanted(path, index))
+
+    @abstractmethod
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray: ...
+
+    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+        self._read(variable, wanted)
+
+    def _wanted(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
+        variable = self[path]
+        return variable, full_index(variable.shape) if index is None else with_ends(index, variable.shape)
+
+    def __getitem__(self, path: str) -> SavedVariable:
+        """Return a variable.
+
+        Raises:
+            CheckpointError: There is none of that path.
+        """
+        if path not in self.variables:
+            from layoutmap.rules.near_misses import nearest
+
+            raise CheckpointError(
+                f"{path}: the checkpoint has no such variable",
+                facts={"checkpoint": self.where, "near misses": listed(nearest(path, self.variables))},
+                why=f"it has {len(self.variables)} others",
+                fix="use one of the paths that layoutmap.describe(directory) shows",
+            )
+        return self.variables[path]

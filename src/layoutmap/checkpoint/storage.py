@@ -123,7 +123,7 @@ class LocalStorage:
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
         self.where = str(self._root)
-        self._locks: dict[str, _Lock] = {}
+        self._locks: dict[str, Lock] = {}
 
     def steps(self) -> list[int]:
         """Return the steps that are there, in rising order."""
@@ -146,7 +146,7 @@ class LocalStorage:
         name = _unfinished(step, token)
         try:
             self._make_root()
-            self._remove_leftovers()
+            remove_leftovers(self._root, _UNFINISHED)
             while not self._is_made(name):
                 pass
             return name
@@ -160,9 +160,9 @@ class LocalStorage:
         """Rename the folder, once all in it is on the disk."""
         name = _unfinished(step, token)
         try:
-            _sync_folder(self._root / name)
+            sync_folder(self._root / name)
             os.rename(self._root / name, self._root / self.folder(step))
-            _sync_folder(self._root)
+            sync_folder(self._root)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise there_already(self.where, step) from error
@@ -173,7 +173,7 @@ class LocalStorage:
     def abandon(self, step: int, token: str) -> None:
         """Delete what was written, as far as that is possible."""
         name = _unfinished(step, token)
-        _remove(self._root / name)
+        remove_folder(self._root / name)
         self._locks.pop(name, None)
 
     def delete(self, step: int) -> None:
@@ -181,10 +181,10 @@ class LocalStorage:
         hidden = self._root / _unfinished(step, new_token())
         try:
             os.rename(self._root / self.folder(step), hidden)
-            _sync_folder(self._root)
+            sync_folder(self._root)
         except OSError as error:
             raise _failed(self.where, f"step {step} cannot be deleted", error) from error
-        _remove(hidden)
+        remove_folder(hidden)
 
     def create(self, folder: str, name: str) -> Sink:
         """Begin a new file."""
@@ -242,14 +242,14 @@ class LocalStorage:
         new = [path for path in (self._root, *self._root.parents) if not path.exists()]
         self._root.mkdir(parents=True, exist_ok=True)
         for path in new:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
     def _is_made(self, name: str) -> bool:
         """Make and lock a folder; `False`: another save took it for a leftover before it was locked."""
         path = self._root / name
         path.mkdir(exist_ok=True)
         try:
-            self._locks[name] = lock = _Lock(path)
+            self._locks[name] = lock = Lock(path)
             return lock.is_of(path)
         except FileNotFoundError:
             return False
@@ -258,21 +258,22 @@ class LocalStorage:
                 return True
             raise
 
-    def _remove_leftovers(self) -> None:
-        """Delete the folders of saves whose process has ended: nobody holds their locks."""
-        for name in os.listdir(self._root):
-            if _UNFINISHED.fullmatch(name):
-                with contextlib.suppress(OSError):
-                    lock = _Lock(self._root / name, wait=False)
-                    _remove(self._root / name)
-                    del lock
+
+def remove_leftovers(root: Path, unfinished: re.Pattern[str]) -> None:
+    """Delete the folders of such names whose process has ended: nobody holds their locks."""
+    for name in os.listdir(root):
+        if unfinished.fullmatch(name):
+            with contextlib.suppress(OSError):
+                lock = Lock(root / name, wait=False)
+                remove_folder(root / name)
+                del lock
 
 
 def _unfinished(step: int, token: str) -> str:
     return f".step-{step}.{token}"
 
 
-class _Lock:
+class Lock:
     """A folder that is locked until this is garbage, or the process ends.
 
     Args:
@@ -290,6 +291,7 @@ class _Lock:
         fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def is_of(self, path: Path) -> bool:
+        """Whether it is the folder that is at a path now."""
         return os.path.samestat(os.fstat(self._file), os.stat(path))
 
     def __del__(self) -> None:
@@ -297,7 +299,7 @@ class _Lock:
             os.close(self._file)
 
 
-def _remove(path: Path) -> None:
+def remove_folder(path: Path) -> None:
     """Delete a folder, or a link to one, as far as that is possible."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
@@ -339,7 +341,8 @@ class _LocalSink:
             os.close(self._file)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Have what is in a folder on the disk: the names, and not what is in the files."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

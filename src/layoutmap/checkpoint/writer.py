@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -179,22 +179,30 @@ def _planned(each: ToWrite, total_bytes: int) -> Iterator[Index]:
 
 
 def _header(todo: Sequence[ToWrite], planned: Mapping[str, Sequence[Index]]) -> tuple[bytes, int]:
-    """The header of a file, padded to eight bytes, and the size of what comes after it."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "layoutmap"}}
-    place = 0
+    rows: list[tuple[str, str, Sequence[int], int]] = []
     for each in todo:
         variable = each.variable
         itemsize = numpy_dtype(variable.dtype).itemsize
         dtype, count = header_dtype(variable.dtype, itemsize)
         for index in planned[variable.path]:
             shape = [*block_shape(index)] + [count] * (count > 1)
-            end = place + math.prod(block_shape(index)) * itemsize
-            entries[tensor_name(variable.path, index, variable.shape)] = {
-                "dtype": dtype,
-                "shape": shape,
-                "data_offsets": [place, end],
-            }
-            place = end
+            name = tensor_name(variable.path, index, variable.shape)
+            rows.append((name, dtype, shape, math.prod(block_shape(index)) * itemsize))
+    return header_bytes("layoutmap", rows)
+
+
+def header_bytes(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, int]:
+    """The header of a file of safetensors, padded to eight bytes, and the size of what comes after it.
+
+    Args:
+        form: What it says under `format`.
+        rows: For each tensor its name, its element type as the format calls it, its shape and its size in bytes.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": form}}
+    place = 0
+    for name, dtype, shape, num_bytes in rows:
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + num_bytes]}
+        place += num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, place

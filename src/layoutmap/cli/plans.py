@@ -25,7 +25,7 @@ from layoutmap.scope.scope import plan as make_plan
 
 _OF_MODELS = (
     *("rules", "preset", "model_dim", "fsdp_dim", "dtype", "mesh", "inputs", "optimizer"),
-    *("backend", "library", "on", "verify"),
+    *("backend", "library", "on", "verify", "remat"),
 )
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -73,6 +73,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         const=True,
         help="for --on: have XLA's own compiler make the step too, for those devices, which need not be there, or for "
         'another one, as "cpu", and print its figures beside',
+    )
+    parser.add_argument(
+        "--remat",
+        metavar="LAYERS",
+        help="for --on: count the activations inside of these layers as computed again in the backward pass: a regex "
+        'for their paths, or "blocks", those that the model has several of',
     )
     parser.add_argument(
         "--batch-dim",
@@ -153,6 +159,7 @@ def _plan_of_model(name: str, options: Any) -> Plan:
             on=options.on,
             batch_dim=options.batch_dim if options.on else None,
             verify=options.verify or False,
+            remat=options.remat,
         )
 
 

@@ -70,6 +70,12 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         help="have XLA compile what is found for such devices, which need not be there, or for DEVICE",
     )
     parser.add_argument(
+        "--remat",
+        metavar="LAYERS",
+        help="count the activations inside of these layers as computed again in the backward pass: a regex for their "
+        'paths, or "blocks", those that the model has several of; "no": of none; default: of blocks, where it helps',
+    )
+    parser.add_argument(
         "--write", metavar="FILE", help='also write the rules to a file, for --rules; "-": to stdout'
     )
     parser.add_argument(
@@ -117,10 +123,11 @@ def run_search_command(options: Any) -> int:
             seed=options.seed,
             cache=options.cache,
             verify=options.verify,
+            remat=False if options.remat == "no" else options.remat,
             library=library,
         )
     made = {
-        "--write": found.layout_map.to_yaml,
+        "--write": found.to_yaml,
         "--json": found.plan.to_json,
         "--html": lambda: found.plan.to_html(found.batch_dim),
     }

@@ -18,11 +18,11 @@ from typing import Any
 
 from layoutmap.core import tf_format
 from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
-from layoutmap.core.errors import MeshError
+from layoutmap.core.errors import LayoutMapError, MeshError, ScopeError
 from layoutmap.core.mesh_devices import check_devices, device_names, device_type_of, known_ids, local_ids
 from layoutmap.core.mesh_dims import UNSHARDED, MeshDimension, check_dims, parse_mesh_dims
 
-__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "is_tensorflows"]
+__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "check_dim", "is_tensorflows"]
 
 _FORBIDDEN = re.compile(r"[|\s]")
 
@@ -257,6 +257,24 @@ def _check_name(name: str) -> None:
             f"mesh name {name!r} has a bar or a blank",
             why="they separate the fields of a mesh's text form",
             fix=f"name it {_FORBIDDEN.sub('_', name)!r}",
+        )
+
+
+def check_dim(
+    what: str,
+    dim: str | None,
+    mesh: Mesh,
+    why: str,
+    error: type[LayoutMapError] = ScopeError,
+    otherwise: str = ", or leave it out",
+) -> None:
+    """Raise if a mesh has no such dim; `None` names none. `what` is the argument that names it."""
+    if dim is not None and dim not in mesh:
+        raise error(
+            f"{what} {dim!r} is no dim of the mesh",
+            facts={"mesh": str(mesh)},
+            why=why,
+            fix=f"use one of {', '.join(map(repr, mesh.dim_names))}{otherwise}",
         )
 
 

@@ -32,6 +32,23 @@ def starred(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
+def repeated_layers(paths: Iterable[str]) -> frozenset[str]:
+    """The paths of layers that a model has several of, which differ in a number only.
+
+    Args:
+        paths: The paths of its variables.
+
+    Example:
+        >>> sorted(repeated_layers(["blocks.0.up.kernel", "blocks.1.up.kernel", "head_1.kernel"]))
+        ['blocks.0', 'blocks.1']
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for path in dict.fromkeys(p[:at] for p in paths for at, sign in enumerate(p) if sign == "."):
+        if any(map(str.isdigit, path.rpartition(".")[2])):
+            groups.setdefault(path_shape(path), []).append(path)
+    return frozenset(path for same in groups.values() if len(same) > 1 for path in same)
+
+
 def merge_paths(paths: Sequence[str]) -> str:
     """One text for the paths of one group.
 

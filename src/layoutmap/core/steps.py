@@ -29,6 +29,14 @@ class Tracer(Protocol):
         """
         ...
 
+    def recomputes(self, path: str) -> bool:
+        """Whether a layer is to keep nothing for its gradient but its input, and compute the rest again.
+
+        Args:
+            path: The layer's path. Layers inside of one that does so do not.
+        """
+        ...
+
     def updating(self) -> AbstractContextManager[None]:
         """While open, the optimizer updates the variables."""
         ...
@@ -61,6 +69,8 @@ class TrainingStep:
         run: Called with a tracer, the values of variables and a batch, returns new values; variables that are not
             given are those of blocks that were left out.
         notes: What it assumes, in sentences.
+        how_to_recompute: How a person has the library compute what a layer keeps again in the backward pass; empty: the
+            library has no layers.
     """
 
     name: str
@@ -69,3 +79,4 @@ class TrainingStep:
     blocks: Sequence[Sequence[str]]
     run: Callable[[Tracer, Mapping[Key, Any], Sequence[Any]], Mapping[Key, Any]]
     notes: Sequence[str] = ()
+    how_to_recompute: str = ""

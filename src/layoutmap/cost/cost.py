@@ -104,6 +104,9 @@ class Cost:
     batch_dim: str | None = None
     verified: Verified | None = field(default=None, compare=False)
 
+    def __post_init__(self):
+        object.__setattr__(self, "step", self.step.on(self.machine.device.memory_bytes))
+
     # -- seconds
 
     @property

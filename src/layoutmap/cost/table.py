@@ -6,7 +6,7 @@ All sizes are in bytes and those of one device. Time is not in here: it depends 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from layoutmap.core.mesh import Mesh
@@ -61,8 +61,9 @@ class StepCost:
         flops: Floating-point operations of matrix products and convolutions, by the element type of their operands.
         traffic_bytes: What is read from and written to the device's own memory.
         argument_bytes: What the step is given: weights, state, slots and the batch.
-        peak_bytes: What the device holds at most at one time, arguments included.
+        peak_bytes: What the device holds at most at one time, arguments included, where memory is plenty.
         notes: What the figures assume, in sentences.
+        least_peak_bytes: The same where memory is short, and XLA makes each gradient as soon as it can; 0: not known.
     """
 
     mesh: Mesh
@@ -72,6 +73,14 @@ class StepCost:
     argument_bytes: int
     peak_bytes: int
     notes: tuple[str, ...] = field(default=())
+    least_peak_bytes: int = field(default=0, compare=False)
+
+    def on(self, memory_bytes: int) -> StepCost:
+        """Return what it does on a device with so much memory."""
+        # XLA's scheduler may use 95 % of what the arguments leave of 80 % of it.
+        room = self.argument_bytes + int(0.95 * max(0.0, 0.8 * memory_bytes - self.argument_bytes))
+        least = self.least_peak_bytes or self.peak_bytes
+        return replace(self, peak_bytes=max(least, min(self.peak_bytes, room)))
 
     @property
     def sent_bytes(self) -> int:

@@ -11,15 +11,15 @@ What is not judged: backreferences, lookarounds, conditional groups, atomic grou
 empty text; a regex of more than 200 positions or 100,000 steps is taken to be fine. Repeats beside each other, as in
 `.*a.*b.*c`, take polynomial time, for which paths are short enough.
 
-The parser is the standard library's own and a private module, `re._parser`: tested on Python 3.11. Where it is not
-there or speaks of something unknown, nothing is found, and `tests/test_backtracking.py` fails.
+Parser and compiler are the standard library's own and private modules, `re._parser` and `re._compiler`: tested on
+Python 3.11. Where they are not there or speak of something unknown, nothing is found, and the tests fail.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -44,13 +44,6 @@ class _Part:
     last: list[int] = field(default_factory=list[int])
 
 
-_CATEGORIES: dict[str, Callable[[str], bool]] = {
-    "DIGIT": str.isdigit,
-    "SPACE": str.isspace,
-    "WORD": lambda char: char.isalnum() or char == "_",
-}
-
-
 class _TooMuch(Exception):
     """The regex is too large to be judged, or has something that is not known."""
 
@@ -69,8 +62,9 @@ def doubling_text(pattern: re.Pattern[str]) -> str | None:
     try:
         parser: Any = import_module("re._parser")
 
-        automaton = _Automaton(pattern.flags)
-        end = automaton.read(parser.parse(pattern.pattern, pattern.flags)).last
+        items = parser.parse(pattern.pattern, pattern.flags)
+        automaton = _Automaton(parser, items.state)
+        end = automaton.read(items).last
         # Where a match may end, it does: `re.match` asks for no more, and nothing is tried again.
         pivots = [p for p in range(len(automaton.chars)) if p not in end]
         return min(filter(None, map(automaton.text_of_two_ways, pivots)), key=len, default=None)
@@ -81,8 +75,8 @@ def doubling_text(pattern: re.Pattern[str]) -> str | None:
 class _Automaton:
     """Positions of a regex, the characters that each matches, and in how many ways each follows another."""
 
-    def __init__(self, flags: int) -> None:
-        self.flags = flags
+    def __init__(self, parser: Any, state: Any) -> None:
+        self._parser, self._state = parser, state
         self.chars: list[int] = []
         self.follow: list[Counter[int]] = []
         self.steps = 0
@@ -93,10 +87,11 @@ class _Automaton:
         """The part for a sequence of items as the parser gives them."""
         joined = _Part(nullable=True)
         for op, value in items:
-            joined = self._then(joined, self._item(str(op), value))
+            joined = self._then(joined, self._item(op, value))
         return joined
 
-    def _item(self, op: str, value: Any) -> _Part:
+    def _item(self, item: Any, value: Any) -> _Part:
+        op = str(item)
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             return self._repeat(*value)
         if op == "SUBPATTERN":
@@ -109,7 +104,7 @@ class _Automaton:
             return self._position(1 << _END) if str(value) in ("AT_END", "AT_END_STRING") else _Part(True)
         if op in ("ASSERT", "ASSERT_NOT", "GROUPREF", "GROUPREF_EXISTS", "ATOMIC_GROUP", "POSSESSIVE_REPEAT"):
             return _Part(nullable=True)
-        return self._position(self._set(op, value))
+        return self._position(self._characters(item, value))
 
     def _repeat(self, least: int, most: Any, items: Any) -> _Part:
         if least == most or most <= _MOST_COPIES:
@@ -141,34 +136,11 @@ class _Automaton:
         at = [len(self.chars) - 1]
         return _Part(False, at, at)
 
-    def _set(self, op: str, value: Any) -> int:
-        if op == "ANY":
-            return _ALL if self.flags & re.DOTALL else _ALL & ~(1 << 10)
-        if op == "NOT_LITERAL":
-            return _ALL & ~self._set("LITERAL", value)
-        if op == "LITERAL":
-            return self._set("RANGE", (value, value))
-        if op == "RANGE":
-            low, high = value
-            found = sum(1 << code for code in range(low, min(high, 255) + 1)) | (high > 255) << _OTHER
-            return found | self._other_case(found) if self.flags & re.IGNORECASE else found
-        if op == "CATEGORY":
-            name = str(value).removeprefix("CATEGORY_")
-            inside = _CATEGORIES[name.removeprefix("NOT_")]
-            wanted = not name.startswith("NOT_")
-            found = sum(1 << code for code in range(256) if inside(chr(code)) == wanted)
-            return found | (name in ("WORD", "NOT_DIGIT", "NOT_SPACE")) << _OTHER  # taken to be a letter
-        if op == "IN":
-            negated = bool(value) and str(value[0][0]) == "NEGATE"
-            found = 0
-            for kind, what in value[negated:]:
-                found |= self._set(str(kind), what)
-            return _ALL & ~found if negated else found
-        raise _TooMuch
-
-    def _other_case(self, chars: int) -> int:
-        cases = (chr(code).swapcase() for code in range(256) if chars >> code & 1)
-        return sum(1 << code for code in {ord(c) for c in cases if len(c) == 1} if code < 256)
+    def _characters(self, op: Any, value: Any) -> int:
+        """The characters that one item matches: `re` itself is asked."""
+        one = self._parser.SubPattern(self._state, [(op, value)])
+        matches = import_module("re._compiler").compile(one, self._state.flags).fullmatch
+        return sum(1 << code for code in range(256) if matches(chr(code))) | bool(matches("字")) << _OTHER
 
     # -- asking it
 

@@ -13,12 +13,11 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
 
 _PIECE = 3
-_QUANTIFIED = re.compile(r"[*?]|\{(?!\})\d*,?\d*\}")  # {} is two plain characters
-_ESCAPED_LITERAL = re.compile(r"[^0-9A-Za-z]")
-# A comment may hold any bracket, and `a(?#note)*` repeats the a; so may the comments of a (?x: group.
-_COMMENT = re.compile(r"\(\?(?:#|[A-Za-z]*x)")
+_REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
 class RuleIndex:
@@ -116,59 +115,19 @@ def required_literals(pattern: str) -> list[str]:
         >>> required_literals(r".*\\.layer_17\\.(query|key)\\.kernels?$")
         ['.layer_17.', '.kernel']
     """
-    if _COMMENT.search(pattern):
+    try:
+        items: Any = import_module("re._parser").parse(pattern)
+    except (ImportError, AttributeError):  # it is no public module
         return []
     found: list[str] = []
     run = ""
-    at = 0
-    while at < len(pattern):
-        char = pattern[at]
-        end = at + 1
-        literal = ""
-        if char == "|":
-            return []
-        if char == "[":
-            end = _class_end(pattern, at)
-        elif char == "(":
-            end = _group_end(pattern, at)
-        elif char == "\\":
-            end = at + 2
-            escaped = pattern[at + 1 : end]
-            if _ESCAPED_LITERAL.match(escaped):
-                literal = escaped
-            elif escaped.isdigit() or escaped in "xuUN":
-                return []  # a back reference or a code point: how long is not plain
-        elif char not in ".^$*+?{}":
-            literal = char
-        quantifier = _QUANTIFIED.match(pattern, end)
-        if quantifier:  # the item may be absent, so what follows does not join on to what came before
-            literal, end = "", quantifier.end()
-        run += literal
-        if not literal or pattern[end : end + 1] == "+":
-            found.append(run)
-            run = ""
-        at = end
-    return [text for text in [*found, run] if text]
-
-
-def _class_end(pattern: str, at: int) -> int:
-    """The place after a character class; a `]` that stands first in it is a member."""
-    at += 2 if pattern[at + 1 : at + 2] == "^" else 1
-    at += pattern[at : at + 1] == "]"
-    while pattern[at] != "]":
-        at += 2 if pattern[at] == "\\" else 1
-    return at + 1
-
-
-def _group_end(pattern: str, at: int) -> int:
-    """The place after a group, with all groups inside it."""
-    depth = 0
-    while True:
-        char = pattern[at]
-        if char == "[":
-            at = _class_end(pattern, at)
+    for op, value in items:
+        name = str(op)
+        if name == "LITERAL":
+            run += chr(value)
             continue
-        depth += (char == "(") - (char == ")")
-        at += 2 if char == "\\" else 1
-        if not depth:
-            return at
+        if name in _REPEATS and value[0] and [str(inner) for inner, _ in value[2]] == ["LITERAL"]:
+            run += chr(value[2][0][1])  # at least once, and what follows does not join on to it
+        found.append(run)
+        run = ""
+    return [text for text in [*found, run] if text]

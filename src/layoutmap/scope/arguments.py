@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from layoutmap.adapters import find_adapter
 from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import ScopeError, brief
 from layoutmap.rules.rule_set import RuleSet
 
 
@@ -85,3 +86,20 @@ def _check_order(first: Any, second: Any, function: str, name: str) -> None:
             why="the layout map is the second one",
             fix=f"write lm.{function}({name}, layout_map)",
         )
+
+
+def check_remat(remat: Any) -> None:
+    """Refuse what says of no layer whether its activations are computed again.
+
+    Raises:
+        ScopeError: It is no regex.
+    """
+    try:
+        if remat is not None:
+            re.compile(remat)
+    except (re.error, TypeError) as error:
+        raise ScopeError(
+            f"remat={brief(remat)} names no layers",
+            why=f"it is no regex: {error}",
+            fix="write remat='blocks', or a regex for the paths of layers, as remat=r'blocks\\.0$'",
+        ) from error

@@ -63,6 +63,7 @@ class Scope:
         draws: str = "exact",
         check_batches: bool = True,
         gather: str = "fully_shard",
+        fully_shard: Mapping[str, Any] | None = None,
     ):
         self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
         self.strict = strict
@@ -74,7 +75,7 @@ class Scope:
         self._engine = engine
         self.draws = draws
         self.check_batches = check_batches
-        self.gathering = gather
+        self.gathering, self.fully_shard = gather, {} if fully_shard is None else fully_shard
         self._progress = progress
         self._warned: set[str] = set()
         self.values: SavedValues | None = None

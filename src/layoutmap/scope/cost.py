@@ -17,7 +17,7 @@ from layoutmap.core.variables import Assignment
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.scope.arguments import check_maker
+from layoutmap.scope.arguments import check_maker, check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Waiting
@@ -30,18 +30,23 @@ class LoweredStep:
     Args:
         step: The step.
         batch_dim: The mesh dim over which batches are sharded, where `count` is told no other one.
+        remat: See `lower_step`.
 
     Attributes:
         step: See above.
     """
 
-    def __init__(self, step: TrainingStep, batch_dim: str | None):
+    def __init__(self, step: TrainingStep, batch_dim: str | None, remat: str | None = None):
         from layoutmap.engines.jax.cost.lowered import LoweredStep as Lowered  # late: it imports JAX
 
         self.step = step
         self._variables = step.variables
-        self._lowered = Lowered(step)
+        self._lowered = Lowered(step, remat)
         self._batch_dim = batch_dim
+
+    def with_remat(self, remat: str) -> LoweredStep:
+        """Return the same step with activations of layers computed again in the backward pass; see `lower_step`."""
+        return LoweredStep(self.step, self._batch_dim, remat)
 
     def plan(self, layout_map: RuleSet) -> Plan:
         """Return the plan of the model under other rules; nothing is built for it."""
@@ -129,6 +134,7 @@ def lower_step(
     batch_dim: str | None = None,
     optimizer: Any = None,
     loss: Callable[..., Any] | None = None,
+    remat: str | None = None,
     library: str | None = None,
 ) -> LoweredStep:
     """Trace and lower a training step, so that it can be counted under many maps.
@@ -143,12 +149,16 @@ def lower_step(
             an optimizer of optax. `None`: that of the model, or none.
         loss: Called with what the model returns, returns a number. `None`: the loss that a Keras model was compiled
             with, or that of `train_with`, or else the mean of squared outputs.
+        remat: Whose activations are counted as computed again in the backward pass, rather than kept, although the
+            model's code does not say so: `"blocks"`, those of the layers that it has several of, or a regex for the
+            paths of layers. `None`: as the model's code says (`keras.RematScope`, `nnx.remat`, `jax.checkpoint`).
         library: See `layoutmap.plan`.
 
     Raises:
-        ScopeError: The model fails when it is traced, or is of a library that does not run on JAX.
+        ScopeError: The model fails when it is traced, is of a library that does not run on JAX, or `remat` is no regex.
     """
     check_maker(make_model, layout_map, "lower_step")
+    check_remat(remat)
     adapter = get_adapter(library) if library else imported_adapter()
     if adapter.engine_name != "jax":
         raise ScopeError(
@@ -162,7 +172,7 @@ def lower_step(
     with adapter.undisturbed():
         model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
         step = dry.session.step(model, inputs, optimizer, loss)
-    return LoweredStep(step, batch_dim)
+    return LoweredStep(step, batch_dim, remat)
 
 
 def step_cost(
@@ -173,6 +183,7 @@ def step_cost(
     batch_dim: str | None = None,
     optimizer: Any = None,
     loss: Callable[..., Any] | None = None,
+    remat: str | None = None,
     library: str | None = None,
 ) -> StepCost:
     """Count what a training step of a model does on each device: what it sends, computes and holds.
@@ -186,6 +197,7 @@ def step_cost(
         batch_dim: The mesh dim over which batches are sharded.
         optimizer: What updates the weights.
         loss: What is derived.
+        remat: Whose activations are computed again in the backward pass.
         library: See `layoutmap.plan`.
 
     Raises:
@@ -213,6 +225,7 @@ def step_cost(
         batch_dim=batch_dim,
         optimizer=optimizer,
         loss=loss,
+        remat=remat,
         library=library,
     )
     return lowered.count(layout_map)

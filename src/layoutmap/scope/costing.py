@@ -13,6 +13,7 @@ from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import machine_for
 from layoutmap.engines import step_counter
 from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Waiting
@@ -27,16 +28,25 @@ class Asked:
         batch_dim: The mesh dim over which batches are sharded; `None`: the usual one.
         loss: What is derived; `None`: the model's own.
         target: What XLA compiles the step for; `None`: it does not.
+        remat: Whose activations are computed again in the backward pass; `None`: as the model's code says.
     """
 
     machine: Machine
     batch_dim: str | None
     loss: Callable[..., Any] | None
     target: str | None
+    remat: str | None = None
 
 
 def asked_cost(
-    on: Any, mesh: Mesh, batch_dim: str | None, loss: Any, inputs: Any, verify: bool | str, engine: str
+    on: Any,
+    mesh: Mesh,
+    batch_dim: str | None,
+    loss: Any,
+    inputs: Any,
+    verify: bool | str,
+    engine: str,
+    remat: str | None = None,
 ) -> Asked | None:
     """Check what is asked of the cost of a step, before a model is made; `None`: it is not asked for.
 
@@ -44,8 +54,9 @@ def asked_cost(
         LayoutMapError: There is no such machine or dim, it has another number of devices than the mesh, the inputs are
             missing, the engine counts no steps, or options are for a cost that nobody asks for.
     """
+    given = {"batch_dim": batch_dim, "loss": loss, "verify": verify or None, "remat": remat}
     if on is None:
-        for name, value in (("batch_dim", batch_dim), ("loss", loss), ("verify", verify or None)):
+        for name, value in given.items():
             if value is not None:
                 raise ScopeError(
                     f"plan: {name}={value!r} has no effect without on=",
@@ -68,13 +79,19 @@ def asked_cost(
             fix='pass inputs=: anything with shape and dtype; for the command line --inputs "int32[64,4096]"',
         )
     step_counter(engine)
-    if verify and engine != "jax":
-        raise ScopeError(
-            f"plan: verify={verify!r} is for models on JAX, and this one is on {engine}",
-            why="it is XLA that compiles the step, and compares",
-            fix="leave verify out, or plan the same rules with the model on JAX",
-        )
-    return Asked(machine, batch_dim, loss, target_of(verify, machine))
+    check_remat(remat)
+    on_jax = {
+        "verify": "it is XLA that compiles the step, and compares",
+        "remat": "it is JAX that computes again",
+    }
+    for name, why in on_jax.items():
+        if given[name] is not None and engine != "jax":
+            raise ScopeError(
+                f"plan: {name}={given[name]!r} is for models on JAX, and this one is on {engine}",
+                why=why,
+                fix=f"leave {name} out, or plan the same rules with the model on JAX",
+            )
+    return Asked(machine, batch_dim, loss, target_of(verify, machine), remat)
 
 
 def target_of(verify: bool | str, machine: Machine) -> str | None:
@@ -102,7 +119,9 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
     layouts = {a.variable.key: a for a in assignments}
     activations = dry.layout_map.activations
     policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
-    lowered, placed = step_counter(dry.adapter.engine_name)(step), [layouts[v.key] for v in step.variables]
+    counter = step_counter(dry.adapter.engine_name)
+    lowered = counter(step, asked.remat) if asked.remat else counter(step)
+    placed = [layouts[v.key] for v in step.variables]
     counted = lowered.count(placed, policy)
     over = (
         f"sharded over {batch_dim}" if batch_dim else "replicated, since no mesh dim is known to shard them"

@@ -71,9 +71,8 @@ class _Values(Source):
         adapter = adapter_of_model(model)
         self._engine = get_engine(adapter.engine_name)
         self._arrays: dict[str, Any] = {}
-        self._variables: dict[str, SavedVariable] = {}
         self._last: tuple[str, NumpyArray] | None = None
-        self.where = type(model).__name__
+        super().__init__(type(model).__name__, {})
         for stored in adapter.stored(model, None):
             variable = stored.variable
             layout = self._engine.layout_of(stored.array)
@@ -87,23 +86,13 @@ class _Values(Source):
                         fix="save it with layoutmap.save, and export that directory in one process",
                     )
             self._arrays[variable.path] = stored.array
-            self._variables[variable.path] = SavedVariable(
+            self.variables[variable.path] = SavedVariable(
                 variable.path, variable.shape, variable.dtype, variable.kind, variable.aliases
             )
 
-    @property
-    def variables(self) -> Mapping[str, SavedVariable]:
-        return self._variables
-
-    @property
-    def states(self) -> Mapping[str, Any]:
-        return {}
-
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+        path = variable.path
         if self._last is None or self._last[0] != path:
             self._last = None
             self._last = path, self._engine.to_numpy(self._arrays[path])
-        return self._last[1][() if index is None else index]
-
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Nothing can be wrong with it."""
+        return self._last[1][wanted]

@@ -13,7 +13,7 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError
 from layoutmap.core.match import layout_text
-from layoutmap.core.mesh import Mesh
+from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.text_table import html_table
 from layoutmap.core.users_line import level_of_user
 from layoutmap.rules.keras_rules import rules_of
@@ -128,14 +128,8 @@ class LayoutMap(RuleSet):
             `transformers.distributed.tensor_parallel` of transformers 5.23.
         """
         mesh = mesh_of(mesh) or mesh
-        for name in (dim, batch_dim):
-            if name is not None and name not in mesh:
-                raise RuleError(
-                    f"from_tp_plan: the mesh has no dim {name!r}",
-                    facts={"mesh": str(mesh)},
-                    why="weights are sharded over dim, and batches over batch_dim",
-                    fix=f"use one of {', '.join(map(repr, mesh.dim_names))}",
-                )
+        check_dim("from_tp_plan: dim", dim, mesh, "weights are sharded over it", RuleError, "")
+        check_dim("from_tp_plan: batch_dim", batch_dim, mesh, "batches are sharded over it", RuleError)
         layers: list[str] | None = None
         if is_maker(plan):
             plan, parameters = _made_dry(plan, mesh)

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Saved, Stored
-from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.remote import storage_of
-from layoutmap.checkpoint.renamed import Renamed
-from layoutmap.checkpoint.renaming import Names, read_names
+from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
+from layoutmap.core.blocks import ends_of, full_index
 from layoutmap.core.data_states import restore_state
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.group import Group
 from layoutmap.scope.progress import Progress
+from layoutmap.scope.saved_values import Extra, Missing, Values, is_count
 from layoutmap.scope.scope import build
 from layoutmap.scope.states import check_data, random_states_of
-
-Missing = Literal["error", "keep"]
-Extra = Literal["error", "ignore"]
 
 _ROOM = 2**30  # bytes of what was checked that a process keeps, so as not to read it again
 
@@ -210,145 +203,6 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
     return source
 
 
-class Values:
-    """The values of a checkpoint for the variables of one model.
-
-    Args:
-        source: What they are read from.
-        names: What the variables are called in it; `None`: what they are called in the model.
-        missing: See `load`.
-        extra: See `load`.
-        cast: See `load`.
-
-    Attributes:
-        taken: The paths of variables whose values have been read.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        *,
-        names: Names | None = None,
-        missing: Missing = "error",
-        extra: Extra = "error",
-        cast: bool = False,
-    ):
-        self._renamed = None if names is None else Renamed(source, names)
-        self.source = source if self._renamed is None else self._renamed
-        self.missing = missing
-        self._extra = extra
-        self._cast = cast
-        self.taken: set[str] = set()
-        self._closed = False
-        self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
-
-    def find(self, variable: VariableSpec) -> SavedVariable | None:
-        """Return what the checkpoint has for a variable, under any of its paths; `None`: nothing."""
-        if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
-            self._renamed.fit((variable.path, *variable.aliases), variable.shape)
-        for path in (variable.path, *variable.aliases):
-            if path in self.source.variables:
-                return self.source.variables[path]
-            if path in self._by_alias:
-                return self.source.variables[self._by_alias[path]]
-        return None
-
-    def check(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
-        """Compare all variables of a model with the checkpoint; raises once, with all differences.
-
-        Args:
-            variables: The variables.
-            kinds: Of which kinds none may be missing, and none too many.
-
-        Raises:
-            CheckpointError: They differ.
-        """
-        found = [(variable, self.find(variable)) for variable in variables]
-        if self._renamed is not None:
-            self._renamed.check_once(saved.path for _, saved in found if saved)
-        wrong = [text for variable, saved in found if saved and (text := self._difference(variable, saved))]
-        known = {saved.path for _, saved in found if saved}
-        unknown = [v for v, saved in found if saved is None and v.kind in kinds]
-        rest = [path for path, v in self.source.variables.items() if path not in known and v.kind in kinds]
-        missing = unknown if self.missing == "error" else []
-        extra = rest if self._extra == "error" else []
-        if not (wrong or missing or extra):
-            return
-        near = Candidates(rest, most=10_000)
-        facts: dict[str, object] = {}
-        for variable in missing:
-            names = near.nearest(variable.path, 1)
-            facts[variable.path] = "not in the checkpoint" + (f"; it has {names[0]}" if names else "")
-        facts |= dict(wrong)
-        facts |= dict.fromkeys(extra, "in the checkpoint, and not in the model")
-        shown = dict(list(facts.items())[:20])
-        if len(facts) > len(shown):
-            shown["and"] = f"{len(facts) - len(shown)} more"
-        fixes = ["build the model that was saved"]
-        fixes += ["pass names=, a table, if they have other names there"] * bool(
-            missing and extra and not self._renamed
-        )
-        fixes += ['pass missing="keep" to keep what the checkpoint does not have'] * bool(missing)
-        fixes += ['pass extra="ignore" to leave out what the model does not have'] * bool(extra)
-        fixes += ["pass cast=True to convert element types"] * any("dtype" in text for _, text in wrong)
-        raise CheckpointError(
-            f"{self.source.where}: this is not the checkpoint of the model",
-            facts=shown,
-            why=f"{len(facts)} variables differ; nothing has been loaded",
-            fix=", or ".join(fixes),
-        )
-
-    def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
-        """Return what reads the shards of a variable; `None` if the checkpoint does not have it."""
-        saved = None if self._closed or _is_key(variable) else self.find(variable)
-        # One that is read before all are known may have the path of another, and so its shape.
-        if saved is None or saved.shape != variable.shape:
-            return None
-        self.taken.add(variable.path)
-        dtype = numpy_dtype(variable.dtype, variable.path)
-
-        def read(index: Index) -> NumpyArray:
-            found = self.source.read(saved.path, index)
-            values = found.astype(dtype, copy=False)
-            if _is_count(variable, saved) and not np.array_equal(values, found):
-                raise CheckpointError(
-                    f"{variable.path}: {'a random state' if variable.kind is Kind.RNG else 'a count'} does not fit",
-                    facts={"saved": f"{found.tolist()}, {saved.dtype}", "element type here": variable.dtype},
-                    why="libraries hold it as integers of different types, and this one has no such number",
-                    fix="load it where it was saved"
-                    + ", or seed the generator with a number below 2**31" * (variable.kind is Kind.RNG),
-                )
-            return values
-
-        return read
-
-    def close(self) -> None:
-        """Have no more values: what a model makes later begins as it does by itself."""
-        self._closed = True
-
-    def _difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
-        if _is_key(variable):
-            return None
-        if saved.shape != variable.shape:
-            return variable.path, f"shape {variable.shape}, in the checkpoint {saved.shape}"
-        if saved.dtype != variable.dtype and not self._cast and not _is_count(variable, saved):
-            return variable.path, f"dtype {variable.dtype}, in the checkpoint {saved.dtype}"
-        return None
-
-
-def _is_count(variable: VariableSpec, saved: SavedVariable) -> bool:
-    """Whether it is a random state or a count, which libraries hold as integers of different types."""
-    if variable.kind is Kind.RNG:
-        return True
-    integers = all(each.dtype.lstrip("u").startswith("int") for each in (variable, saved))
-    return integers and variable.kind not in (Kind.WEIGHT, Kind.STATE)
-
-
-def _is_key(variable: VariableSpec) -> bool:
-    """Whether it holds typed random keys of JAX; what is saved, and read into it afterwards, is their data."""
-    return variable.dtype.startswith("key<")
-
-
 class _Loading:
     """What is read into a model that exists.
 
@@ -451,7 +305,7 @@ class _Loading:
             assert saved is not None
             layout = layouts[variable.path]
             read = self._values.reader(variable)
-            if _is_count(variable, saved) and read is not None:
+            if is_count(variable, saved) and read is not None:
                 read(full_index(saved.shape))  # it may not fit
             elif layout is None:
                 self._values.source.check(saved.path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.mesh import Mesh
+from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Kind
 from layoutmap.plan.planner import make_table
@@ -84,13 +84,8 @@ def _plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None) 
                 raise _two_meshes(f"params.{first[1]}", mesh, f"params.{path}", layout.mesh)
         if layout_map.mesh is not None and layout_map.mesh.mesh_dims != mesh.mesh_dims:
             raise _two_meshes("the layout map", layout_map.mesh, f"params.{first[1]}", mesh)
-    if zero_dim is not None and mesh is not None and zero_dim not in mesh:
-        raise ScopeError(
-            f"zero_dim {zero_dim!r} is no dim of the mesh",
-            facts={"mesh": str(mesh)},
-            why="slots are sharded over it, further than their weights",
-            fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
-        )
+    if mesh is not None:
+        check_dim("zero_dim", zero_dim, mesh, "slots are sharded over it, further than their weights")
     rules = layout_map if layout_map.mesh == mesh else RuleSet(mesh)
     table = make_table(
         [*found.weights, *found.slots], rules, complete=False, given=found.layouts, zero_dim=zero_dim

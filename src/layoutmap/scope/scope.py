@@ -7,12 +7,13 @@ made. A plan stops before the last step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
 from layoutmap.core.errors import EngineError, ScopeError, listed
+from layoutmap.core.mesh import check_dim
 from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
 from layoutmap.plan.problems import Problem
@@ -36,6 +37,7 @@ def scope(
     draws: Literal["exact", "tiles"] = "exact",
     check_batches: bool = True,
     gather: Literal["fully_shard", "own"] = "fully_shard",
+    fully_shard: Mapping[str, Any] | None = None,
 ) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
@@ -66,6 +68,9 @@ def scope(
             computes. `"fully_shard"`: by torch's function of that name, which gathers the next block's ahead, where it
             can; `scope.plan` says which weights it cannot. `"own"`: by this library, which allows
             `torch.autograd.grad` by weights and gradients of gradients.
+        fully_shard: What torch's `fully_shard` is called with, by name: `mp_policy`, `offload_policy` and
+            `reshard_after_forward`, as in `{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}`. For
+            several processes only.
 
     Yields:
         The scope; `scope.plan` is what was planned.
@@ -90,7 +95,7 @@ def scope(
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options |= {"check_batches": check_batches, "gather": gather}
+    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     check_layout_map(layout_map, "scope")
     opened = _open(layout_map, _adapter(library), **options)
     with opened.session.defer(), others_refused(opened.adapter):
@@ -122,6 +127,7 @@ def build(
     draws: Literal["exact", "tiles"] = "exact",
     check_batches: bool = True,
     gather: Literal["fully_shard", "own"] = "fully_shard",
+    fully_shard: Mapping[str, Any] | None = None,
     values: SavedValues | None = None,
 ) -> Any:
     """Build one model in a scope.
@@ -139,6 +145,7 @@ def build(
         draws: See `scope`.
         check_batches: See `scope`.
         gather: See `scope`.
+        fully_shard: See `scope`.
         values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
 
     Returns:
@@ -156,7 +163,7 @@ def build(
         True
     """
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options |= {"check_batches": check_batches, "gather": gather}
+    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     check_maker(make_model, layout_map, "build")
     opened = _open(layout_map, _adapter(library), **options)
     opened.values = values
@@ -175,6 +182,7 @@ def plan(
     batch_dim: str | None = None,
     loss: Callable[..., Any] | None = None,
     verify: bool | str = False,
+    remat: str | None = None,
 ) -> Plan:
     """Say where every variable of a model would go: the dry run of `build`, stopped before anything is made.
 
@@ -201,6 +209,8 @@ def plan(
             that `plan.cost.verified` has its figures beside those that were counted. A text is another device to
             compile for; `"cpu"` needs nothing, GPUs need the extra `xla-gpu`, TPUs `xla-tpu`. It takes from seconds to
             minutes, and is for models on JAX.
+        remat: Whose activations `on` counts as computed again in the backward pass, rather than kept, although the
+            model's code does not say so; see `lower_step`.
 
     Returns:
         The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.
@@ -220,7 +230,7 @@ def plan(
     check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
     dry = Scope(layout_map, adapter, None)
-    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, verify, adapter.engine_name)
+    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, verify, adapter.engine_name, remat)
     with adapter.undisturbed():
         make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
         model = make_in(dry, make, inputs)
@@ -263,6 +273,7 @@ def apply(
     progress: bool | None = None,
     check_batches: bool = True,
     gather: Literal["fully_shard", "own"] = "fully_shard",
+    fully_shard: Mapping[str, Any] | None = None,
 ) -> Any:
     """Lay out a model that exists: the same plan, with the values that it has.
 
@@ -274,6 +285,7 @@ def apply(
         progress: See `scope`.
         check_batches: See `scope`.
         gather: See `scope`.
+        fully_shard: See `scope`.
 
     Returns:
         The model.
@@ -291,7 +303,7 @@ def apply(
     check_model(model, layout_map)
     adapter = adapter_of_model(model)
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress}
-    options |= {"check_batches": check_batches, "gather": gather}
+    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     return _open(layout_map, adapter, **options).session.take(model)
 
 
@@ -331,13 +343,9 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
             why="it says how weights that are sharded over batch_dim are gathered, on torch",
             fix='leave gather out, or gather="own"',
         )
-    if (dim := opened.policy.batch_dim) is not None and dim not in opened.mesh:
-        raise ScopeError(
-            f"batch_dim {dim!r} is no dim of the mesh",
-            facts={"mesh": str(opened.mesh)},
-            why="the batch is split over one of the mesh's dims",
-            fix=f"use one of {', '.join(map(repr, opened.mesh.dim_names))}, or leave it out",
-        )
+    if options.get("fully_shard") is not None:
+        _check_fully_shard(opened)
+    check_dim("batch_dim", opened.policy.batch_dim, opened.mesh, "the batch is sharded over it")
     replicated = opened.policy.replicated(0)
     try:
         opened.engine.check_layout(replicated)
@@ -347,6 +355,42 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
     # of which some of it cannot begin.
     opened.engine.native(replicated, 0)
     return opened
+
+
+def _check_fully_shard(opened: Scope) -> None:
+    """Refuse options of `fully_shard` where it gathers nothing, and what the adapter cannot pass on."""
+    options, check = opened.fully_shard, opened.adapter.check_fully_shard
+    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScopeError(
+            f"fully_shard={options!r} has the wrong type",
+            facts={"type": type(options).__name__},
+            why="options of torch's fully_shard are passed on by their names",
+            fix='pass a mapping, as in fully_shard={"reshard_after_forward": False}',
+        )
+    unused = [
+        (check is None, f"{opened.adapter.name} models are not gathered by torch's fully_shard"),
+        (opened.gathering == "own", 'gather="own" has weights gathered by this library'),
+        (opened.policy.batch_dim is None, "without batch_dim no weight is gathered"),
+        (
+            not opened.across,
+            "all devices of the mesh are of this process, and fully_shard gathers between several",
+        ),
+    ]
+    for is_so, why in unused:
+        if is_so:
+            raise ScopeError(
+                "the options of fully_shard would not be used",
+                facts={
+                    "fully_shard": dict(options),
+                    "library": opened.adapter.name,
+                    "mesh": str(opened.mesh),
+                },
+                why=why,
+                fix="leave fully_shard out; it is for torch modules in several processes (torchrun), "
+                "in a scope with batch_dim",
+            )
+    assert check is not None
+    check(options)
 
 
 def make_in(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:

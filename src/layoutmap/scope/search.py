@@ -11,7 +11,7 @@ from typing import Any
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import starred
+from layoutmap.core.paths import merge_paths, starred
 from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.machine import Machine
@@ -27,10 +27,10 @@ from layoutmap.scope.plan import Plan
 from layoutmap.searching.experts import Expert, expert_of, experts, fitting_preset
 from layoutmap.searching.finalists import first_that_fits
 from layoutmap.searching.kept import KeptFigures
-from layoutmap.searching.loop import Figures, Outcome, Tried
+from layoutmap.searching.loop import Evaluate, Figures, Outcome, Tried
 from layoutmap.searching.loop import search as find
 from layoutmap.searching.options import Grid, grid_of, grids
-from layoutmap.searching.shown import HEAD, RIGHT, rows, verdict
+from layoutmap.searching.shown import HEAD, RIGHT, recompute_text, rows, verdict
 from layoutmap.searching.space import Model, blocks_of
 
 _NAMES_OF_BATCH = ("data", "batch", "dp", "fsdp")
@@ -48,11 +48,20 @@ class SearchResult:
         rows: What was found and experts' maps: name, mesh, time of a step, memory, and why one cannot be used.
         num_tried: For how many maps the cost was counted.
         is_complete: Whether the search came to its end; `False`: it was interrupted.
+        recompute: Whose activations must be recomputed in the backward pass for it to fit or to be as fast, why, and
+            how to have the model's library do that; empty: nothing is needed beyond the model's own code.
         compiled: What XLA's compiler makes of a step with it, with `peak_bytes` and `sent_bytes`; `None` without
             `verify`, or if an interrupt came before.
     """
 
-    def __init__(self, outcome: Outcome, plan: Plan, batch_dim: str | None, target: str | None = None):
+    def __init__(
+        self,
+        outcome: Outcome,
+        plan: Plan,
+        batch_dim: str | None,
+        target: str | None = None,
+        recompute: str = "",
+    ):
         best = outcome.best.layout_map
         self.layout_map = LayoutMap(best.mesh, uneven=best.uneven, rest=best.rest)
         self.layout_map.update(best)
@@ -64,6 +73,7 @@ class SearchResult:
         self.is_complete = outcome.is_complete
         self.compiled = self.cost.verified
         self._target = target
+        self.recompute = recompute
 
     @property
     def cost(self) -> Cost:
@@ -85,13 +95,18 @@ class SearchResult:
     def __str__(self) -> str:
         return "\n".join(
             [
-                self.layout_map.to_yaml(),
+                self.to_yaml(),
                 *text_table(HEAD, self.rows, RIGHT),
                 "",
                 f"Found: {self.verdict}",
+                *filter(None, [self.recompute]),
                 self._line,
             ]
         )
+
+    def to_yaml(self) -> str:
+        """Return the rules as text for a file, with what they need as a comment; `LayoutMap.from_yaml` reads it."""
+        return "".join(f"# {line}\n" for line in self.recompute.splitlines()) + self.layout_map.to_yaml()
 
     def __repr__(self) -> str:
         return f"<SearchResult: {self._line}; {self.verdict}>"
@@ -100,7 +115,7 @@ class SearchResult:
         from html import escape
 
         table = html_table(f"Found: {self.verdict}; {self._line}", HEAD, self.rows)
-        return f"<pre>{escape(self.layout_map.to_yaml())}</pre>{table}"
+        return f"<pre>{escape(self.to_yaml())}</pre>{table}"
 
 
 def search(
@@ -119,6 +134,7 @@ def search(
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
     verify: bool | str = False,
+    remat: str | bool | None = None,
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:
@@ -141,12 +157,15 @@ def search(
         batch_dim: The dim of `mesh` over which batches are sharded; `None`: one with a usual name.
         start: Rules to start from; they count as an expert's map.
         keep: Patterns of rules of `start`, for variables or activations, that every map has.
-        tries: For how many maps the cost is counted at most.
+        tries: For how many maps the cost is counted at most; for as many again where activations are recomputed.
         seed: Decides the order in which layouts are tried. The same arguments give the same map.
         cache: A file in which figures are kept beside a fingerprint of the step, so that a search begun again is quick.
         verify: Whether XLA compiles what is found for the machine, which need not be there, and the next best map is
             taken where that needs more than the memory: seconds to minutes, with JAX's plugin for such devices. Or the
             name of another device to compile for, as for `plan`. An interrupt leaves it at what is counted.
+        remat: Whose activations are recomputed in the backward pass, see `lower_step`. `None`: as the model's code
+            says, and those of blocks as well where nothing fits without that, or where maps that do not fit would be
+            faster. The result says if it needs that. `False`: only as the model's code says.
         progress: Whether to show the best so far on stderr, and for how long XLA compiles; `None`: on a terminal.
         library: See `plan`.
 
@@ -184,6 +203,7 @@ def search(
         inputs=inputs,
         optimizer=optimizer,
         loss=loss,
+        remat=remat or None,
         library=library,
     )
     batch = lowered.step.batch[0].shape[0] if lowered.step.batch and lowered.step.batch[0].shape else None
@@ -196,29 +216,47 @@ def search(
         RuleSet(meshes[0].mesh, rest="replicated")
     )  # what layers return is known once a step has been traced
     model = Model(tuple(lowered.step.variables), blocks_of(lowered.outputs, lowered.step.variables), kept)
+    again = (
+        lowered.with_remat("blocks")
+        if remat is None and model.blocks and lowered.step.how_to_recompute
+        else None
+    )
+    recomputing = again and _Evaluation(again, machine, evaluate.batch_dims)
     over = sorted({str(grid.data) for grid in meshes})  # what shards the batch, which no rule says
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
+
+    def kept_figures(of: _Evaluation, more: str = "") -> Evaluate:
+        return known.around(of, fingerprint + more) if known else of
+
     with _Progress(progress) as shown:
         try:
             outcome = find(
                 model,
                 _maps_of_experts(model, meshes, start, kept),
-                known.around(evaluate, fingerprint) if known else evaluate,
+                kept_figures(evaluate),
                 limit=limit,
                 most=tries,
+                recomputing=recomputing and kept_figures(recomputing, " remat"),
                 seed=seed,
                 on_tried=shown,
             )
         finally:
             if known is not None:
                 known.write()
+
+    def evaluation(tried: Tried) -> _Evaluation:
+        return recomputing if recomputing and tried.recomputes else evaluate
+
     compiled = None
     if target and outcome.is_complete:
         outcome, compiled = first_that_fits(
-            outcome, lambda tried: evaluate.verify(tried, target, progress), limit
+            outcome, lambda tried: evaluation(tried).verify(tried, target, progress), limit
         )
-    best = outcome.best.layout_map
-    return SearchResult(outcome, evaluate.plan(best, compiled), evaluate.batch_dim(best), target)
+    best = outcome.best
+    layers = " and ".join(merge_paths(blocks.paths) for blocks in model.blocks)
+    recompute = recompute_text(outcome, layers, lowered.step.how_to_recompute)
+    plan, batch_dim = evaluation(best).plan(best.layout_map, compiled), evaluate.batch_dim(best.layout_map)
+    return SearchResult(outcome, plan, batch_dim, target, recompute)
 
 
 _WIDEST = 32
@@ -315,14 +353,14 @@ class _Evaluation:
     """What a step costs with a map, on one machine."""
 
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
-        self._lowered, self._machine, self._batch_dims = lowered, machine, batch_dims
+        self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
         self._weights = frozenset(map(starred, paths))  # as a plan's cost has them
 
     def batch_dim(self, layout_map: RuleSet) -> str | None:
         """The dim over which batches are sharded with a map."""
         assert layout_map.mesh is not None
-        return self._batch_dims[layout_map.mesh]
+        return self.batch_dims[layout_map.mesh]
 
     def verify(self, tried: Tried, target: str, progress: bool | None) -> Verified:
         """What XLA makes of a step with a map, on such devices."""

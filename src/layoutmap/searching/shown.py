@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from layoutmap.core.text_table import size
 from layoutmap.cost.cost import duration
-from layoutmap.searching.loop import Outcome, Tried
+from layoutmap.searching.loop import TIE, Outcome, Tried
 
 HEAD = ("map", "mesh", "step", "memory", "")
 RIGHT = ("step", "memory")
-_TIE = 0.01  # of the time: what no estimate tells apart
 
 
 def verdict(outcome: Outcome) -> str:
@@ -29,15 +28,17 @@ def verdict(outcome: Outcome) -> str:
     gain = 1 - best.figures.seconds / fitting[0].figures.seconds
     if best.name == expert.name and best.layout_map == expert.layout_map:
         return f"nothing better was found than {named}: this is that map"
-    if gain < _TIE:
-        return f"ties with {named}: the steps differ by less than {_TIE:.0%}".replace("%", " %")
+    if gain < TIE:
+        saved = 1 - best.figures.peak_bytes / fitting[0].figures.peak_bytes
+        less = f", and this one takes {100 * saved:.0f} % less memory" if saved >= TIE else ""
+        return f"ties with {named}: the steps differ by less than {100 * TIE:.0f} %{less}"
     return f"{100 * gain:.0f} % faster than {named}"
 
 
 def rows(outcome: Outcome) -> list[tuple[str, ...]]:
     """A row for what was found and for each expert's map, the fastest that fits first."""
     best = outcome.best
-    there = [tried for tried in outcome.experts if tried.layout_map == best.layout_map]
+    there = [t for t in outcome.experts if (t.layout_map, t.recomputes) == (best.layout_map, best.recomputes)]
     return [
         _row(tried, tried in there or tried is best)
         for tried in (*([] if there else [best]), *outcome.experts)
@@ -50,4 +51,23 @@ def _row(tried: Tried, is_found: bool) -> tuple[str, ...]:
         return (tried.name, mesh, "", "", tried.why_not)
     said = f"lacks {size(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
     said += " as XLA compiles it" * (tried.compiled_bytes is not None)
-    return (tried.name, mesh, duration(tried.figures.seconds), size(tried.figures.peak_bytes), said)
+    name = tried.name + ", recomputing" * tried.recomputes
+    return (name, mesh, duration(tried.figures.seconds), size(tried.figures.peak_bytes), said)
+
+
+def recompute_text(outcome: Outcome, layers: str, how: str) -> str:
+    """Why activations are to be recomputed for the map that was found, and how that is done; empty if they need not be.
+
+    Args:
+        outcome: What was found.
+        layers: The paths of the layers, as text.
+        how: How a person has the library do it.
+    """
+    before, best = outcome.without, outcome.best
+    if before is None or before.figures is None or best.figures is None:
+        return ""
+    why = f"no map fits, and the nearest needs {size(before.figures.peak_bytes)} on each device"
+    if not before.missing_bytes:
+        why = f"the best map takes {duration(before.figures.seconds)} a step"
+    needed = f"It needs the activations inside of {layers} to be recomputed in the backward pass"
+    return f"{needed}: without that {why}.\n{how}"

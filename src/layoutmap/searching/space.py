@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import path_regex, path_shape
+from layoutmap.core.paths import path_regex, path_shape, repeated_layers
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.searching.descent import Point
@@ -54,10 +54,10 @@ def blocks_of(
         >>> blocks_of({"h.0": (4, 6, 8), "h.0.up": (4, 6, 32), "h.1": (4, 6, 8), "h.1.up": (4, 6, 32)}, variables)
         (Blocks(paths=('h.0', 'h.1'), shape=(4, 6, 8)),)
     """
-    above = {v.path[:at] for v in variables for at, sign in enumerate(v.path) if sign == "."}
+    layers = repeated_layers(v.path for v in variables)
     groups: dict[tuple[object, ...], list[str]] = {}
     for path, shape in outputs.items():
-        if len(shape) > 1 and path in above and any(map(str.isdigit, path.rpartition(".")[2])):
+        if len(shape) > 1 and path in layers:
             groups.setdefault((path_shape(path), len(shape)), []).append(path)
     repeated = [paths for paths in groups.values() if len(paths) > 1]
     inner = {p for paths in repeated for p in paths if _is_below(p, repeated)}

@@ -81,6 +81,20 @@ def narrow_index():
     return same(torch.gather(X, 0, rows), whole(taken))
 
 
+def out_of_range():
+    try:
+        F.embedding(place(torch.tensor([8]), None), place(X, "model", None))
+    except IndexError:
+        return True
+    return False
+
+
+def two_lookups():
+    x, index = place(X, None, "model"), torch.zeros(8, 1, dtype=torch.int64)
+    first, last = (x.gather(1, place(index + number, None, None)) for number in (0, 5))
+    return same(X[:, :1] + X[:, -1:], whole(first + last))
+
+
 def order_of_dims():
     layout = Layout((("model", "batch"), None), MESH)
     return same(X, whole(distribute_tensor(X, *engine().native(layout, 2))))
@@ -104,6 +118,8 @@ PROBES = {
     "windows": ("unfold", BATCH),
     "embeddings": ("embedding, used twice", BATCH),
     "embeddings by frequency": ("embedding, scaled gradient", "batch over both"),
+    "indices out of range": out_of_range,
+    "lookups that wait": two_lookups,
     "joins with an empty tensor": joined,
     "assignments": assignment,
     "changes of views": changed_view,
@@ -154,7 +170,16 @@ def test_a_correction_is_needed(name):
     )
 
 
-HERE = (assignment, changed_gradient, joined, plain_among_them, view_without_elements, narrow_index)
+HERE = (
+    assignment,
+    changed_gradient,
+    joined,
+    narrow_index,
+    out_of_range,
+    plain_among_them,
+    two_lookups,
+    view_without_elements,
+)
 
 
 def test_probes_can_come_out_right():

@@ -249,23 +249,22 @@ def test_gradients_through_changed_views():
     )
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda x: F.dropout(x, 0.4),
-        torch.rand_like,
-        lambda x: torch.empty_like(x).normal_(),
-        lambda x: torch.bernoulli(torch.sigmoid(x)),
-    ],
-    ids=["dropout", "rand_like", "normal_", "bernoulli"],
-)
-def test_random_numbers(draw):
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "rand_like": torch.rand_like,
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers(name):
     """Random numbers are those of one device, and so are the next ones."""
     x = normal(8, 4, 6)
 
     def run(x):
         torch.manual_seed(7)
-        return draw(x), torch.get_rng_state()
+        return DRAWS[name](x), torch.get_rng_state()
 
     expected, state = run(x)
     with run_on():

@@ -30,6 +30,7 @@ class JaxAdapter:
 
     name = "jax"
     other_inits = ()
+    check_fully_shard = None
     engine_name = "jax"
 
     def check(self) -> None:

@@ -25,6 +25,7 @@ from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
+_RECOMPUTE = "put @nnx.remat before the __call__ of their class"
 _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weights, and there are no slots"
 
 
@@ -45,7 +46,8 @@ def training_step(
     step = _Step(state, specs, inputs, optimizer or state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
     name = type(model_in(model)).__name__
-    return TrainingStep(name, [*specs, *step.slots], step.batch, (), step.run, notes)
+    how_to_recompute = _RECOMPUTE if is_nnx(model_in(model)) else ""
+    return TrainingStep(name, [*specs, *step.slots], step.batch, (), step.run, notes, how_to_recompute)
 
 
 def _check_array(inputs: Any, leaf: Any) -> None:

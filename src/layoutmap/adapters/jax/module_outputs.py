@@ -68,7 +68,30 @@ class TracedOutput:
 
     def of(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a module returns, or what the tracer has in its place."""
-        return self.tracer.call(self.path, call, args, kwargs)
+        function = _recomputed(call) if self.tracer.recomputes(self.path) else call
+        return self.tracer.call(self.path, function, args, kwargs)
+
+
+def _recomputed(call: Any) -> Callable[..., Any]:
+    """A module's call of which only the input is kept for the backward pass; settings of Python stay what they are."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        given = dict(enumerate(args)) | kwargs
+        settings = {
+            key: value for key, value in given.items() if value is None or isinstance(value, _SETTINGS)
+        }
+        arrays = {key: value for key, value in given.items() if key not in settings}
+
+        def plain(module: Any, arrays: Mapping[Any, Any]) -> Any:
+            every = settings | arrays
+            return call.func(module, *(every.pop(n) for n in range(len(args))), **every)
+
+        return nnx.remat(plain)(*call.args, arrays)
+
+    return recomputed
+
+
+_SETTINGS = (bool, int, float, str)
 
 
 def with_output(module: nnx.Module, output: Output | TracedOutput) -> None:

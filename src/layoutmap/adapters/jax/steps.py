@@ -23,7 +23,7 @@ from layoutmap.adapters.jax.outputs import Arguments, path_text
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.mesh import Mesh
+from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines import get_engine
 
@@ -325,13 +325,7 @@ class JitStep:
                 fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
             )
         _, native, mesh = first
-        if self._batch_dim is not None and self._batch_dim not in mesh:
-            raise ScopeError(
-                f"{self._name}: batch_dim {self._batch_dim!r} is no dim of the mesh",
-                facts={"mesh": str(mesh)},
-                why="batches are sharded over it",
-                fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
-            )
+        check_dim(f"{self._name}: batch_dim", self._batch_dim, mesh, "batches are sharded over it")
         return mesh, native
 
     def _is_batch(self, signature: _Signature, number: int, leaf: Any) -> bool:

@@ -28,6 +28,7 @@ class KerasAdapter:
 
     name = "keras"
     other_inits = ()
+    check_fully_shard = None
 
     @property
     def engine_name(self) -> str:

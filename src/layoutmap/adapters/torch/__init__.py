@@ -16,6 +16,7 @@ from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.checkpoints import restore_settings, restored, settings_of, stored
 from layoutmap.adapters.torch.forward import is_planned
+from layoutmap.adapters.torch.fsdp_options import check_fully_shard
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
 from layoutmap.adapters.torch.training import (
@@ -40,6 +41,7 @@ class TorchAdapter:
 
     name = "torch"
     other_inits = ("tiles",)
+    check_fully_shard = staticmethod(check_fully_shard)
     engine_name = "torch"
 
     def check(self) -> None:

@@ -1,17 +1,19 @@
 """A laid out module, compiled: one graph of local operators and collectives, without a DTensor or a mode in it.
 
-`module.compile(...)` compiles what the module computes, below its hooks, so weights that are sharded over the batch's
-dim are gathered outside of the graph. AOTAutograd records the very Python that runs otherwise, with all that makes
-DTensors compute right. The graph is a function of tensors; `structure` has the key of all else. What cannot be a
-function of both is computed as it is, with a warning.
+`module.compile(...)` and `torch.compile(module)` compile what the module computes, below its hooks, so weights that are
+sharded over the batch's dim are gathered outside of the graph. AOTAutograd records the very Python that runs otherwise,
+with all that makes DTensors compute right. The graph is a function of tensors; `structure` has the key of all else.
+What cannot be a function of both is computed as it is, with a warning.
 """
 
 from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +21,33 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.fsdp_units import Gathering
 from layoutmap.adapters.torch.mesh_context import here, recording, running, summing_up
 from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.conversions import summed_placements
 from layoutmap.engines.torch.private import (
+    DTensorSpec,
+    call_compiled,
+    dtensor,
+    has_dynamic_shapes,
     is_view_of_another,
     local_of,
+    makes_one_graph,
     nonstrict_trace,
+    plainly,
+    spec_of,
     tree_leaves,
     without_function_modes,
 )
 
 
-def check_compilable(options: Mapping[str, Any]) -> None:
+def check_compilable(*, is_dynamic: bool) -> None:
     """Refuse to compile where there is no graph for one device.
+
+    Args:
+        is_dynamic: Whether shapes are to be dynamic.
 
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
@@ -44,7 +58,7 @@ def check_compilable(options: Mapping[str, Any]) -> None:
             why="one process computes for all devices in turn, and a graph is for one device",
             fix="start a process for each device, as with torchrun, or do not compile the model",
         )
-    if options.get("dynamic"):
+    if is_dynamic:
         raise ScopeError(
             "dynamic=True does not work for a model in layouts",
             why="how a tensor is sharded follows from its shape",
@@ -52,30 +66,74 @@ def check_compilable(options: Mapping[str, Any]) -> None:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Compiler:
+    """What compiles a function.
+
+    Attributes:
+        key: Equal for what compiles alike.
+        compile: Compiles a function of one argument.
+        is_strict: Whether it is an error if something cannot be compiled (`fullgraph=True`).
+        kept: What the key names by its id.
+    """
+
+    key: Any
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]]
+    is_strict: bool
+    kept: Any
+
+
+def by_options(options: Mapping[str, Any]) -> Compiler:
+    """What compiles as `torch.compile` does with some options.
+
+    Raises:
+        ScopeError: The devices are simulated, or shapes would be dynamic.
+    """
+    check_compilable(is_dynamic=bool(options.get("dynamic")))
+    key = tuple((name, id(value)) for name, value in options.items())
+    given = {**options, "dynamic": False}
+    return Compiler(key, partial(torch.compile, **given), bool(options.get("fullgraph")), given)
+
+
+def as_called(compiler: Any) -> Compiler:
+    """What compiles as Dynamo does with what `torch.compile` has returned, and which calls a module now.
+
+    Args:
+        compiler: What `stop_compiling` has returned.
+
+    Raises:
+        ScopeError: The devices are simulated, or shapes would be dynamic.
+    """
+    check_compilable(is_dynamic=has_dynamic_shapes())
+    compiled = partial(partial, call_compiled, compiler)
+    return Compiler(id(compiler), compiled, makes_one_graph(compiler), compiler)
+
+
 class Compiled:
     """What a module computes, compiled.
 
     Args:
         forward: The module's `Forward`.
-        options: What `torch.compile` is given.
+        compiler: What compiles it.
         graphs: What was compiled for modules of the same scope, by key.
+        gather: What is gathered meanwhile; `None`: what the module gathers.
     """
 
-    def __init__(self, forward: Any, options: Mapping[str, Any], graphs: dict[Any, Any]) -> None:
-        self._forward, self._graphs = forward, graphs
-        self._options = {**options, "dynamic": False}
+    def __init__(
+        self, forward: Any, compiler: Compiler, graphs: dict[Any, Any], gather: Gathering | None = None
+    ) -> None:
+        self._forward, self._compiler, self._graphs, self.gather = forward, compiler, graphs, gather
         self._gave_up = False
-        self._given = tuple((name, id(value)) for name, value in options.items())
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Compute the module."""
         if self._gave_up:
             return self._forward.compute(args, kwargs)
         call = _Call(self._forward, module, args, kwargs)
-        key = (call.key, self._given)
+        key = (call.key, self._compiler.key)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = _Graph(self._options, [*call.kept, self._options])
+            graph = self._graphs[key] = _Graph(self._compiler, call.kept)
         result = graph(call)
         self._gave_up = call.was_recorded and bool(call.why_not)
         return result
@@ -87,25 +145,26 @@ class _Graph:
     Its code is an object of its own, since Dynamo counts graphs by their code, and gives up after eight.
     """
 
-    def __init__(self, options: Mapping[str, Any], kept: list[Any]) -> None:
-        self._kept, self._is_strict = kept, bool(options.get("fullgraph"))
+    def __init__(self, compiler: Compiler, kept: list[Any]) -> None:
+        self._kept, self._is_strict = [*kept, compiler.kept], compiler.is_strict
         self._why_not = ""
         self._results: dict[Any, Any] = {}
         code = _computed.__code__.replace()
         function = types.FunctionType(code, _computed.__globals__, _computed.__name__)
-        self._function: Any = torch.compile(function, **options)
+        self._function: Any = compiler.compile(function)
 
     def __call__(self, call: _Call) -> Any:
         if not self._why_not:
             tensors = self._run(call)
             if not call.why_not:
                 results = self._results.setdefault(call.inputs, call.results)
-                return map_tensors(lambda place: tensors[place.number], results, _Place)
+                found = _with_all_gradients(tensors)
+                return map_tensors(lambda place: found[place.number], results, _Place)
             self._refuse(call)
         return call.compute()
 
     def _run(self, call: _Call) -> Any:
-        outer, here.call = getattr(here, "call", None), call
+        outer, here.call = here.call, call
         try:
             if not call.why_not:
                 with without_function_modes():
@@ -128,6 +187,37 @@ class _Graph:
             raise ScopeError(what, why=call.why_not, fix=fix)
         text = format_message(f"{what}, and runs as it is", {}, call.why_not, fix)
         warnings.warn(text, LayoutMapWarning, stacklevel=2)
+
+
+@plainly
+def _with_all_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a graph returns, which has gradients for all of it when it has one: for `DTensor`s, it needs all."""
+    places = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
+    if len(places) < 2 or not torch.is_grad_enabled():
+        return tensors
+    found = dict(zip(places, _WithZeros.apply(*(tensors[n] for n in places)), strict=True))
+    return [found.get(n, each) for n, each in enumerate(tensors)]
+
+
+class _WithZeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.forms = [(each.dtype, tuple(local_of(each).shape), spec_of(each)) for each in tensors]
+        return tuple(dtensor(local_of(each), spec_of(each)) for each in tensors)
+
+    @staticmethod
+    @plainly
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return tuple(
+            _zeros(*form) if each is None else each for each, form in zip(upstream, ctx.forms, strict=True)
+        )
+
+
+def _zeros(dtype: torch.dtype, shape: tuple[int, ...], spec: Any) -> Any:
+    """The gradient of a tensor that nothing depends on."""
+    local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
+    return dtensor(local, DTensorSpec(spec.mesh, tuple(summed_placements(spec.placements)), spec.tensor_meta))
 
 
 def _computed(tensors: list[torch.Tensor]) -> Any:
@@ -155,7 +245,7 @@ class _Call:
 
     def __init__(self, forward: Any, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._forward, self._module, self._args = forward, module, (args, kwargs)
-        self._is_odd = getattr(here, "is_odd", False)
+        self._is_odd = here.is_odd
         self._structure = structure = Structure(module)
         self.name, self.kept, self.why_not = type(module).__name__, structure.kept, ""
         self.results: Any = None

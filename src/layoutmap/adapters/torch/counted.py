@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class _Home:
     check_batches: bool = False
     draws: str = "exact"
     gathering: str = "own"
+    fully_shard: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def note(self, subject: str, what: str) -> None:
+        """Nothing: its plan was made."""
 
 
 def training_step(

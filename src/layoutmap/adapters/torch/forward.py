@@ -12,7 +12,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,18 +20,20 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors, on_mesh, plain, summed_up, tensors_in
-from layoutmap.adapters.torch.compiled import Compiled, check_compilable
+from layoutmap.adapters.torch.compiled import Compiled, as_called, by_options
+from layoutmap.adapters.torch.fsdp_own import Order
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
-from layoutmap.adapters.torch.mesh_context import is_recording, is_running, running, summing_up
+from layoutmap.adapters.torch.mesh_context import compiling, here, is_running, running, summing_up
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
-from layoutmap.engines.torch.private import plainly
+from layoutmap.engines.torch.private import go_on_compiling, not_compiled, plainly, stop_compiling
 
 _ATTRIBUTE = "forward"
+_ALONE = "a module in layouts is a graph of its own: call torch.compile(module) or module.compile()"
 _CHECKED_CALLS = 8  # how often what a module is given is compared between processes
 
 
@@ -68,6 +70,7 @@ class Forward:
         self._num_checked = 0
         self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
+        self._as_called: dict[Any, Mapping[Forward, Compiled]] = {}
 
     def attach(self) -> None:
         """Put it in its place."""
@@ -79,14 +82,31 @@ class Forward:
         Raises:
             ScopeError: The devices are simulated, or shapes would be dynamic.
         """
-        check_compilable(options)
-        inside = [each for module in self._the_module().modules() if (each := forward_of(module))]
-        for each in inside:
-            if each.gather is not None:
-                each.gather.leave_fully_shard()
-        gathering = [each for each in inside if each.gather is not None and not each.gather.is_kept]
-        for each in gathering or [self]:
-            each.compiled = Compiled(each, options, self._graphs)
+        compiler = by_options(options)
+        for each in self._gathering() or [self]:
+            each.compiled = Compiled(each, compiler, self._graphs)
+
+    def _gathering(self) -> list[Forward]:
+        """The modules in this one that gather their weights when the model is called."""
+        gathers = ((each, each.gather) for each in self._inside())
+        return [each for each, gather in gathers if gather and gather.is_part and not gather.is_outermost]
+
+    def _inside(self) -> list[Forward]:
+        return [each for module in self._the_module().modules() if (each := forward_of(module))]
+
+    def _compiled_by(self, compiler: Any) -> Mapping[Forward, Compiled]:
+        """What is compiled where `torch.compile(module)`, or a function that it has compiled, calls the module."""
+        if compiler not in self._as_called:
+            made, blocks = as_called(compiler), self._gathering()
+            if blocks and made.is_strict:  # one graph, so all weights at once
+                gathers = [each.gather for each in self._inside() if each.gather is not None]
+                weights = [weight for each in gathers for weight in each.weights]
+                gather = Gathering(weights, Order(), gathers[0].policy, is_outermost=True)
+                compiled = {self: Compiled(self, made, self._graphs, gather)}
+            else:
+                compiled = {each: Compiled(each, made, self._graphs) for each in blocks or [self]}
+            self._as_called[compiler] = compiled
+        return self._as_called[compiler]
 
     def structure(self) -> Any:
         """What of it decides about the graph that its module is compiled to."""
@@ -106,16 +126,26 @@ class Forward:
                 fix="build it again, in a scope or with layout_map.build",
             )
         if torch.compiler.is_dynamo_compiling():
-            return self._left_out(args, kwargs)  # pyright: ignore[reportCallIssue]
-        return self._called(args, kwargs)
+            return self._alone(args, kwargs)
+        return self._compiled_or_called(args, kwargs)
+
+    @torch.compiler.disable(recursive=False, reason=_ALONE)
+    def _alone(self, args: Any, kwargs: Any) -> Any:
+        """What Dynamo finds in the place of the module where it compiles a function that calls it."""
+        return self._compiled_or_called(args, kwargs)
+
+    def _compiled_or_called(self, args: Any, kwargs: Any) -> Any:
+        compiler = stop_compiling()
+        if compiler is None:
+            return self._called(args, kwargs)
+        try:
+            with compiling(self._compiled_by(compiler)):
+                return self._called(args, kwargs)
+        finally:
+            go_on_compiling(compiler)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         return self._run(args, kwargs) if is_running() else self._on_mesh(args, kwargs)
-
-    @torch.compiler.disable(reason="call module.compile() for a module in layouts, which compiles it alone")
-    def _left_out(self, args: Any, kwargs: Any) -> Any:
-        check_compilable({})
-        return self._called(args, kwargs)
 
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -150,15 +180,18 @@ class Forward:
             yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        gathering = (
-            nullcontext()
-            if self.gather is None
-            else gathered(self.gather, self.home, tensors_in((args, kwargs)))
-        )
-        with gathering:
-            if self.compiled is not None and not is_recording():
-                return self.compiled(self._the_module(), args, kwargs)
-            return self.compute(args, kwargs)
+        compiled = None if here.is_recording else here.compiled.get(self, self.compiled)
+        gather = self.gather if compiled is None or compiled.gather is None else compiled.gather
+        if gather is None:
+            return self._computed(compiled, args, kwargs)
+        args, kwargs = gather.given(args, kwargs)
+        with gathered(gather, self.home, tensors_in((args, kwargs))):
+            return gather.returned(self._computed(compiled, args, kwargs), self.home)
+
+    def _computed(self, compiled: Compiled | None, args: Any, kwargs: Any) -> Any:
+        if compiled is not None:
+            return compiled(self._the_module(), args, kwargs)
+        return self.compute(args, kwargs)
 
     def compute(self, args: Any, kwargs: Any) -> Any:
         """Compute the module as it is, on the mesh."""
@@ -209,6 +242,10 @@ class Forward:
 
     def __reduce__(self) -> Any:
         return _plain_forward, (self._the_module(),)
+
+
+for _function in (Forward.__call__, Forward._alone, Forward._compiled_or_called):
+    not_compiled(_function)
 
 
 def _plain_forward(module: torch.nn.Module) -> Callable[..., Any]:

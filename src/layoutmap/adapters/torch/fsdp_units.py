@@ -5,45 +5,30 @@ pass; gradients go the same way back, summed up and sharded. The layers of one b
 modules, are gathered together, so that it takes one collective and not one for each weight. What is outside of the
 blocks, as embeddings are, is gathered when the model is called, and stays until the backward pass has used it.
 
-In several processes torch's `fully_shard` does it, where it can; else `engines.torch.fsdp`.
+In several processes torch's `fully_shard` does it, where it can; else this library itself, see `fsdp_own`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.fsdp_own import Order, Own, Weight, held_at, held_in_place
 from layoutmap.adapters.torch.paths import Place, layer_paths
 from layoutmap.core.errors import listed
 from layoutmap.core.layout import Layout
-from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.fsdp import can_gather, changed_too_early, gather_over
-from layoutmap.engines.torch.fsdp_saved import regathered
+from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.engines.torch.fsdp import can_gather
 from layoutmap.engines.torch.fully_shard import Unit
-from layoutmap.engines.torch.private import local_of, members_of_module, plainly, version_of
-
-
-@dataclass(slots=True, eq=False)
-class Weight:
-    """A parameter that is gathered when it computes.
-
-    Args:
-        place: The module that holds it, and its name there.
-        layout: The layout in which it computes.
-        path: Its path in the model.
-    """
-
-    place: Place
-    layout: Layout
-    path: str
+from layoutmap.engines.torch.private import local_of
 
 
 @dataclass(slots=True, eq=False)
@@ -52,28 +37,55 @@ class Gathering:
 
     Args:
         weights: The weights.
+        order: In which order those of the model are gathered.
+        policy: In which element types they compute: a `MixedPrecisionPolicy` of torch; `None`: in their own.
         is_kept: Whether they are not freed between the forward pass and the backward pass.
+        is_outermost: Whether the module is the model.
+        is_part: Whether they are gathered here when the model is called, and not by the model's own call.
         unit: Those of them that torch's `fully_shard` gathers; `None`: it gathers none.
         places: Where these are held.
         others: The weights but these.
-        of_model: All that one model gathers by units.
     """
 
     weights: list[Weight]
-    is_kept: bool
+    order: Order
+    policy: Any = None
+    is_kept: bool = False
+    is_outermost: bool = False
+    is_part: bool = True
     unit: Unit | None = None
     places: list[list[Place]] = field(default_factory=list[list[Place]])
     others: list[Weight] = field(default_factory=list[Weight])
-    of_model: Sequence[Gathering] = ()
+    _own: dict[int, Own] = field(default_factory=dict[int, Own])
 
-    def leave_fully_shard(self) -> None:
-        """Gather all weights of the model here: `fully_shard` would free what a compiled block keeps."""
-        for each in self.of_model:
-            each.unit = None
+    def own(self, weights: list[Weight]) -> Own:
+        """All weights, or the others, to be gathered by this library."""
+        if id(weights) not in self._own:
+            self._own[id(weights)] = Own(weights, self.order, self.policy, is_kept=self.is_kept)
+        return self._own[id(weights)]
+
+    def given(self, args: Any, kwargs: Any) -> Any:
+        """What the module is called with, in the element type of its weights, as `fully_shard` converts it."""
+        casts = self.policy is not None and self.policy.cast_forward_inputs
+        dtype = self.policy.param_dtype if casts and (self.is_part or not self.order.is_open) else None
+        return (args, kwargs) if dtype is None else _converted((args, kwargs), dtype)
+
+    def returned(self, result: Any, home: ScopeContext) -> Any:
+        """What the module returns; what the model does, in the element type that a policy says."""
+        if not self.is_outermost:
+            return result
+        self.order.watch(tensors_in(result), home)
+        dtype = None if self.policy is None else self.policy.output_dtype
+        return result if dtype is None else _converted(result, dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gathering:
         """What a copy of the model gathers; `fully_shard` does not know its parameters."""
-        return Gathering(copy.deepcopy(self.weights, memo), self.is_kept)
+        weights, order = copy.deepcopy((self.weights, self.order), memo)
+        return Gathering(weights, order, self.policy, self.is_kept, self.is_outermost, self.is_part)
+
+
+def _converted(values: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
 
 def weights_to_gather(
@@ -92,27 +104,47 @@ def weights_to_gather(
     outside: list[Weight] = []
     modules = _blocks(root)
     paths = layer_paths(root)
+    policy = home.fully_shard.get("mp_policy")
+    converts = policy is not None and policy.param_dtype is not None
     for module, block in modules:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             layout = layouts.get(id(parameter))
             computing = None if layout is None else home.policy.computing_layout(layout)
-            if computing is not None and computing != layout:
+            if computing is not None and (converts or computing != layout):
                 path = ".".join(filter(None, (paths.get(id(module)), name)))
                 weight = Weight(Place(module, name), computing, path)
                 gather.setdefault(id(block or module), []).append(weight)
                 if block is None:
                     outside.append(weight)
-    made = {key: Gathering(weights, is_kept=False) for key, weights in gather.items()}
     blocks = {id(block) for _, block in modules if block is not None}
-    if outside and blocks:
-        made[id(root)] = Gathering(outside, is_kept=True)
-    if made and home.gathering == "fully_shard" and not simulation.is_simulated():
-        outermost = made.setdefault(id(root), Gathering([], is_kept=True))
-        below = [
-            each for key, each in made.items() if each is not outermost and (key in blocks or not blocks)
-        ]
+    order, frees = Order(), home.fully_shard.get("reshard_after_forward")
+    made = {
+        key: Gathering(weights, order, policy, frees is False, is_part=key in blocks or not blocks)
+        for key, weights in gather.items()
+    }
+    if not made:
+        return {}
+    of_root = outside if blocks else gather.get(id(root), [])
+    outermost = made[id(root)] = Gathering(of_root, order, policy, frees is not True, is_outermost=True)
+    if home.gathering == "fully_shard" and home.across:
+        below = [each for each in made.values() if each.is_part and each is not outermost]
         _fully_shard(outermost, below, home)
+    else:
+        held = {id(w.held): w for each in gather.values() for w in each}
+        here = "all devices are of this process" if not home.across else f"gather={home.gathering!r}"
+        home.note(here, _sentence("layoutmap", home, [w.path for w in held.values()], here))
     return made
+
+
+def _sentence(by: str, home: ScopeContext, paths: Sequence[str], why: str = "") -> str:
+    """A note on which weights are gathered by what, and why."""
+    groups: dict[Any, list[str]] = {}
+    for path in paths:
+        groups.setdefault(path_shape(path), []).append(path)
+    names = listed([merge_paths(each) for each in groups.values()])
+    what = "1 weight is" if len(paths) == 1 else f"{len(paths)} weights are"
+    reason = f", as {why}" if why else ""
+    return f"{what} gathered over {home.policy.batch_dim!r} by {by}{reason}: {names}"
 
 
 def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeContext) -> None:
@@ -121,49 +153,56 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeCo
     assert batch_dim is not None, "or nothing would be gathered"
     mesh = home.engine.native(home.policy.replicated(0), 0)[0]
     mesh_dim = mesh.mesh_dim_names.index(batch_dim)
-    users = Counter(key for each in (outermost, *below) for key in {id(_held(w)) for w in each.weights})
+    users = Counter(key for each in (outermost, *below) for key in {id(w.held) for w in each.weights})
     reasons: dict[str, list[str]] = {}
+    paths: list[str] = []
 
     def unit(gathering: Gathering, below: Sequence[Unit] | None = None) -> Unit | None:
         weights: dict[int, tuple[Any, list[Weight]]] = {}
         for weight in gathering.weights:
-            weights.setdefault(id(_held(weight)), (_held(weight), []))[1].append(weight)
-        dtypes = Counter(tensor.dtype for tensor, _ in weights.values() if tensor.is_floating_point())
+            weights.setdefault(id(weight.held), (weight.held, []))[1].append(weight)
+        sharded = [tensor for tensor, _ in weights.values() if not tensor.placements[mesh_dim].is_replicate()]
+        dtypes = Counter(tensor.dtype for tensor in sharded if tensor.is_floating_point())
         usual = max(dtypes, key=dtypes.__getitem__, default=None)
         chosen: list[tuple[Any, list[Weight]]] = []
         for tensor, places in weights.values():
+            if tensor.placements[mesh_dim].is_replicate():  # and only converted
+                gathering.others += places
+                continue
             reason = _why_not(tensor, mesh_dim)
             if users[id(tensor)] > 1:
-                reason = "several blocks share it"
+                reason = "several blocks share them"
             elif tensor.dtype != usual:
-                reason = "most weights of its block are of another element type"
+                reason = "most weights of the block are of another element type"
             if reason:
                 reasons.setdefault(reason, []).append(places[0].path)
                 gathering.others += places
             else:
                 chosen.append((tensor, places))
+                paths.append(places[0].path)
         gathering.places = [[weight.place for weight in places] for _, places in chosen]
         if chosen or below:
-            gathering.unit = Unit([(_name(ws[0]), tensor) for tensor, ws in chosen], mesh, mesh_dim, below)
+            named = [(places[0].name, tensor) for tensor, places in chosen]
+            gathering.unit = Unit(
+                named, mesh, mesh_dim, home.fully_shard, is_kept=gathering.is_kept, below=below
+            )
         return gathering.unit
 
     unit(outermost, [made for each in below if (made := unit(each)) is not None])
-    for each in (outermost, *below):
-        each.of_model = (outermost, *below)
-    if num := sum(len(each.places) for each in (outermost, *below)):
-        home.note(batch_dim, f"{num} weights are gathered over {batch_dim!r} by torch's fully_shard")
-    for reason, paths in reasons.items():
-        home.note(reason, f"gathered by layoutmap, nothing ahead of time, as {reason}: {listed(paths)}")
+    if paths:
+        home.note(batch_dim, _sentence("torch's fully_shard", home, paths))
+    for reason, those in reasons.items():
+        home.note(reason, _sentence("layoutmap", home, those, reason))
 
 
 def _why_not(tensor: Any, mesh_dim: int) -> str:
-    """Why `fully_shard` cannot gather a weight; empty if it can."""
+    """Why `fully_shard` cannot gather weights; empty if it can."""
     if not can_gather(tensor, mesh_dim):
-        return "the batch's dim is not the innermost on its axis"
+        return "the batch's dim is not the innermost on an axis"
     if tensor.shape[tensor.placements[mesh_dim].dim] % tensor.device_mesh.size(mesh_dim):
-        return "its axis does not divide"
+        return "an axis does not divide"
     if not local_of(tensor).is_contiguous():
-        return "its shards are not contiguous"
+        return "shards are not contiguous"
     return ""
 
 
@@ -197,97 +236,17 @@ def gathered(gathering: Gathering, home: ScopeContext, inputs: Sequence[torch.Te
         inputs: The tensors that the module is called with.
     """
     unit = gathering.unit
-    sharded = [_held_at(places[0]) for places in gathering.places]
+    sharded = [held_at(places[0]) for places in gathering.places]
     with ExitStack() as stack:
-        if unit is None or not unit.is_up_to_date(
+        if gathering.is_outermost and not gathering.order.is_open:
+            stack.enter_context(gathering.order.call())
+        own = gathering.weights
+        if unit is not None and unit.is_up_to_date(
             sharded
-        ):  # the model was converted, or a call of it is open
-            stack.enter_context(_gathered(gathering.weights, home, is_kept=gathering.is_kept))
-        else:
+        ):  # the model was not converted, no call of it is open
             tensors = stack.enter_context(unit.gathered(inputs))
-            stack.enter_context(_held_in_place(gathering.places, sharded, tensors))
-            if gathering.others:
-                stack.enter_context(_gathered(gathering.others, home, is_kept=gathering.is_kept))
+            stack.enter_context(held_in_place(gathering.places, sharded, tensors))
+            own = gathering.others
+        if own:
+            stack.enter_context(gathering.own(own).gathered(home))
         yield
-
-
-@contextmanager
-def _held_in_place(
-    places: Sequence[Sequence[Place]], before: Sequence[Any], tensors: Sequence[Any]
-) -> Generator[None]:
-    """While open, modules hold other tensors than before."""
-    try:
-        _put(places, tensors)
-        yield
-    finally:
-        _put(places, before)
-
-
-def _put(places: Sequence[Sequence[Place]], tensors: Sequence[Any]) -> None:
-    for same, tensor in zip(places, tensors, strict=True):
-        for place in same:
-            members_of_module(place.module)[0][place.name] = tensor
-
-
-@contextmanager
-def _gathered(weights: Sequence[Weight], home: ScopeContext, *, is_kept: bool) -> Generator[None]:
-    """While open, weights are in the layouts in which they compute, gathered here."""
-    held, together, again = _gather(weights, home)
-    if not together:  # the model's own call has gathered them
-        yield
-        return
-    changed = [(weight.place, tensor) for weight, tensor in held if id(tensor) in together]
-    places, before = [[place] for place, _ in changed], [tensor for _, tensor in changed]
-    freed = nullcontext() if is_kept else regathered(list(together.values()), again)
-    with _held_in_place(places, before, [together[id(tensor)] for tensor in before]), freed:
-        yield
-
-
-@plainly
-def _gather(
-    weights: Sequence[Weight], home: ScopeContext
-) -> tuple[list[tuple[Weight, Any]], dict[int, Any], Callable[[], list[Any]]]:
-    """What the modules hold, that gathered by its id, and what gathers it once more."""
-    held = [(weight, _held(weight)) for weight in weights]
-    sharded = {id(tensor): (tensor, weight.layout) for weight, tensor in held if isinstance(tensor, DTensor)}
-    together = _in_layouts(sharded, home)
-    versions = {key: version_of(tensor) for key, (tensor, _) in sharded.items()}
-
-    def again() -> list[Any]:
-        for weight, tensor in held:
-            if version_of(tensor) != versions.get(id(tensor), version_of(tensor)):
-                raise RuntimeError(changed_too_early(_name(weight), tuple(tensor.shape)))  # as torch does
-        return list(_in_layouts(sharded, home).values())
-
-    return held, together, again
-
-
-def _name(weight: Weight) -> str:
-    return f"{type(weight.place.module).__name__}.{weight.place.name}"
-
-
-def _held(weight: Weight) -> Any:
-    return _held_at(weight.place)
-
-
-def _held_at(place: Place) -> Any:
-    return members_of_module(place.module)[0][place.name]
-
-
-def _in_layouts(sharded: Mapping[int, tuple[Any, Layout]], home: ScopeContext) -> dict[int, Any]:
-    """Tensors in the layouts given: those that can, by one collective for all of one mesh dim and element type."""
-    together: dict[int, Any] = {}
-    groups: dict[Any, list[tuple[int, Any]]] = {}
-    for key, (tensor, layout) in sharded.items():
-        mesh, placements = home.engine.native(layout, tensor.ndim)
-        if tensor.device_mesh != mesh:
-            continue  # it was laid out anew, and computes as it is
-        changed = [i for i, (a, b) in enumerate(zip(tensor.placements, placements, strict=True)) if a != b]
-        if len(changed) == 1 and placements[changed[0]].is_replicate() and can_gather(tensor, changed[0]):
-            groups.setdefault((changed[0], tensor.dtype, tensor.requires_grad), []).append((key, tensor))
-        elif changed:
-            together[key] = home.engine.relayout(tensor, layout)
-    for (mesh_dim, _, _), members in groups.items():
-        members_gathered = gather_over([tensor for _, tensor in members], mesh_dim)
-        together.update(zip((key for key, _ in members), members_gathered, strict=True))
-    return together

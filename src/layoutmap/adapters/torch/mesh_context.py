@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,18 +20,37 @@ from layoutmap.core.patches import Patches
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
 from layoutmap.engines.torch.private import checkpoints
 
-here = threading.local()
+
+class _Here(threading.local):
+    """What is open on a thread.
+
+    Attributes:
+        home: The scope of the model that is called.
+        is_odd: Whether its batch does not divide.
+        is_recording: Whether a graph is recorded.
+        call: Of which call.
+        compiled: What is compiled where Dynamo came to a model, by the `Forward` of its module.
+    """
+
+    home: ScopeContext | None = None
+    is_odd = False
+    is_recording = False
+    call: Any = None
+    compiled: Mapping[Any, Any] = MappingProxyType({})
+
+
+here = _Here()
 
 
 def is_running() -> bool:
     """Whether a call of a laid out model is open on this thread."""
-    return getattr(here, "home", None) is not None
+    return here.home is not None
 
 
 @contextmanager
 def running(home: ScopeContext) -> Generator[None]:
     """While open, this thread computes on the mesh of a scope."""
-    before = getattr(here, "home", None)
+    before = here.home
     here.home = home
     try:
         with _CHECKPOINTS.used(), _with_versions(), home.engine.run_on(home.policy.mesh):
@@ -42,7 +62,7 @@ def running(home: ScopeContext) -> Generator[None]:
 @contextmanager
 def summing_up(is_odd: bool) -> Generator[None]:
     """While open, sums over the mesh are made at once if a batch is odd, that is, does not divide."""
-    before = getattr(here, "is_odd", False)
+    before = here.is_odd
     here.is_odd = is_odd
     try:
         with SummingUp() if is_odd else nullcontext():
@@ -54,7 +74,7 @@ def summing_up(is_odd: bool) -> Generator[None]:
 @contextmanager
 def recording() -> Generator[None]:
     """While open, this thread records a graph: what a model would have compiled is computed as it is."""
-    before = is_recording()
+    before = here.is_recording
     here.is_recording = True
     try:
         yield
@@ -62,9 +82,14 @@ def recording() -> Generator[None]:
         here.is_recording = before
 
 
-def is_recording() -> bool:
-    """Whether this thread records a graph."""
-    return getattr(here, "is_recording", False)
+@contextmanager
+def compiling(compiled: Mapping[Any, Any]) -> Generator[None]:
+    """While open, some modules of a model are compiled, by their `Forward`s."""
+    before, here.compiled = here.compiled, compiled
+    try:
+        yield
+    finally:
+        here.compiled = before
 
 
 @contextmanager
@@ -79,7 +104,7 @@ def _with_versions() -> Generator[None]:
 
 def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint keeps of a function: one that runs on the mesh whenever it is called."""
-    home, is_odd = getattr(here, "home", None), getattr(here, "is_odd", False)
+    home, is_odd = here.home, here.is_odd
     if home is None:
         return function
 

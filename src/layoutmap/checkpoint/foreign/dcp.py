@@ -1,7 +1,6 @@
 """Directories of `torch.distributed.checkpoint` (DCP), read without torch.
 
-Its metadata, and the head of each tensor, are pickles. Nothing of them is run: a list below has the classes that DCP
-writes, and each of them is an inert record here. A pickle that names anything else is refused.
+Its metadata, and the head of each tensor, are pickles, which `dcp_pickle` reads and does not run.
 The values themselves are bytes of files, of which those are read that a block needs.
 """
 
@@ -10,10 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import zipfile
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,85 +17,14 @@ from typing import Any, cast
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.foreign.dcp_pickle import Dtype, Tensor, as_sizes, unpickled, wrong
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.core.blocks import Index, NumpyArray, block_shape, full_index, intersect, with_ends, within
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.core.blocks import Index, NumpyArray, block_shape, intersect, within
 from layoutmap.core.errors import CheckpointError, brief
 
 METADATA = ".metadata"
 _MOST_HEAD_BYTES = 1 << 20  # of the pickle before a tensor's values; a plain tensor has some 200
-
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-_DTYPES = {
-    *_STORAGES.values(),
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "uint16",
-    "uint32",
-    "uint64",
-}
-_RECORDS = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "BytesStorageMetadata",
-        "MetadataIndex",
-        "StorageMeta",
-    )
-} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-_IGNORED = {
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-    ("torch.distributed.checkpoint._extension", "ZStandard"),
-}
-
-
-class _Record:
-    """What an object of DCP has, and nothing that it does."""
-
-    def __setstate__(self, state: Any) -> None:
-        if type(self).__name__ == "TensorProperties" and isinstance(state, tuple):
-            state = {"dtype": cast("tuple[Any, ...]", state)[0]}
-        self.__dict__.update(state)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Dtype:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    storage: tuple[Any, ...]
-    start: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +35,7 @@ class _Chunk:
     num_bytes: int
 
 
-class DistributedCheckpoint:
+class DistributedCheckpoint(Source):
     """What a directory of DCP has.
 
     Paths are the names of the saved state dict, joined by dots as DCP does. What is no tensor, such as a number or a
@@ -128,35 +53,24 @@ class DistributedCheckpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.where = os.fspath(path)
         self._folder = Path(path)
         self._files: dict[str, ByteFile] = {}
-        self._heads: dict[tuple[str, int], tuple[_Tensor, str, int]] = {}
+        self._heads: dict[tuple[str, int], tuple[Tensor, str, int]] = {}
         file = ByteFile(self._folder / METADATA)
-        found = _unpickled(file.path, file.read(0, file.num_bytes))
+        found = unpickled(file.path, file.read(0, file.num_bytes))
         try:
-            self.variables, self._chunks = _contents(file.path, found)
+            variables, self._chunks = _contents(file.path, found)
         except (AttributeError, TypeError, ValueError) as error:
-            raise _wrong(file.path, "its metadata is not that of a checkpoint", str(error)) from error
-
-    @property
-    def states(self) -> Mapping[str, Any]:
-        """Nothing: what is no tensor is not read."""
-        return {}
+            raise wrong(file.path, "its metadata is not that of a checkpoint", str(error)) from error
+        super().__init__(os.fspath(path), variables)
 
     @property
     def bytes_read(self) -> int:
         """How many bytes of values and of their heads have been read so far."""
         return sum(file.bytes_read for file in self._files.values())
 
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a tensor at an index (`None`: all); reads the bytes that this needs.
-
-        Raises:
-            CheckpointError: They cannot be read.
-        """
-        variable = self.variables[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+        path = variable.path
         dtype = numpy_dtype(variable.dtype, path)
         result = np.empty(block_shape(wanted), dtype)
         covered = 0
@@ -167,18 +81,15 @@ class DistributedCheckpoint:
                 place[...] = self._block(path, chunk, dtype, within(both, chunk.index))
                 covered += place.size
         if covered != result.size:
-            raise _wrong(
+            raise wrong(
                 self.where, f"{path}: values are missing", "the chunks in the metadata do not cover them"
             )
         return result
 
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Raise if a file that has some of them is missing or too short; there are no checksums to compare."""
-        variable = self.variables[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
-        for chunk in self._chunks[path]:
+    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+        for chunk in self._chunks[variable.path]:  # a file may be missing, or too short
             if intersect(chunk.index, wanted) is not None:
-                self._head(path, chunk)
+                self._head(variable.path, chunk)
 
     def _block(self, path: str, chunk: _Chunk, dtype: np.dtype[Any], index: Index) -> NumpyArray:
         tensor, _, start = self._head(path, chunk)
@@ -191,7 +102,7 @@ class DistributedCheckpoint:
         )
         return found.transpose([order.index(axis) for axis in range(len(order))])
 
-    def _head(self, path: str, chunk: _Chunk) -> tuple[_Tensor, str, int]:
+    def _head(self, path: str, chunk: _Chunk) -> tuple[Tensor, str, int]:
         """What the pickle before the values says, and the byte of the file at which they begin."""
         key = chunk.file, chunk.start
         if key in self._heads:
@@ -204,16 +115,16 @@ class DistributedCheckpoint:
                 infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 head = infos["data.pkl"]
                 if head.file_size > _MOST_HEAD_BYTES:
-                    raise _wrong(
+                    raise wrong(
                         file.path, f"{path}: its head has {head.file_size} bytes", "a tensor has fewer"
                     )
-                tensor = _unpickled(file.path, archive.read(head))
-                if not isinstance(tensor, _Tensor):
-                    raise _wrong(
+                tensor = unpickled(file.path, archive.read(head))
+                if not isinstance(tensor, Tensor):
+                    raise wrong(
                         file.path, f"{path}: it is no plain tensor", f"its pickle says {brief(tensor)}"
                     )
                 if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
-                    raise _wrong(
+                    raise wrong(
                         file.path, f"{path}: its bytes are in the other order", "the machine was another"
                     )
                 data = infos[f"data/{tensor.storage[2]}"]
@@ -234,7 +145,7 @@ class DistributedCheckpoint:
             OSError,
             EOFError,
         ) as error:
-            raise _wrong(
+            raise wrong(
                 file.path, f"{path}: its values cannot be found", f"{type(error).__name__}: {error}"
             ) from error
         _check_tensor(file.path, path, tensor, chunk, data, self.variables[path])
@@ -246,7 +157,7 @@ class DistributedCheckpoint:
 
 
 def _check_tensor(
-    where: str, path: str, tensor: _Tensor, chunk: _Chunk, data: zipfile.ZipInfo, variable: SavedVariable
+    where: str, path: str, tensor: Tensor, chunk: _Chunk, data: zipfile.ZipInfo, variable: SavedVariable
 ) -> None:
     """Raise unless the head of a chunk says what the metadata says, and its bytes are there."""
     itemsize = numpy_dtype(variable.dtype, path).itemsize
@@ -256,7 +167,7 @@ def _check_tensor(
         dense = tensor.shape[axis] == 1 or tensor.strides[axis] == expected
         expected *= tensor.shape[axis]
         if not dense and math.prod(tensor.shape):
-            raise _wrong(
+            raise wrong(
                 where, f"{path}: its values are not side by side", f"its strides are {tensor.strides}"
             )
     why = ""
@@ -269,7 +180,7 @@ def _check_tensor(
     elif math.prod(tensor.shape) and (last + 1) * itemsize > data.file_size:
         why = f"it needs {(last + 1) * itemsize} bytes, and has {data.file_size}"
     if why:
-        raise _wrong(where, f"{path}: a chunk of it is not as the metadata says", why)
+        raise wrong(where, f"{path}: a chunk of it is not as the metadata says", why)
 
 
 def _contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[str, list[_Chunk]]]:
@@ -278,12 +189,12 @@ def _contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[st
     for path, entry in found.state_dict_metadata.items():
         if hasattr(entry, "size"):
             dtype = entry.properties.dtype
-            if not isinstance(dtype, _Dtype):
-                raise _wrong(where, f"{path}: its element type cannot be read", f"it is {brief(dtype)}")
-            variables[str(path)] = SavedVariable(str(path), _ints(entry.size), dtype.name)
+            if not isinstance(dtype, Dtype):
+                raise wrong(where, f"{path}: its element type cannot be read", f"it is {brief(dtype)}")
+            variables[str(path)] = SavedVariable(str(path), as_sizes(entry.size), dtype.name)
             chunks[str(path)] = []
     places = {
-        (path, _ints(chunk.offsets)): _ints(chunk.sizes)
+        (path, as_sizes(chunk.offsets)): as_sizes(chunk.sizes)
         for path, entry in found.state_dict_metadata.items()
         if path in variables
         for chunk in entry.chunks
@@ -291,92 +202,20 @@ def _contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[st
     for index, info in found.storage_data.items():
         if index.fqn not in variables:
             continue
-        offsets = _ints(index.offset if index.offset is not None else ())
+        offsets = as_sizes(index.offset if index.offset is not None else ())
         if getattr(info, "transform_descriptors", None):
-            raise _wrong(
+            raise wrong(
                 where, f"{index.fqn}: its values are compressed", "DCP was told to transform what it writes"
             )
         if os.path.basename(info.relative_path) != info.relative_path:
-            raise _wrong(
+            raise wrong(
                 where, f"{index.fqn}: its file is {info.relative_path!r}", "files of DCP are in its folder"
             )
         sizes = places[index.fqn, offsets]
         place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        start, length = _ints((info.offset, info.length))
+        start, length = as_sizes((info.offset, info.length))
         chunks[index.fqn].append(_Chunk(place, info.relative_path, start, length))
     return variables, chunks
-
-
-def _ints(values: Sequence[Any]) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"{brief(found)} are no sizes")
-    return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes inert records of the classes that DCP writes, and refuses all else."""
-
-    def __init__(self, where: str, data: bytes):
-        super().__init__(io.BytesIO(data))
-        self._where = where
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) in _RECORDS:
-            return type(name, (_Record,), {})
-        if (module, name) in _IGNORED:
-            return _nothing
-        known: dict[tuple[str, str], Any] = {
-            ("torch", "Size"): _size,
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): _tensor,  # of element types that have no class of storage
-            ("torch._utils", "_rebuild_parameter"): _first,
-            ("collections", "OrderedDict"): OrderedDict,
-            ("builtins", "set"): set,
-        }
-        if (module, name) in known:
-            return known[module, name]
-        if module == "torch" and name in _DTYPES:
-            return _Dtype(name)
-        if module in ("torch", "torch.storage") and (name in _STORAGES or name == "UntypedStorage"):
-            return _Dtype(_STORAGES.get(name, ""))
-        raise _wrong(
-            self._where,
-            f"its pickle names {module}.{name}",
-            "a pickle can run what it names; a checkpoint is data, never code, and this is none of what DCP writes",
-            fix="load it where you trust it, and save it as safetensors",
-        )
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        kind, storage, key, *_ = pid
-        if kind != "storage" or not isinstance(storage, _Dtype) or not isinstance(key, str):
-            raise _wrong(self._where, "its pickle has no plain storage", f"it has {brief(pid)}")
-        return kind, storage.name or None, key
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def _size(values: Sequence[Any] = ()) -> tuple[Any, ...]:
-    return tuple(values)
-
-
-def _first(value: Any, *_: Any) -> Any:
-    return value
-
-
-def _tensor(storage: Any, start: Any, shape: Any, strides: Any, *_: Any) -> _Tensor:
-    return _Tensor(tuple(storage), _ints((start,))[0], _ints(shape), _ints(strides))
-
-
-def _unpickled(where: str, data: bytes) -> Any:
-    try:
-        return _Unpickler(where, data).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # what a pickle that is no pickle raises is not said anywhere
-        raise _wrong(where, "its pickle cannot be read", f"{type(error).__name__}: {error}") from error
 
 
 class _Window(io.RawIOBase):
@@ -407,9 +246,3 @@ class _Window(io.RawIOBase):
         found = self._file.read(self._start + self._place, count)
         self._place += count
         return found
-
-
-def _wrong(
-    where: str, what: str, why: str, *, fix: str = "restore it from a copy, or save it again with torch"
-) -> CheckpointError:
-    return CheckpointError(f"{where}: {what}", why=why, fix=fix)

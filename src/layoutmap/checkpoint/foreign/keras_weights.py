@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
 
 
-class KerasWeights:
+class KerasWeights(Source):
     """What a weight file of Keras has.
 
     Args:
@@ -36,8 +36,7 @@ class KerasWeights:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.where = os.fspath(path)
-        self.variables: dict[str, SavedVariable] = {}
+        super().__init__(os.fspath(path), {})
         self._datasets: dict[str, Any] = {}
         h5py = _h5py()
         for file in _files_of(Path(path)):
@@ -48,28 +47,13 @@ class KerasWeights:
             except (OSError, KeyError, RuntimeError) as error:
                 raise _wrong(str(file), "the file cannot be read", str(error)) from error
 
-    @property
-    def states(self) -> Mapping[str, Any]:
-        """Nothing: all that is in the file are variables."""
-        return {}
-
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a variable at an index (`None`: all); HDF5 reads the bytes that this needs.
-
-        Raises:
-            CheckpointError: They cannot be read.
-        """
-        variable = self.variables[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+        path = variable.path
         try:
             found = np.asarray(self._datasets[path][wanted])
         except (OSError, RuntimeError) as error:
             raise _wrong(self.where, f"{path}: its values cannot be read", str(error)) from error
         return found.view(numpy_dtype(variable.dtype, path))
-
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Raise if they cannot be read; there are no checksums to compare."""
-        self.read(path, index)
 
     def _add(self, file: str, name: str, dataset: Any) -> None:
         path = name.strip("/").replace("/", ".")

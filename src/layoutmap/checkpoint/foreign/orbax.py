@@ -15,15 +15,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, listed
 
 METADATA = "_METADATA"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 
 
-class Orbax:
+class Orbax(Source):
     """What a directory of orbax has.
 
     Paths are the keys of the saved tree, joined by dots: a weight of an `nnx.State` that was saved as
@@ -43,8 +43,7 @@ class Orbax:
 
     def __init__(self, path: str | os.PathLike[str], step: int | None = None):
         folder = _folder_of(Path(path), step)
-        self.where = str(folder)
-        self.variables: dict[str, SavedVariable] = {}
+        super().__init__(str(folder), {})
         self._stores: dict[str, Any] = {}
         items = [folder] if (folder / METADATA).is_file() else _items(folder)
         if not items:
@@ -56,28 +55,12 @@ class Orbax:
         for item in items:
             self._add(item, "" if len(items) == 1 else f"{item.name}.")
 
-    @property
-    def states(self) -> Mapping[str, Any]:
-        """Nothing: arrays and numbers are variables."""
-        return {}
-
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of an array at an index (`None`: all); reads the chunks that have some of them.
-
-        Raises:
-            CheckpointError: They cannot be read.
-        """
-        variable = self.variables[path]
-        wanted = full_index(variable.shape) if index is None else with_ends(index, variable.shape)
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         try:
-            found: Any = self._stores[path][wanted].read().result()
+            found: Any = self._stores[variable.path][wanted].read().result()
         except (ValueError, OSError, RuntimeError) as error:
-            raise _unreadable(self.where, path, error) from error
+            raise _unreadable(self.where, variable.path, error) from error
         return np.array(found)
-
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Raise if they cannot be read; there are no checksums of all values to compare."""
-        self.read(path, index)
 
     def _add(self, item: Path, prefix: str) -> None:
         file = item / METADATA

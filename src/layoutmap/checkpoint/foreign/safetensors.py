@@ -12,15 +12,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, brief, listed
 
 INDEX = ".safetensors.index.json"
@@ -36,7 +36,7 @@ class _Tensor:
     variable: SavedVariable
 
 
-class Safetensors:
+class Safetensors(Source):
     """The tensors of one or several files.
 
     Args:
@@ -53,9 +53,8 @@ class Safetensors:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.where = os.fspath(path)
+        super().__init__(os.fspath(path), {})
         self.metadata: dict[str, str] = {}
-        self.variables: Mapping[str, SavedVariable] = {}
         self._files: list[ByteFile] = []
         self._tensors: dict[str, _Tensor] = {}
         names, index = _files_of(Path(self.where))
@@ -77,29 +76,16 @@ class Safetensors:
                 )
 
     @property
-    def states(self) -> Mapping[str, Any]:
-        """Nothing: the format holds tensors alone."""
-        return {}
-
-    @property
     def bytes_read(self) -> int:
         """How many bytes have been read so far, headers included."""
         return sum(file.bytes_read for file in self._files)
 
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a tensor at an index (`None`: all); reads the bytes that this needs.
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+        tensor, dtype = self._tensors[variable.path], numpy_dtype(variable.dtype, variable.path)
+        return tensor.file.block(tensor.start, dtype, variable.shape, wanted)
 
-        Raises:
-            CheckpointError: They cannot be read.
-        """
-        tensor = self._tensors[path]
-        shape = tensor.variable.shape
-        wanted = full_index(shape) if index is None else with_ends(index, shape)
-        return tensor.file.block(tensor.start, numpy_dtype(tensor.variable.dtype, path), shape, wanted)
-
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Raise if the file has become too short; there are no checksums to compare."""
-        tensor = self._tensors[path]
+    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+        tensor = self._tensors[variable.path]
         size = os.stat(tensor.file.path).st_size
         if size != tensor.file.num_bytes:
             raise _wrong(

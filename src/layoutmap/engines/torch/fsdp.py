@@ -38,40 +38,74 @@ def can_gather(tensor: Any, mesh_dim: int) -> bool:
     return shards_before == getattr(placement, "split_factor", 1)
 
 
-def gather_over(tensors: Sequence[Any], mesh_dim: int) -> list[Any]:
-    """Gather tensors over a mesh dim; gradients pass, summed up over that dim and sharded again.
-
-    Args:
-        tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
-        mesh_dim: The number of the mesh dim.
-    """
-    return list(_GatherOver.apply(mesh_dim, *tensors)) if tensors else []
-
-
 # What torch 2.12 has under other names, which 2.13 still has and warns of.
 _is_old = not hasattr(dist, "all_gather_single")
 _ALL_GATHER = "all_gather_into_tensor" if _is_old else "all_gather_single"
 _REDUCE_SCATTER = "reduce_scatter_tensor" if _is_old else "reduce_scatter_single"
 
 
+class Gather:
+    """Tensors that were asked for from the other devices along a mesh dim, by one collective.
+
+    Args:
+        tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
+        mesh_dim: The number of the mesh dim.
+        dtype: Their element type when they are gathered; `None`: their own.
+        reduce_dtype: That in which gradients are summed up; `None`: their own.
+        is_asynchronous: Whether to return before they are there, which they are when they are used.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Any],
+        mesh_dim: int,
+        dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        *,
+        is_asynchronous: bool = False,
+    ) -> None:
+        self.tensors, self.mesh_dim, self.reduce_dtype = tensors, mesh_dim, reduce_dtype
+        self.places = [_Place(tensor, mesh_dim) for tensor in tensors]
+        mesh = tensors[0].device_mesh
+        flat = torch.cat([local_of(tensor).detach().reshape(-1) for tensor in tensors])
+        flat = flat.to(mesh.device_type, dtype)
+        self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
+        group = mesh.get_group(mesh_dim)
+        self._work = getattr(dist, _ALL_GATHER)(
+            self._rows.view(-1), flat, group=group, async_op=is_asynchronous
+        )
+
+    def gathered(self) -> list[Any]:
+        """The tensors; gradients pass, summed up over the mesh dim and sharded again. To be called once."""
+        return list(_GatherOver.apply(self, *self.tensors))
+
+    def rows(self) -> torch.Tensor:
+        """What was gathered, one row for each device; it is not kept."""
+        if self._work is not None:
+            self._work.wait()
+        rows, self._rows, self._work = self._rows, torch.empty(0), None
+        return rows
+
+
+def gather_over(tensors: Sequence[Any], mesh_dim: int) -> list[Any]:
+    """Gather tensors over a mesh dim; see `Gather`."""
+    return Gather(tensors, mesh_dim).gathered() if tensors else []
+
+
 class _GatherOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mesh_dim: int, *tensors: Any) -> Any:
-        ctx.mesh_dim, ctx.tensors = mesh_dim, [_Place(tensor, mesh_dim) for tensor in tensors]
-        mesh = tensors[0].device_mesh
-        number = mesh.size(mesh_dim)
-        flat = torch.cat([local_of(tensor).reshape(-1) for tensor in tensors])
-        gathered = flat.new_empty(number * flat.numel())
-        getattr(dist, _ALL_GATHER)(gathered, flat, group=mesh.get_group(mesh_dim))
-        columns = gathered.view(number, -1).split([place.local_size for place in ctx.tensors], dim=1)
-        return tuple(place.gathered_of(part) for place, part in zip(ctx.tensors, columns, strict=True))
+    def forward(ctx: Any, gather: Gather, *tensors: Any) -> Any:
+        ctx.gather = gather
+        columns = gather.rows().split([place.local_size for place in gather.places], dim=1)
+        return tuple(place.gathered_of(part) for place, part in zip(gather.places, columns, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> Any:
+        places, mesh_dim = ctx.gather.places, ctx.gather.mesh_dim
         given = [
-            (place, as_sum(gradient, place.spec, ctx.mesh_dim))
-            for place, gradient in zip(ctx.tensors, upstream, strict=True)
+            (place, as_sum(gradient, place.spec, mesh_dim))
+            for place, gradient in zip(places, upstream, strict=True)
             if gradient is not None
         ]
         results: dict[int, Any] = {}
@@ -79,11 +113,34 @@ class _GatherOver(torch.autograd.Function):
             some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
             flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
-            mine = flat.new_empty(flat.numel() // mesh.size(ctx.mesh_dim))
-            getattr(dist, _REDUCE_SCATTER)(mine, flat, group=mesh.get_group(ctx.mesh_dim))
+            flat = flat.to(ctx.gather.reduce_dtype)
+            mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
+            getattr(dist, _REDUCE_SCATTER)(mine, flat, group=mesh.get_group(mesh_dim))
             parts = mine.split([place.local_size for place, _ in some])
             results |= {id(place): place.sharded(part) for (place, _), part in zip(some, parts, strict=True)}
-        return None, *(results.get(id(place)) for place in ctx.tensors)
+        return None, *(results.get(id(place)) for place in places)
+
+
+class Cast(torch.autograd.Function):
+    """A DTensor in another element type; its gradient comes back in its own, before it is summed up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> Any:
+        """See above."""
+        ctx.dtype = tensor.dtype
+        return _converted(tensor, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        """See above."""
+        return _converted(upstream[0], ctx.dtype), None
+
+
+def _converted(tensor: Any, dtype: torch.dtype) -> Any:
+    spec = spec_of(tensor)
+    meta = spec.tensor_meta._replace(dtype=dtype)
+    return dtensor(local_of(tensor).to(dtype), DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta))
 
 
 class _Place:
@@ -94,7 +151,7 @@ class _Place:
         self.axis = self.spec.placements[mesh_dim].dim
         self.number = self.spec.mesh.size(mesh_dim)
         self.local_shape = tuple(local_of(tensor).shape)
-        self.local_size = local_of(tensor).numel()
+        self.local_size, self.device = local_of(tensor).numel(), local_of(tensor).device
 
     def gathered_of(self, pieces: torch.Tensor) -> Any:
         """The tensor, from one row of numbers for each device along the mesh dim."""
@@ -111,9 +168,8 @@ class _Place:
 
     def sharded(self, numbers: torch.Tensor) -> Any:
         """The gradient in the tensor's own layout, from the numbers of this device."""
-        mine = self.spec.placements[self.mesh_dim]
-        spec = _changed(self.spec, self.mesh_dim, mine, numbers.dtype)
-        return dtensor(numbers.reshape(self.local_shape), spec)
+        numbers = numbers.to(self.device, self.spec.tensor_meta.dtype)
+        return dtensor(numbers.reshape(self.local_shape), self.spec)
 
 
 def as_sum(gradient: Any, spec: Any, mesh_dim: int) -> Any:

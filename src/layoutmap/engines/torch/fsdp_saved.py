@@ -20,7 +20,7 @@ from layoutmap.engines.torch.private import dtensor, has_saving_hooks, local_of,
 
 
 @contextmanager
-def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Generator[None]:
+def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Generator[bool]:
     """While open, autograd keeps notes of some tensors and of views of them, and not the tensors.
 
     Where something else decides already what autograd keeps, as activation checkpoints do, that is left alone.
@@ -28,13 +28,16 @@ def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Ge
     Args:
         tensors: DTensors, as they come out of autograd.
         again: Makes them again, with the same values, when they are needed.
+
+    Yields:
+        Whether it does.
     """
     weights = _watched(tensors, again)
     if weights is None:
-        yield
+        yield False
         return
     with torch.autograd.graph.saved_tensors_hooks(weights.pack, weights.unpack):
-        yield
+        yield True
     weights.close()
 
 
@@ -75,7 +78,7 @@ class _Weights:
             self._made = None
 
     def pack(self, tensor: Any) -> Any:
-        if not self._numbers or not (isinstance(tensor, DTensor) or _is_of_graph(tensor)):
+        if not self._numbers or not (isinstance(tensor, DTensor) or is_of_graph(tensor)):
             return tensor
         piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
         number = self._numbers.get(storage_key(piece))
@@ -100,7 +103,7 @@ class _Weights:
                 return dtensor(simulation.join(viewed, base.dtype), view.spec)
 
 
-def _is_of_graph(tensor: torch.Tensor) -> bool:
+def is_of_graph(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be what this process holds of a weight, as compiled graphs save it."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not simulation.is_simulated()
 

@@ -9,7 +9,7 @@ the gradient of a parameter comes. So it does not matter in what way a loss depe
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.torch.fsdp import as_sum, changed_too_early
+from layoutmap.engines.torch.fsdp_saved import is_of_graph
 from layoutmap.engines.torch.private import (
     DTensorSpec,
     FullySharded,
@@ -54,6 +55,8 @@ class Unit(torch.nn.Module):
         parameters: DTensors of one element type, sharded over the mesh dim, each of which `can_gather`, by name.
         mesh: Their mesh.
         mesh_dim: The number of the dim.
+        options: What `fully_shard` is called with, beside what follows from the layouts.
+        is_kept: Whether what is gathered is not freed between the forward pass and the backward pass.
         below: The units that are called inside of the call of this one, which is the outermost; `None`: it is not.
     """
 
@@ -62,13 +65,19 @@ class Unit(torch.nn.Module):
         parameters: Sequence[tuple[str, Any]],
         mesh: Any,
         mesh_dim: int,
+        options: Mapping[str, Any],
+        *,
+        is_kept: bool,
         below: Sequence[Unit] | None = None,
     ) -> None:
         super().__init__()
+        offload = options.get("offload_policy")
+        for _, each in parameters if hasattr(offload, "pin_memory") else ():
+            _off_load(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
         self._sharded = [(each, local_of(each)) for _, each in parameters]
         self._mesh_dim = mesh_dim
-        self._is_kept = below is not None
+        self._is_kept = is_kept
         self.order = _Order()
         self._storages: frozenset[int] = frozenset()
         self._watched: set[int] = set()
@@ -76,13 +85,13 @@ class Unit(torch.nn.Module):
         for number, unit in enumerate(self._below):
             self.add_module(f"unit {number}", unit)
             unit.order = self.order
-        self._apply_to([each for _, each in parameters], mesh)
+        self._apply_to([each for _, each in parameters], mesh, options)
         self.state = FullySharded(self, is_asynchronous=mesh.device_type == "cpu")  # a GPU has streams for it
         if below is not None:
             self.order.outermost = self
             self.state.begin()
 
-    def _apply_to(self, parameters: Sequence[Any], mesh: Any) -> None:
+    def _apply_to(self, parameters: Sequence[Any], mesh: Any, options: Mapping[str, Any]) -> None:
         # Late: it takes a tenth of a second to load.
         from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 
@@ -96,7 +105,7 @@ class Unit(torch.nn.Module):
             mesh=mesh,
             dp_mesh_dims=DataParallelMeshDims(shard=mesh.mesh_dim_names[self._mesh_dim]),
             shard_placement_fn=lambda each: axes[id(each)],
-            reshard_after_forward=not self._is_kept,
+            **{**options, "reshard_after_forward": not self._is_kept},
         )
         for number, each in enumerate(parameters):
             self._parameters[f"weight {number}"] = each
@@ -253,7 +262,10 @@ class _Call:
         self.calls.update(dict.fromkeys(storages, self))
 
     def pack(self, tensor: Any) -> Any:
-        call = self.calls.get(storage_key(local_of(tensor))) if isinstance(tensor, DTensor) else None
+        call = None
+        if isinstance(tensor, DTensor) or is_of_graph(tensor):
+            local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            call = self.calls.get(storage_key(local))
         return tensor if call is None else _Kept(tensor, call)
 
     def unpack(self, packed: Any) -> Any:
@@ -291,6 +303,16 @@ _SECOND_DERIVATIVE = format_message(
 
 def _has_foreign_hooks(tensor: Any) -> bool:
     return any(not hasattr(hook, "__torch_unserializable__") for hook in hooks_of_tensor(tensor)[0])
+
+
+def _off_load(parameter: Any, *, is_pinned: bool) -> None:
+    """Have a parameter, which stays the same object, hold its shard in the memory of the CPU."""
+    local = local_of(parameter).cpu()
+    local = local.pin_memory() if is_pinned else local
+    made = torch.nn.Parameter(dtensor(local, spec_of(parameter)), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    made.grad = parameter.grad
+    torch.utils.swap_tensors(parameter, made)
 
 
 def _placeholder(parameter: Any, mesh: Any, mesh_dim: int) -> torch.nn.Parameter:

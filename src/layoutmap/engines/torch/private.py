@@ -27,7 +27,9 @@ torch.testing._internal                 FakeStore: a process group whose other p
 torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
 torch.nn.Module                         _apply, _parameters, _buffers, _forward_hooks, _forward_pre_hooks,
                                         _backward_hooks, _backward_pre_hooks
-torch._dynamo                           nonstrict_trace
+torch._dynamo                           nonstrict_trace, skip_code, make_set_enable_dynamic, set_eval_frame: what
+                                        compiles what is called, _torchdynamo_orig_backend: what is in it, and
+                                        ConvertFrameAssert: that which has to make one graph
 torch.Tensor                            _backward_hooks, _post_accumulate_grad_hooks, _version, the _cdata of storages,
                                         _base and _is_view: what a view is of
 torch.utils._python_dispatch            _get_current_dispatch_mode_stack
@@ -37,6 +39,7 @@ torch.utils._pytree                     tree_leaves, tree_map
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,6 +99,11 @@ def left_out_of_state_dicts(module: torch.nn.Module) -> set[str]:
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module that was passed to `torch.compile`, of what that returned; any other as it is."""
     return getattr(model, "_orig_mod", model)
+
+
+def assert_async(is_true: torch.Tensor, message: str) -> None:
+    """Raise a RuntimeError if a boolean tensor is false; on an accelerator later, without waiting for its value."""
+    torch._assert_async(is_true, message)
 
 
 def local_of(array: Any) -> torch.Tensor:
@@ -525,9 +533,54 @@ class FullySharded:
 # -- compiling
 
 try:
+    from torch._C._dynamo.eval_frame import set_eval_frame
+    from torch._dynamo import config as dynamo_config
     from torch._dynamo import nonstrict_trace
+    from torch._dynamo.convert_frame import ConvertFrameAssert
+    from torch._dynamo.eval_frame import make_set_enable_dynamic, skip_code
 except ImportError as error:
     raise unsupported("torch", str(error)) from error
+
+_make_static = make_set_enable_dynamic(False)
+
+
+def not_compiled(function: Any) -> None:
+    """Have Dynamo leave a function as it is where it would begin with it."""
+    skip_code(inspect.unwrap(function).__code__)
+
+
+def stop_compiling() -> Any:
+    """Have Dynamo compile nothing on this thread; returns what compiled what is called so far, or `None`."""
+    return set_eval_frame(None)
+
+
+def go_on_compiling(compiler: Any) -> None:
+    """Have Dynamo compile again by what `stop_compiling` has returned."""
+    set_eval_frame(compiler)
+
+
+def call_compiled(compiler: Any, function: Callable[[P], R], argument: P) -> R:
+    """Call a function, compiled by what `stop_compiling` has returned, for the shapes of its argument."""
+    make_as_before = _make_static()
+    set_eval_frame(compiler)
+    try:
+        return function(argument)
+    finally:
+        set_eval_frame(None)
+        make_as_before()
+
+
+def makes_one_graph(compiler: Any) -> bool:
+    """Whether what `stop_compiling` has returned is to make one graph (`fullgraph=True`), or fail."""
+    while compiler and not isinstance(compiler, ConvertFrameAssert):
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
+    return bool(compiler)
+
+
+def has_dynamic_shapes() -> bool:
+    """Whether what is compiled now is compiled for all shapes (`dynamic=True`)."""
+    return not dynamo_config.assume_static_by_default
+
 
 # -- modules, and the tensors in them
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from layoutmap.core.errors import PlanError
 from layoutmap.core.escaping import escaped
+from layoutmap.core.mesh import check_dim
 from layoutmap.core.text_table import html_table
 from layoutmap.plan.lint import checks, steps
 from layoutmap.plan.lint.weights import Linted
@@ -82,13 +83,7 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
     Raises:
         PlanError: The mesh has no such dim.
     """
-    if batch_dim is not None and batch_dim not in plan.mesh:
-        raise PlanError(
-            f"lint: the mesh has no dim {batch_dim!r}",
-            facts={"mesh": str(plan.mesh)},
-            why="batch_dim is the dim over which batches are sharded",
-            fix=f"use one of {', '.join(map(repr, plan.mesh.dim_names))}",
-        )
+    check_dim("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
     linted = Linted(plan, batch_dim or (plan.cost and plan.cost.batch_dim) or usual_batch_dim(plan))
     found = [problem for check in (*checks.CHECKS, *steps.CHECKS) for problem in check(linted)]
     return Findings(tuple(found), linted.batch_dim)

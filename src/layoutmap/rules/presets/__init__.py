@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from layoutmap.core.errors import RuleError
-from layoutmap.core.mesh import Mesh
+from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
 _FOLDER = os.path.dirname(__file__)  # not of `pathlib`, which takes long to import
@@ -77,13 +77,8 @@ def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> 
     """
     fields, dims = from_yaml(_text(name)), {"model": model_dim, "fsdp": fsdp_dim}
     for role, dim in dims.items():
-        if dim is not None and dim not in mesh:
-            raise RuleError(
-                f"preset {name!r}: the mesh has no dim {dim!r}",
-                facts={"mesh": str(mesh)},
-                why=f"{role}_dim says over which dim weights are sharded",
-                fix=f"{role}_dim: one of {', '.join(map(repr, mesh.dim_names))}, or none",
-            )
+        where, why = f"preset {name!r}: {role}_dim", "weights are sharded over it"
+        check_dim(where, dim, mesh, why, RuleError, ", or pass None")
     return replace(
         fields,
         rules=_renamed(fields.rules, dims),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import keras
 
 from layoutmap.adapters.keras.describing import Entry, describe, layer_paths
+from layoutmap.adapters.keras.private import get_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_own_step
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
@@ -27,6 +29,7 @@ _NO_OPTIMIZER = (
 )
 _OWN_STEP = "the model's own train_step is not counted, but the usual step of Keras"
 _NO_METRICS = "metrics are not counted"
+_RECOMPUTE = "make the model in keras.RematScope('list_of_layers', layer_names=[..])"
 
 
 def training_step(session: KerasSession, model: Any, inputs: Any, loss: Loss | None) -> TrainingStep:
@@ -52,7 +55,7 @@ def training_step(session: KerasSession, model: Any, inputs: Any, loss: Loss | N
         notes.append(_NO_METRICS)
     notes += [_NO_OPTIMIZER] * (step.optimizer is None) + [_OWN_STEP] * has_own_step(model)
     variables = [entry.spec for entry in entries]
-    return TrainingStep(model.name, variables, batch, _stacks(entries, layers), step.run, notes)
+    return TrainingStep(model.name, variables, batch, _stacks(entries, layers), step.run, notes, _RECOMPUTE)
 
 
 class _Step:
@@ -115,7 +118,8 @@ class _Step:
                     found = self.optimizer.scale_loss(found)
             return found, [scope.get_current_value(given[key]) for key in frozen]
 
-        with _traced(tracer, self._layers):
+        kept = [given[key] for key in frozen]
+        with _traced(tracer, self._layers, kept):
             (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(
                 [values[k] for k in trained]
             )
@@ -151,14 +155,20 @@ def _name(path: Any) -> str:
 
 
 @contextmanager
-def _traced(tracer: Tracer, layers: Sequence[tuple[str, Any]]) -> Generator[None]:
-    """While open, a tracer hears of each call of a layer, under the first of its paths."""
+def _traced(tracer: Tracer, layers: Sequence[tuple[str, Any]], state: Sequence[Any]) -> Generator[None]:
+    """While open, a tracer hears of each call of a layer, under the first of its paths.
+
+    Args:
+        tracer: The tracer.
+        layers: The layers.
+        state: Variables that calls may change.
+    """
     before: list[tuple[Any, Any]] = []
     try:
         for path, layer in layers:
             own = layer.__dict__
             before.append((layer, own.get("call")))
-            own["call"] = _telling(tracer, path, layer.call)
+            own["call"] = _telling(tracer, path, layer.call, state)
         yield
     finally:
         for layer, call in before:
@@ -168,10 +178,50 @@ def _traced(tracer: Tracer, layers: Sequence[tuple[str, Any]]) -> Generator[None
                 layer.__dict__["call"] = call
 
 
-def _telling(tracer: Tracer, path: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _telling(
+    tracer: Tracer, path: str, plain: Callable[..., Any], state: Sequence[Any]
+) -> Callable[..., Any]:
+    first = next(iter(inspect.signature(plain).parameters), "")
+
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return tracer.call(path, plain, args, kwargs)
+        if not args and first in kwargs:  # as the decoders of Whisper are called
+            args = (kwargs.pop(first),)
+        function = _recomputed(plain, state) if tracer.recomputes(path) else plain
+        return tracer.call(path, function, args, kwargs)
+
+    return call
+
+
+def _recomputed(plain: Callable[..., Any], state: Sequence[Any]) -> Callable[..., Any]:
+    """A layer's call of which only the input is kept for the backward pass.
+
+    Not Keras's own: that traces all arguments, `training` too, of which layers need the value.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        scope, changed = get_stateless_scope(), list[Any]()
+
+        def pure() -> Any:
+            before, num_losses = [scope.get_current_value(v) for v in state], len(scope.losses)
+            found = plain(*args, **kwargs)
+            pairs = [
+                (v, old)
+                for v, old in zip(state, before, strict=True)
+                if scope.get_current_value(v) is not old
+            ]
+            changed[:] = [variable for variable, _ in pairs]
+            after, losses = [scope.get_current_value(v) for v in changed], scope.losses[num_losses:]
+            del scope.losses[num_losses:]
+            for pair in pairs:  # nothing that is traced in here may be left
+                scope.add_update(pair)
+            return found, after, losses
+
+        found, after, losses = jax.checkpoint(pure)()
+        for pair in zip(changed, after, strict=True):
+            scope.add_update(pair)
+        scope.losses += losses
+        return found
 
     return call
 

@@ -11,7 +11,7 @@ from typing import Any
 from layoutmap.cost.table import Collective, Phase
 from layoutmap.engines.jax.cost.causes import Causes
 from layoutmap.engines.jax.cost.graph import Block, Op
-from layoutmap.engines.jax.cost.memory import COLLECTIVE_NAMES, peaks_of
+from layoutmap.engines.jax.cost.memory import COLLECTIVE_NAMES, memory_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Counts:
         collectives: How often each is called; their own `calls` is 1.
         flops: Operations of matrix products by element type.
         traffic: Bytes that are read and written.
-        peaks: The most bytes beside the arguments, by the layer that computes then, and the phase.
+        peaks: The most bytes beside the arguments, by the order of `memory_of`, the layer that computes, and the phase.
     """
 
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
@@ -70,8 +70,9 @@ def count(block: Block, names: Sequence[str], donated: Mapping[int, int]) -> Cou
                 look(block, times * op.trips)
 
     look(block, 1)
-    memory = peaks_of(block, donated)
-    return Counts(collectives, flops, memory.traffic, memory.peaks)
+    memories = memory_of(block, donated)
+    peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
+    return Counts(collectives, flops, memories[0].traffic, peaks)
 
 
 def _phase(op: Op) -> Phase:

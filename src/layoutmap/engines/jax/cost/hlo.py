@@ -140,7 +140,7 @@ def _group(rest: str) -> int:
     """How many devices one group of a collective has, in each of the ways that XLA writes it."""
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest):
         return int(found[2])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
         total = 1
         for name, part in re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2]):

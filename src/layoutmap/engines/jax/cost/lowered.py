@@ -13,8 +13,9 @@ import jax
 import jax.core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from layoutmap.core.errors import LayoutMapError, ScopeError
+from layoutmap.core.errors import LayoutMapError, ScopeError, listed
 from layoutmap.core.layout import Layout
+from layoutmap.core.paths import repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -39,10 +40,14 @@ class LoweredStep:
 
     Args:
         step: The step.
+        remat: The layers whose activations are computed again in the backward pass: `"blocks"`, those that the model
+            has several of, or a regex for their paths; `None`: as the model's own code says.
     """
 
-    def __init__(self, step: TrainingStep):
+    def __init__(self, step: TrainingStep, remat: str | None = None):
         self._step = step
+        self._recomputes = _chosen(step, remat)
+        self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
         self._modules: dict[frozenset[str], _Lowered] = {}
         self._loose: set[int] = set()  # stacks whose blocks cannot be left out
 
@@ -69,14 +74,18 @@ class LoweredStep:
             for each, number in counts.collectives.items()
             if number > 0
         ]
+        peaks = [0, 0]
+        for (order, *_), peak in counts.peaks.items():
+            peaks[order] = max(peaks[order], peak)
         return StepCost(
             policy.mesh,
             tuple(_merged(collectives)),
             {dtype: number for dtype, number in counts.flops.items() if number},
             counts.traffic,
             arguments,
-            arguments + max(counts.peaks.values(), default=0),
-            tuple(self._step.notes),
+            arguments + peaks[0],
+            self._notes,
+            arguments + min(peaks),
         )
 
     @property
@@ -150,7 +159,7 @@ class LoweredStep:
         }
         lowered = self._lowered(skipped)
         block = read(shardy.partition(self._placed(lowered, layouts, policy)), policy.mesh)
-        rewrite(block)
+        rewrite(block, policy.mesh)
         names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
         return count(block, names, {number: number for number in range(len(lowered.variables))})
 
@@ -201,10 +210,23 @@ class LoweredStep:
         key = frozenset(skipped)
         if key not in self._modules:
             try:
-                self._modules[key] = _lower(self._step, skipped)
+                self._modules[key] = _lower(self._step, skipped, self._recomputes)
             except _Unequal as error:
                 raise _NotTied(next(n for n, s in enumerate(self._step.blocks) if error.path in s)) from None
         return self._modules[key]
+
+
+_NOTE = "activations inside of layers are computed again in the backward pass, whatever the model's code says"
+
+
+def _chosen(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | None:
+    """Which layers' activations are computed again, by path; `None`: no layer's."""
+    if remat is None:
+        return None
+    if remat == "blocks":
+        return repeated_layers(variable.path for variable in step.variables).__contains__
+    pattern = re.compile(remat)
+    return lambda path: pattern.match(path) is not None
 
 
 class _Unequal(Exception):
@@ -251,16 +273,19 @@ class _Lowered:
         return lambda path, shape: known.get((path, shape))
 
 
-def _lower(step: TrainingStep, skipped: Mapping[str, str]) -> _Lowered:
+def _lower(
+    step: TrainingStep, skipped: Mapping[str, str], recomputes: Callable[[str], bool] | None
+) -> _Lowered:
     """Trace and lower a step without some of its blocks.
 
     Args:
         step: The step.
         skipped: The path of each block that is left out, and of one that is equal to it.
+        recomputes: Whether the activations of a layer are computed again in the backward pass; `None`: of none.
     """
     variables = [v for v in step.variables if _block_of(v, skipped) is None]
     keys = [variable.key for variable in variables]
-    tracer = _Tracer(skipped)
+    tracer = _Tracer(skipped, recomputes)
 
     def run(values: Sequence[Any], batch: Sequence[Any]) -> Any:
         after = dict(step.run(tracer, dict(zip(keys, values, strict=True)), batch))
@@ -271,6 +296,8 @@ def _lower(step: TrainingStep, skipped: Mapping[str, str]) -> _Lowered:
     with undisturbed(), _failures(step, tracer):
         traced = jax.jit(run, keep_unused=True).trace(values, batch)
         module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
+    if recomputes and not tracer.recomputed:
+        raise _nothing_recomputed(step, tracer)
     num_others = len(jax.tree.leaves(traced.out_info)) - len(keys)
     return _Lowered(module, variables, num_others, tracer.outputs)
 
@@ -301,14 +328,31 @@ def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
         ) from error
 
 
-@dataclass
+def _nothing_recomputed(step: TrainingStep, tracer: _Tracer) -> ScopeError:
+    return ScopeError(
+        f"{step.name}: remat matches none of its layers",
+        facts={"layers": listed(list(tracer.outputs)) or "none are known"},
+        why='"blocks" are layers whose paths differ in a number only; all else is a regex for paths',
+        fix="pass a regex that matches layers, as remat=r'blocks\\.\\d+$'"
+        if tracer.outputs
+        else "leave remat out, and use jax.checkpoint in the function that calls the model",
+    )
+
+
+@dataclass(eq=False)
 class _Tracer:
     """Marks what layers return, and leaves out blocks."""
 
     skipped: Mapping[str, str]
+    chosen: Callable[[str], bool] | None = None
+    recomputed: bool = False
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
     unequal: str = ""
     _is_same: dict[str, bool] = field(default_factory=dict[str, bool])
+    _is_inside: bool = False
+
+    def recomputes(self, path: str) -> bool:
+        return self.chosen is not None and not self._is_inside and self.chosen(path)
 
     def call(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -319,12 +363,23 @@ class _Tracer:
                 raise _Unequal(path)
             return args[0]
         with jax.named_scope(f"{LAYER}{path}"):
-            found = function(*args, **kwargs)
+            found = self._called(path, function, args, kwargs)
             leaves, tree = jax.tree.flatten(found)
             self._is_same[path] = bool(args) and _shapes(found) == _shapes(args[0])
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.outputs[path] = [tuple(each.shape) for each in arrays]
             return jax.tree.unflatten(tree, [_marked(each) for each in leaves])
+
+    def _called(
+        self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if not self.recomputes(path):
+            return function(*args, **kwargs)
+        self.recomputed = self._is_inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._is_inside = False
 
     @contextmanager
     def updating(self) -> Generator[None]:

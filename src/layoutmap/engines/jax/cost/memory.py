@@ -1,8 +1,8 @@
-"""The peak of what a device holds while it runs operations in their order, by when each value is last used."""
+"""The peak of what a device holds while it runs operations in some order, by when each value is last used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from layoutmap.engines.jax.cost.graph import Block, Op, Value
 
@@ -16,6 +16,9 @@ _FUSED = """
 FUSED = frozenset(_FUSED.split())
 """Operations that are computed inside of what takes their results, and so hold nothing."""
 
+DEAR = frozenset(("tanh",))
+"""Those of them whose results XLA keeps for the backward pass, rather than compute them again; `erf` stands as one."""
+
 ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
 """Operations whose results are their operands."""
 
@@ -27,6 +30,27 @@ READ = frozenset(
 )
 """Operations that take what is in memory."""
 
+_PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
+"""Operations that a gradient of a weight is made by."""
+
+
+def gradients_last(ops: Sequence[Op]) -> list[Op]:
+    """Return operations in the order that XLA prefers: gradients of weights after all else of the backward pass.
+
+    XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update
+    waits for them. So the products that make them come last, and what these read is held until then.
+    """
+    late: set[int] = set()
+    for op in reversed(ops):
+        uses = [use for result in op.results for use in result.uses]
+        ends = all(use.is_update or (id(use) in late and use.name not in _PRODUCTS) for use in uses)
+        if op.is_update or (uses and ends and op.is_backward):
+            late.add(id(op))
+    for op in ops:
+        if any(value.maker is not None and id(value.maker) in late for value in op.operands):
+            late.add(id(op))
+    return [op for op in ops if id(op) not in late] + [op for op in ops if id(op) in late]
+
 
 class Memory:
     """What the operations of a block hold.
@@ -34,10 +58,11 @@ class Memory:
     Args:
         block: The block.
         kept: Values that are somewhere already, and are not counted.
+        ops: Its operations in another order.
     """
 
-    def __init__(self, block: Block, kept: frozenset[int] = frozenset()):
-        self._block = block
+    def __init__(self, block: Block, kept: frozenset[int] = frozenset(), ops: Sequence[Op] = ()):
+        self._ops = ops or block.ops
         self._kept = kept | {id(each) for each in block.arguments}
         self._roots: dict[int, tuple[Value, ...]] = {}
         self.inner: dict[int, int] = {}
@@ -50,7 +75,7 @@ class Memory:
         return self._roots.get(id(value), (value,))
 
     def _run(self) -> int:
-        ops = self._block.ops
+        ops = self._ops
         last: dict[int, int] = {}
         made: dict[int, list[Value]] = {}
         for number, op in enumerate(ops):
@@ -91,7 +116,7 @@ class Memory:
             return self._carried(op, result)
         if op.name in IN_PLACE:
             return self.roots(op.operands[0])[:1] if self.roots(op.operands[0]) else (result,)
-        if op.name in FUSED and not self._is_read(result):
+        if op.name in FUSED and not self._is_read(result) and not _is_kept(op):
             return tuple(sources)
         return (result,)
 
@@ -124,15 +149,20 @@ class Memory:
             self.traffic += sum(value.num_bytes for value in (*sources, *new))
 
 
+def _is_kept(op: Op) -> bool:
+    is_used = any(use.is_backward for result in op.results for use in result.uses)
+    return op.name in DEAR and is_used and not op.is_backward and not op.is_update
+
+
 COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute"))
 
 
-def peaks_of(block: Block, donated: Mapping[int, int]) -> Memory:
-    """Return the memory of a step, without that of its arguments.
+def memory_of(block: Block, donated: Mapping[int, int]) -> tuple[Memory, Memory]:
+    """Return the memory of a step, without that of its arguments: with gradients last, and in the program's order.
 
     Args:
         block: The step.
         donated: For each result that takes the place of an argument, the number of that.
     """
-    returned = block.returned
-    return Memory(block, frozenset(id(returned[number]) for number in donated))
+    kept = frozenset(id(block.returned[number]) for number in donated)
+    return Memory(block, kept, gradients_last(block.ops)), Memory(block, kept)

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from layoutmap.core.mesh import Mesh
 from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace
 
 MOVES = frozenset(("transpose", "reshape", "convert", "broadcast_in_dim", "copy", "optimization_barrier"))
 """Operations of one operand that compute nothing."""
 
 
-def rewrite(block: Block) -> None:
-    """Rewrite the operations of a block, and of those inside."""
+def rewrite(block: Block, mesh: Mesh) -> None:
+    """Rewrite the operations of a block on a mesh, and of those inside."""
     for op in block.ops:
         for inner in op.blocks:
-            rewrite(inner)
+            rewrite(inner, mesh)
     remove_unused(block)
-    _merge_equal(block)
+    _merge_equal(block, mesh)
     _add_before_reducing(block)
     _scatter(block)
     remove_unused(block)
+    _add_before_reducing(block)
 
 
-def _merge_equal(block: Block) -> None:
+def _merge_equal(block: Block, mesh: Mesh) -> None:
     """Operations of the same operands are one."""
     seen: dict[Any, Op] = {}
     for op in list(block.ops):
         if op.blocks or op.key is None or op.name in ("custom_call", "return", "optimization_barrier"):
             continue
-        key = (op.name, op.key, tuple(map(id, op.operands)))
+        key = (op.name, op.key, tuple(map(id, op.operands)), _is_listed(op, mesh))
         first = seen.setdefault(key, op)
         if first is not op:
             for old, new in zip(op.results, first.results, strict=True):
@@ -36,8 +39,21 @@ def _merge_equal(block: Block) -> None:
     remove_unused(block)
 
 
+def _is_listed(op: Op, mesh: Mesh) -> bool:
+    """Whether XLA lists the devices of an all-gather; those of others it names by mesh dims, so no two are equal.
+
+    It lists them where mesh dims are of one size, for products that return more axes than they are given, as those with
+    the weights of heads.
+    """
+    if op.name != "all_gather" or mesh.shape.count(math.prod(map(mesh.dim_size, op.dims))) < 2:
+        return False
+    (gathered,) = op.results
+    products = [use for use in gathered.uses if use.name == "dot_general"]
+    return any(len(each.results[0].shape) > len(gathered.shape) for each in products)
+
+
 def _add_before_reducing(block: Block) -> None:
-    """A sum of two all-reduces is one all-reduce of the sum."""
+    """A sum of two all-reduces, or of two reduce-scatters, is one of the sum."""
     ops: list[Op] = []
     gone: set[int] = set()
     for op in block.ops:
@@ -46,18 +62,26 @@ def _add_before_reducing(block: Block) -> None:
         if len(makers) != 2 or makers[0] is None or makers[1] is None or makers[0] is makers[1]:
             continue
         reductions = [each for each in makers if each is not None and _is_only_for(op, each)]
-        if len(reductions) != 2 or reductions[0].dims != reductions[1].dims:
+        if len(reductions) != 2 or _reduction(reductions[0]) != _reduction(reductions[1]):
             continue
+        first = reductions[0]
         for each in reductions:
             replace(each.results[0], each.operands[0])
             detach(each)
             gone.add(id(each))
-        ops.append(_reduced(op, op.results[0], reductions[0].dims))
+        op.results[0].shape = first.operands[0].shape
+        reduced = _reduced(op, op.results[0], first.dims)
+        reduced.name, reduced.results[0].shape = first.name, first.results[0].shape
+        ops.append(reduced)
     block.ops = [op for op in ops if id(op) not in gone]
 
 
 def _is_only_for(op: Op, maker: Op) -> bool:
-    return maker.name == "all_reduce" and maker.results[0].uses == [op]
+    return maker.name in ("all_reduce", "reduce_scatter") and maker.results[0].uses == [op]
+
+
+def _reduction(op: Op) -> Any:
+    return op.name, op.dims, op.operands[0].shape, op.results[0].shape
 
 
 def _reduced(op: Op, result: Value, dims: tuple[str, ...]) -> Op:

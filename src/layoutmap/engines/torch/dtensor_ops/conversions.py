@@ -57,10 +57,11 @@ def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
 
 def like(tensor: torch.Tensor, other: Any) -> Any:
     """A plain tensor, placed as a DTensor of its shape is; replicated where that one is a sum still to be made."""
-    return placed(everywhere(tensor, other.device_mesh), _reduced(other.placements))
+    return placed(everywhere(tensor, other.device_mesh), summed_placements(other.placements))
 
 
-def _reduced(placements: Sequence[Any]) -> list[Any]:
+def summed_placements(placements: Sequence[Any]) -> list[Any]:
+    """The placements of a tensor whose sums over the mesh are made."""
     return [Replicate() if p.is_partial() else p for p in placements]
 
 
@@ -78,7 +79,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.mesh = tensor.device_mesh
-        return placed(tensor, _reduced(tensor.placements))
+        return placed(tensor, summed_placements(tensor.placements))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -89,7 +90,7 @@ class _Reduced(torch.autograd.Function):
 class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
-        ctx.mesh = tensor.device_mesh
+        ctx.mesh, ctx.placements = tensor.device_mesh, summed_placements(tensor.placements)
         plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
@@ -99,7 +100,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return everywhere(upstream[0], ctx.mesh)
+        return placed(everywhere(upstream[0], ctx.mesh), ctx.placements)
 
 
 class _Everywhere(torch.autograd.Function):

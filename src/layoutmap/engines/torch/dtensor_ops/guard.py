@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, replicated
 from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.lookups import is_sharded
 from layoutmap.engines.torch.dtensor_ops.proven import (
     ALONG,
     ANY_ORDER,
@@ -101,6 +102,8 @@ def _is_proven(op: Any, name: str, args: Any, kwargs: Any) -> bool:
         place = argument_names(op).index("reduction")
         return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _is_aligned(args[0], args[1], args):
+        return False
+    if name == "gather" and is_sharded(args[0], args[1]):  # in a backward pass; `lookups` has the others
         return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
     return (name in PROVEN and not changes_shape) or op.namespace != "aten"

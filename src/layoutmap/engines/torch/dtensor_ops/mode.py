@@ -10,6 +10,7 @@ convolutions  with output channels that are sharded
 recurrent     sharded along the batch
 randomness    dropout and its like draw what the plain program draws
 rows          what treats images or elements apart, and has no rule for its gradient
+lookups       rows and elements by their number, along a sharded axis
 slices        assignments to a part of a tensor
 gathered      values that are read, and what changes the shape of a tensor in place on its way
 
@@ -42,6 +43,7 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
 )
 from layoutmap.engines.torch.dtensor_ops.guard import guard
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
+from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM
@@ -75,6 +77,7 @@ _HANDLERS: dict[Any, Handler] = {
     **CONVOLUTIONS,
     **RANDOM,
     **ROWS,
+    **LOOKUPS,
     **RECURRENT,
     **GATHERED,
     **READS,

@@ -10,9 +10,6 @@ from typing import Any
 
 from torch.nn import functional as F
 
-from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.conversions import reduced
-from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import apart
 
 
@@ -37,25 +34,7 @@ def _but_last(number: int) -> Callable[..., Any]:
     return apart(lambda rank: range(rank - number))
 
 
-def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Rows of a table that is sharded along them are summed up at once: that can be done only once."""
-    given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
-    if given.get("max_norm") is not None:
-        raise EngineError(
-            "embedding: max_norm on a table that is on a mesh",
-            facts={"max_norm": given["max_norm"]},
-            why="it changes rows of the table while it reads them, and each device would change others",
-            fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
-        )
-    if given.get("scale_grad_by_freq", False):
-        return on_gathered(function, args, kwargs)
-    return reduced(function(*args, **kwargs))
-
-
-_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-
 ROWS: dict[Any, Callable[..., Any]] = {
-    F.embedding: _embedding,
     F.rms_norm: _rms_norm,
     F.pad: _pad,
     F.unfold: _but_last(3),

@@ -56,10 +56,17 @@ CORRECTIONS = {
     "padding": Correction("dtensor_ops.rows", "no rule for what is not constant"),
     "windows": Correction("dtensor_ops.rows", "no rule for unfold and fold"),
     "embeddings": Correction(
-        "dtensor_ops.rows", "a sum over a table sharded along its rows can be made only once"
+        "dtensor_ops.lookups", "a sum over a table sharded along its rows can be made only once"
     ),
     "embeddings by frequency": Correction(
-        "dtensor_ops.rows", "tokens are counted in a shard of the batch only"
+        "dtensor_ops.lookups", "tokens are counted in a shard of the batch only"
+    ),
+    "indices out of range": Correction(
+        "dtensor_ops.lookups",
+        "embedding, gather and one_hot take zero where there is no such row, without an error",
+    ),
+    "lookups that wait": Correction(
+        "dtensor_ops.lookups", "of two gathers along a sharded axis, the second leaves out what the first did"
     ),
     "joins with an empty tensor": Correction(
         "dtensor_ops.joining", "a tensor of shape (0,) is to have the axis along which the others are joined"

@@ -1,0 +1,275 @@
+"""Weights that the batch's dim shards, gathered by this library itself, those of the next block ahead of time.
+
+In which order a model gathers is learned in each of its calls. While one block computes, what the block behind it
+needs is on its way, and in a backward pass what the block before it needs. A guess that was wrong costs a collective,
+and no number is wrong: what is on its way is used for just the values that it was asked for with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.adapters.torch.paths import Place
+from layoutmap.core.layout import Layout
+from layoutmap.engines.torch.fsdp import Cast, Gather, can_gather, changed_too_early
+from layoutmap.engines.torch.fsdp_saved import regathered
+from layoutmap.engines.torch.private import (
+    at_end_of_backward,
+    backward_pass,
+    is_checkpoint,
+    members_of_module,
+    plainly,
+    saver,
+    version_of,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """A parameter that is gathered, or of another element type, when it computes.
+
+    Args:
+        place: The module that holds it, and its name there.
+        layout: The layout in which it computes.
+        path: Its path in the model.
+    """
+
+    place: Place
+    layout: Layout
+    path: str
+
+    @property
+    def held(self) -> Any:
+        """What the module holds there now."""
+        return held_at(self.place)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{type(self.place.module).__name__}.{self.place.name}"
+
+
+class Order:
+    """In which order the weights of one model are gathered, and what of them is on its way."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._last: Own | None = None
+        self._last_freed: Own | None = None
+        self._following: dict[Own, Own] = {}
+        self._preceding: dict[Own, Own | None] = {}
+        self._asked: dict[Own, _Asked] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Order:
+        return Order()
+
+    @contextmanager
+    def call(self) -> Generator[None]:
+        """While open, a call of the model is."""
+        self.drop()
+        self.is_open, self._last, self._last_freed = True, None, None
+        try:
+            yield
+        finally:
+            self.is_open = False
+            self.drop()
+
+    def take(self, own: Own, held: Sequence[tuple[Weight, Any]], home: ScopeContext) -> _Asked:
+        """What was asked for already, if it is what is held now; else it is asked for."""
+        asked = self._asked.pop(own, None)
+        if asked is not None and asked.is_of(held):
+            return asked
+        if asked is not None:
+            asked.drop()
+        return _Asked(own, held, home, is_ahead=False)
+
+    def go_on(self, own: Own, home: ScopeContext, *, is_freed: bool) -> None:
+        """Ask for what comes behind what was just gathered, in the pass that runs now.
+
+        Args:
+            own: What was gathered.
+            home: The scope.
+            is_freed: Whether a backward pass has to gather it once more.
+        """
+        if not home.across:
+            return
+        if backward_pass() >= 0:
+            self._ask(self._preceding.get(own), home)
+        elif self.is_open:
+            if self._last is not None:
+                self._following[self._last] = own
+            self._last = own
+            if is_freed:
+                self._preceding[own], self._last_freed = self._last_freed, own
+            self._ask(self._following.get(own), home)
+
+    def watch(self, results: Sequence[Any], home: ScopeContext) -> None:
+        """Have a backward pass that begins with what the model returns ask for what it needs first."""
+        last = self._last_freed
+        if last is not None and torch.is_grad_enabled():
+
+            @plainly
+            def begin(_: Any) -> None:
+                self._ask(last, home)
+
+            for each in results:
+                if each.grad_fn is not None:
+                    each.register_hook(begin)
+
+    def _ask(self, own: Own | None, home: ScopeContext) -> None:
+        if own is not None and own not in self._asked:
+            self._asked[own] = _Asked(own, own.held(), home, is_ahead=True)
+            if backward_pass() >= 0:
+                at_end_of_backward(self.drop)
+
+    def drop(self) -> None:
+        """Wait for what is on its way, and let go of it."""
+        while self._asked:
+            self._asked.popitem()[1].drop()
+
+
+class Own:
+    """Weights that are gathered together when a module is called.
+
+    Args:
+        weights: The weights.
+        order: That of their model.
+        policy: In which element types they compute: a `MixedPrecisionPolicy` of torch; `None`: in their own.
+        is_kept: Whether they are not freed between the forward pass and the backward pass.
+    """
+
+    def __init__(self, weights: Sequence[Weight], order: Order, policy: Any, *, is_kept: bool) -> None:
+        self._weights, self._order, self._is_kept = weights, order, is_kept
+        self.dtype = getattr(policy, "param_dtype", None)
+        self.reduce_dtype = getattr(policy, "reduce_dtype", None)
+
+    def held(self) -> list[tuple[Weight, Any]]:
+        """Each weight, with what its module holds."""
+        return [(weight, weight.held) for weight in self._weights]
+
+    @contextmanager
+    def gathered(self, home: ScopeContext) -> Generator[None]:
+        """While open, modules hold the weights as they compute."""
+        asked, together = self._gather(home)
+        if not together:  # the model's own call has gathered them
+            yield
+            return
+        changed = [(weight.place, tensor) for weight, tensor in asked.held if id(tensor) in together]
+        places, before = [[place] for place, _ in changed], [tensor for _, tensor in changed]
+        keys = () if self._is_kept else asked.keys
+        versions = {id(tensor): version_of(tensor) for _, tensor in asked.held}
+
+        def again() -> list[Any]:
+            for weight, tensor in asked.held:
+                if version_of(tensor) != versions[id(tensor)]:
+                    raise RuntimeError(changed_too_early(weight.name, tuple(tensor.shape)))  # as torch does
+            anew = self._order.take(self, asked.held, home).tensors()
+            self._order.go_on(self, home, is_freed=True)
+            return [anew[key] for key in keys]
+
+        is_again = not torch.is_grad_enabled() or is_checkpoint(saver())
+        with (
+            held_in_place(places, before, [together[id(tensor)] for tensor in before]),
+            regathered([together[key] for key in keys], again) as is_freed,
+        ):
+            plainly(self._order.go_on)(self, home, is_freed=bool(keys) and (is_freed or is_again))
+            yield
+
+    @plainly
+    def _gather(self, home: ScopeContext) -> tuple[_Asked, dict[int, Any]]:
+        asked = self._order.take(self, self.held(), home)
+        return asked, asked.tensors()
+
+
+class _Asked:
+    """Weights that are on their way to the layouts in which they compute: by one collective for all of one kind."""
+
+    def __init__(
+        self, own: Own, held: Sequence[tuple[Weight, Any]], home: ScopeContext, *, is_ahead: bool
+    ) -> None:
+        self.held, self._home, self._dtype = held, home, own.dtype
+        self._versions: dict[int, int] = {}
+        self._gathers: list[Gather] = []
+        self._relaid: list[tuple[Any, Layout]] = []
+        self._cast: list[Any] = []
+        groups: dict[Any, list[Any]] = {}
+        for weight, tensor in held:
+            if not isinstance(tensor, DTensor) or id(tensor) in self._versions:
+                continue
+            self._versions[id(tensor)] = version_of(tensor)
+            mesh, placements = home.engine.native(weight.layout, tensor.ndim)
+            if tensor.device_mesh != mesh:
+                continue  # it was laid out anew, and computes as it is
+            differ = [i for i, (a, b) in enumerate(zip(tensor.placements, placements, strict=True)) if a != b]
+            is_number = tensor.is_floating_point()
+            if len(differ) == 1 and placements[differ[0]].is_replicate() and can_gather(tensor, differ[0]):
+                groups.setdefault((differ[0], is_number, tensor.dtype, tensor.requires_grad), []).append(
+                    tensor
+                )
+                continue
+            if differ:
+                self._relaid.append((tensor, weight.layout))
+            if own.dtype is not None and is_number and tensor.dtype != own.dtype:
+                self._cast.append(tensor)
+        for (mesh_dim, is_number, *_), tensors in groups.items():
+            dtype, reduce_dtype = (own.dtype, own.reduce_dtype) if is_number else (None, None)
+            self._gathers.append(
+                Gather(tensors, mesh_dim, dtype, reduce_dtype, is_asynchronous=is_ahead and home.across)
+            )
+
+    def is_of(self, held: Sequence[tuple[Weight, Any]]) -> bool:
+        """Whether these are the weights that were asked for, with the values that they had."""
+        return all(
+            now is tensor and version_of(now) == self._versions.get(id(now), version_of(now))
+            for (_, now), (_, tensor) in zip(held, self.held, strict=True)
+        )
+
+    @property
+    def keys(self) -> list[int]:
+        """The ids of those that are sharded further than they compute."""
+        gathered = [id(tensor) for gather in self._gathers for tensor in gather.tensors]
+        return [*(id(tensor) for tensor, _ in self._relaid), *gathered]
+
+    def tensors(self) -> dict[int, Any]:
+        """The weights as they compute, by the ids of what modules hold; what computes as it is is left out."""
+        together = {id(tensor): self._home.engine.relayout(tensor, layout) for tensor, layout in self._relaid}
+        for gather in self._gathers:
+            together |= zip(map(id, gather.tensors), gather.gathered(), strict=True)
+        for tensor in self._cast:
+            together[id(tensor)] = Cast.apply(together.get(id(tensor), tensor), self._dtype)
+        return together
+
+    def drop(self) -> None:
+        """Wait for what is on its way, and let go of it."""
+        for gather in self._gathers:
+            gather.rows()
+
+
+def held_at(place: Place) -> Any:
+    """What a module holds in a place."""
+    return members_of_module(place.module)[0][place.name]
+
+
+@contextmanager
+def held_in_place(
+    places: Sequence[Sequence[Place]], before: Sequence[Any], tensors: Sequence[Any]
+) -> Generator[None]:
+    """While open, modules hold other tensors than before."""
+    try:
+        _put(places, tensors)
+        yield
+    finally:
+        _put(places, before)
+
+
+def _put(places: Sequence[Sequence[Place]], tensors: Sequence[Any]) -> None:
+    for same, tensor in zip(places, tensors, strict=True):
+        for place in same:
+            members_of_module(place.module)[0][place.name] = tensor

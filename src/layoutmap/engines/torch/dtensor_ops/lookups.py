@@ -1,0 +1,144 @@
+"""Rows and elements that are looked up by their number, in a tensor that may be sharded along the axis of the numbers.
+
+Each device takes what is in its shard, and zero for the rest, and the sum is made at once. DTensor does the same, but
+sums that it has still to make share what they leave out, and a number that no device has gives zero. Here that is an
+error, as on one device; on an accelerator the check waits for nothing, as torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn import functional as F
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.dtensor_ops.conversions import reduced
+from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
+from layoutmap.engines.torch.dtensor_ops.shards import kept_axes, local_shard, shard_placements
+from layoutmap.engines.torch.private import assert_async, local_of
+
+
+def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
+    if given.get("max_norm") is not None:
+        raise EngineError(
+            "embedding: max_norm on a table that is on a mesh",
+            facts={"max_norm": given["max_norm"]},
+            why="it changes rows of the table while it reads them, and each device would change others",
+            fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
+        )
+    if given.get("scale_grad_by_freq", False):
+        return on_gathered(function, args, kwargs)
+    rows, table = given["input"], given["weight"]
+    if rows.ndim == 0:
+        return _embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)
+    if not is_sharded(table, 0):
+        return reduced(function(**given))
+    _check(rows, table.shape[0], "embedding")
+    mesh = table.device_mesh
+    apart = kept_axes([rows], mesh, range(rows.ndim))
+    along = kept_axes([table], mesh, (0, 1), taken=apart)
+    shard = local_shard(table, mesh, along, apart)
+    rows = local_shard(rows, mesh, apart, ())
+    here, is_here = _numbers_here(rows, table, 0, along)
+    found = F.embedding(here, shard, sparse=given.get("sparse", False)).where(is_here[..., None], 0)
+    if given.get("padding_idx") is not None:
+        is_padding = rows == given["padding_idx"] % table.shape[0]
+        found = torch.where(is_padding[..., None], found.detach(), found)
+    columns = {dim: rows.ndim for dim, axis in along.items() if axis == 1}
+    return _sum_up(found, mesh, {**apart, **columns}, along.keys() - columns.keys())
+
+
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+def _gather(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
+    x, index = given["input"], given["index"]
+    if not is_sharded(x, given["dim"]) or index.ndim != x.ndim:
+        return function(*args, **kwargs)
+    axis, mesh = given["dim"] % x.ndim, x.device_mesh
+    _check(index, x.shape[axis], "gather", axis)
+    apart: dict[int, int] = {}
+    if _others(x.shape, axis) == _others(index.shape, axis):
+        apart = kept_axes([x, index], mesh, set(range(x.ndim)) - {axis})
+    along = kept_axes([x], mesh, {axis}, taken=apart)
+    shard = local_shard(x, mesh, {**apart, **along}, apart)
+    index = local_shard(index, mesh, apart, ())
+    here, is_here = _numbers_here(index, x, axis, along)
+    return _sum_up(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
+
+
+def _numbers_here(index: Any, tensor: Any, axis: int, along: Mapping[int, int]) -> tuple[Any, Any]:
+    """Where the numbers of a local index are in this device's shard, and which of them are there at all.
+
+    Args:
+        index: The index.
+        tensor: The tensor.
+        axis: The axis of it that is looked up.
+        along: The axis that is sharded over mesh dims, by the dim's number.
+    """
+    mesh = tensor.device_mesh
+    dims = {dim: 0 for dim, sharded in along.items() if sharded == axis}
+    numbers = local_shard(torch.arange(tensor.shape[axis], device=index.device), mesh, dims, ())
+    is_here = (index >= numbers[0]) & (index <= numbers[-1])
+    return (index - numbers[0]).clamp(0, len(numbers) - 1), is_here
+
+
+def _sum_up(local: Any, mesh: Any, axes: Mapping[int, int], dims: Collection[int]) -> Any:
+    """The DTensor of local shards, summed up over some mesh dims and sharded over others."""
+    placements = [
+        Partial() if dim in dims else placement for dim, placement in enumerate(shard_placements(mesh, axes))
+    ]
+    return reduced(DTensor.from_local(local, mesh, placements, run_check=False))
+
+
+def _take_along_dim(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "indices", "dim"), args, strict=False)), **kwargs}
+    x, index, axis = given["input"], given["indices"], given.get("dim")
+    if axis is None or x.ndim != index.ndim or not is_sharded(x, axis):
+        return function(*args, **kwargs)
+    axis %= x.ndim
+    shape = torch.broadcast_shapes(_others(x.shape, axis), _others(index.shape, axis))
+    x, index = (each.expand(*shape[:axis], each.shape[axis], *shape[axis + 1 :]) for each in (x, index))
+    return _gather(torch.gather, (x, axis, index.remainder(x.shape[axis])), {})
+
+
+def _one_hot(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
+    if given.get("num_classes", -1) >= 0:
+        _check(given["input"], given["num_classes"], "one_hot")
+    return function(*args, **kwargs)
+
+
+def is_sharded(tensor: Any, axis: int) -> bool:
+    """Whether an axis of a DTensor is sharded over any mesh dim."""
+    if not isinstance(tensor, DTensor) or tensor.ndim == 0:
+        return False
+    return any(placement.is_shard(axis % tensor.ndim) for placement in tensor.placements)
+
+
+def _others(shape: Any, axis: int) -> list[int]:
+    return [*shape[:axis], 1, *shape[axis + 1 :]]
+
+
+def _check(numbers: Any, size: int, name: str, axis: int = 0) -> None:
+    """Raise an IndexError where a number is not from 0 to below the size, if it can be known at once."""
+    numbers = reduced(numbers)
+    local = local_of(numbers) if isinstance(numbers, DTensor) else numbers
+    what = f"{name}: index out of range: axis {axis} has size {size}"
+    try:
+        assert_async(((local >= 0) & (local < size)).all(), what)
+    except RuntimeError as error:
+        raise IndexError(what) from error
+
+
+LOOKUPS: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    **dict.fromkeys((torch.gather, torch.Tensor.gather), _gather),
+    **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _take_along_dim),
+    F.one_hot: _one_hot,
+}
