@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
@@ -122,7 +122,7 @@ def search(
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
     verify: bool = False,
-    remat: str | bool | None = None,
+    remat: str | Literal[False] | None = None,
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:
