@@ -6,7 +6,8 @@
 
 Models of keras-hub at full size, in bfloat16, with AdamW. "search s" is the wall time of `lm.search`, "building s" the
 part of it in which the model was made, and "CPU s" what it computed, which does not depend on what else the machine
-does. Times of steps are estimates, at the peak of the machine.
+does. Times of steps are estimates, at the peak of the machine; "recomputing" is a map that needs the activations of
+blocks to be recomputed.
 """
 
 from __future__ import annotations
@@ -95,13 +96,14 @@ def child(name):
     times = {}
     for row in found.rows:
         for kind in ("data parallel", "fully sharded"):
-            if row[0] == kind:
+            if row[0].removesuffix(", recomputing") == kind:
                 times[kind] = f"{row[2]}, {row[4]}" if row[4].startswith("lacks") else row[2]
-    best = next((row for row in found.rows if row[0] != "found" and not row[4].startswith("lacks")), None)
+    experts = [row for row in found.rows if not row[0].startswith("found")]
+    best = next((row for row in experts if not row[4].startswith("lacks")), None)
     row = [
         name,
         machine,
-        str(found.layout_map.mesh),
+        f"{found.layout_map.mesh}{', recomputing' * bool(found.recompute)}",
         f"{1000 * found.cost.step_seconds:.1f} ms",
         f"{found.cost.step.peak_bytes / 1e9:.1f} GB",
         *(times.get(kind, "-") for kind in ("data parallel", "fully sharded")),

@@ -307,7 +307,7 @@ options:
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
                       [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--optimizer NAME]
-                      [--on MACHINE] [--verify [DEVICE]] [--batch-dim DIM]
+                      [--on MACHINE] [--verify [DEVICE]] [--remat LAYERS] [--batch-dim DIM]
                       [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
@@ -338,6 +338,9 @@ options:
   --verify [DEVICE]     for --on: have XLA's own compiler make the step too, for those devices,
                         which need not be there, or for another one, as "cpu", and print its
                         figures beside
+  --remat LAYERS        for --on: count the activations inside of these layers as computed again
+                        in the backward pass: a regex for their paths, or "blocks", those that the
+                        model has several of
   --batch-dim DIM       the mesh dim over which the batch is sharded, for lint and --on; default:
                         that of the rules for activations, or one with a usual name
   --backend {jax,tensorflow,torch}

@@ -35,10 +35,9 @@ def plan_of(rules=RULES, inputs=INPUTS, **options):
 
 def test_a_plan_has_the_cost_of_a_step():
     """What `step_cost` counts, with the slots of the optimizer, on the machine, over the dim that is named as usual."""
-    plan = plan_of(optimizer="adamw", on="h100:64")
-    alone = lm.step_cost(
-        make, layout_map(), inputs=INPUTS, optimizer="adamw", batch_dim="data", library="keras"
-    )
+    counted = {"inputs": INPUTS, "optimizer": "adamw", "remat": "up$"}
+    plan = plan_of(on="h100:64", **counted)
+    alone = lm.step_cost(make, layout_map(), batch_dim="data", library="keras", **counted)
 
     cost = plan.cost
     assert (alone.collectives, alone.flops, alone.argument_bytes, alone.peak_bytes) == (
@@ -49,7 +48,8 @@ def test_a_plan_has_the_cost_of_a_step():
     )
     assert {"float32"} == set(cost.step.flops)
     assert ("h100:64", "data") == (str(cost.machine), cost.batch_dim)
-    assert "batches are sharded over data" in cost.step.notes
+    assert ("batches are sharded over data", *alone.notes) == cost.step.notes
+    assert alone.notes[-1].endswith("(remat='up$')")
     assert {"optimizer.up.kernel.momentum", "optimizer.up.kernel.velocity"} <= set(plan)
     assert f"Cost: {cost.line}" in str(plan)
     assert cost.to_html() in plan._repr_html_()
@@ -143,6 +143,8 @@ def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
         ),
         ({"batch_dim": "data"}, "batch_dim='data' has no effect without on=", "leave batch_dim out"),
         ({"verify": True}, "verify=True has no effect without on=", "leave verify out"),
+        ({"remat": "up"}, "remat='up' has no effect without on=", "leave remat out"),
+        ({"on": "h100", "remat": "("}, "remat='(' names no layers", "write remat='blocks'"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_before_a_model_is_made(options, what, fix):

@@ -123,6 +123,7 @@ def test_a_module_of_nnx():
     assert {f"blocks.{n}.{name}.kernel" for n in range(4) for name in ("up", "down")} <= set(sharded)
 
 
+@pytest.mark.long
 def test_where_nothing_fits_activations_are_recomputed():
     """A map that needs recomputed activations says whose, why and how, in its file too, which is read as any other."""
     inputs = jax.ShapeDtypeStruct((4096, 16, 64), "float32")

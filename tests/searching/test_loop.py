@@ -27,7 +27,7 @@ def maps_of_experts(of, meshes=MESHES):
     return [expert for grid in meshes for expert in experts(of, grid, None)]
 
 
-def run(of, evaluate=None, *, limit=LIMIT, most=400, seed=0, meshes=MESHES, **options):
+def run(of, evaluate=None, *, limit=LIMIT, most=150, seed=0, meshes=MESHES, **options):
     return search(
         of, maps_of_experts(of, meshes), evaluate or costs(of), limit=limit, most=most, seed=seed, **options
     )
@@ -65,7 +65,7 @@ def test_the_memory_limit_holds_with_its_margin():
 def test_where_nothing_fits_the_error_says_what_came_nearest():
     """An error names the limit, the nearest map's mesh and bytes, and what is missing."""
     with pytest.raises(PlanError) as caught:
-        run(model(), limit=1000)
+        run(model(), limit=1000, most=20)
     assert caught.value.what == "search: no layout map fits the memory"
     assert list(caught.value.facts) == ["limit", "nearest", "missing", "maps tried"]
 

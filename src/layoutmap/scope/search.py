@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
@@ -134,7 +134,7 @@ def search(
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
     verify: bool | str = False,
-    remat: str | bool | None = None,
+    remat: str | Literal[False] | None = None,
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:

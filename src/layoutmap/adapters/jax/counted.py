@@ -25,7 +25,7 @@ from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
-_RECOMPUTE = "put @nnx.remat before the __call__ of their class"
+_RECOMPUTE = "In flax.nnx: write @nnx.remat above the __call__ of their class."
 _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weights, and there are no slots"
 
 

@@ -8,6 +8,7 @@ that copies, `nnx.split` and `nnx.merge` keep both.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,22 +77,21 @@ def _recomputed(call: Any) -> Callable[..., Any]:
     """A module's call of which only the input is kept for the backward pass; settings of Python stay what they are."""
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        given = dict(enumerate(args)) | kwargs
-        settings = {
-            key: value for key, value in given.items() if value is None or isinstance(value, _SETTINGS)
-        }
-        arrays = {key: value for key, value in given.items() if key not in settings}
+        given = {str(number): value for number, value in enumerate(args)} | kwargs
+        settings: dict[str, Any] = {k: value for k, value in given.items() if isinstance(value, _SETTINGS)}
+        arrays = {k: value for k, value in given.items() if k not in settings}
 
-        def plain(module: Any, arrays: Mapping[Any, Any]) -> Any:
-            every = settings | arrays
-            return call.func(module, *(every.pop(n) for n in range(len(args))), **every)
+        def plain(module: Any, arrays: dict[str, Any]) -> Any:
+            every: dict[str, Any] = settings | arrays
+            return call.func(module, *(every.pop(str(number)) for number in range(len(args))), **every)
 
-        return nnx.remat(plain)(*call.args, arrays)
+        remat: Any = nnx.remat(plain)
+        return remat(*call.args, arrays)
 
     return recomputed
 
 
-_SETTINGS = (bool, int, float, str)
+_SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 
 
 def with_output(module: nnx.Module, output: Output | TracedOutput) -> None:

@@ -29,7 +29,10 @@ _NO_OPTIMIZER = (
 )
 _OWN_STEP = "the model's own train_step is not counted, but the usual step of Keras"
 _NO_METRICS = "metrics are not counted"
-_RECOMPUTE = "make the model in keras.RematScope('list_of_layers', layer_names=[..])"
+_RECOMPUTE = (
+    "In Keras: make the model in keras.RematScope('list_of_layers', layer_names=[..]); where Keras fails then, as on "
+    "JAX for layers that look at `training`, see 'Recompute activations' in docs/search.md."
+)
 
 
 def training_step(session: KerasSession, model: Any, inputs: Any, loss: Loss | None) -> TrainingStep:
@@ -200,7 +203,8 @@ def _recomputed(plain: Callable[..., Any], state: Sequence[Any]) -> Callable[...
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        scope, changed = get_stateless_scope(), list[Any]()
+        scope: Any = get_stateless_scope()
+        changed: list[Any] = []
 
         def pure() -> Any:
             before, num_losses = [scope.get_current_value(v) for v in state], len(scope.losses)
