@@ -146,7 +146,10 @@ class Memory:
         if op.name in ("gather", "dynamic_slice"):
             self.traffic += 2 * sum(value.num_bytes for value in new)
         else:
-            self.traffic += sum(value.num_bytes for value in (*sources, *new))
+            # A sum over many layers is in memory, rather than made of all its parts again wherever it is read.
+            operands = {id(value): value for value in op.operands}.values()
+            read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
+            self.traffic += read + sum(value.num_bytes for value in new)
 
 
 def _is_kept(op: Op) -> bool:
