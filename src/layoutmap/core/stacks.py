@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from layoutmap.core.variables import VariableSpec
 
@@ -32,7 +32,7 @@ def equal_blocks(
     groups: dict[Any, list[str]] = {}
     for path, layer in sorted(layers, key=lambda pair: pair[0].count(".")):
         if path in weights and re.search(r"\d", path):
-            key = re.sub(r"\d+", "#", path), type(layer), tuple(weights[path])
+            key: Any = re.sub(r"\d+", "#", path), type(layer), tuple(weights[path])
             groups.setdefault(key, []).append(path)
     found: list[list[str]] = []
     by_path = dict(layers)
@@ -67,13 +67,14 @@ def plain_attributes(layer: Any, without: Collection[str] = ()) -> tuple[tuple[s
         layer: The layer.
         without: Attributes that equal layers may differ in.
     """
-    named = [(name, _plain(value)) for name, value in vars(layer).items() if name not in without]
-    return tuple((name, value) for name, value in named if value is not _ABSENT)
+    attributes = cast("Mapping[str, Any]", vars(layer))
+    found = [(name, _plain(value)) for name, value in attributes.items() if name not in without]
+    return tuple(each for each in found if each[1] is not _ABSENT)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        inner = tuple(map(_plain, value))
+        inner = tuple(map(_plain, cast("Sequence[Any]", value)))
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value

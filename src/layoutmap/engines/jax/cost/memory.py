@@ -38,8 +38,11 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:
     """Return operations in the order that XLA prefers: gradients of weights after all else of the backward pass.
 
     XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update
-    waits for them. So the products that make them come last, and what these read is held until then.
+    waits for them. So the products that make them come last, and what these read is held until then. Where activations
+    are computed again, which a barrier says, that would hold all of them at once; there the order stays.
     """
+    if any(op.name == "optimization_barrier" for op in ops):
+        return list(ops)
     late: set[int] = set()
     for op in reversed(ops):
         uses = [use for result in op.results for use in result.uses]
