@@ -22,7 +22,7 @@ DEAR = frozenset(("tanh",))
 ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
 """Operations whose results are their operands."""
 
-IN_PLACE = frozenset(("dynamic_update_slice", "scatter", "while"))
+IN_PLACE = frozenset(("all_reduce", "dynamic_update_slice", "scatter", "while"))
 """Operations whose results take the place of operands."""
 
 READ = frozenset(
