@@ -91,7 +91,7 @@ class Memory:
             made[number] = new
             for value in new:
                 last.setdefault(id(value), number)
-            self._count_traffic(op, sources, new)
+            self._count_traffic(op, sources, op.results if op.name == "all_reduce" else new)
         ends: dict[int, list[int]] = {}
         for value_id, number in last.items():
             ends.setdefault(number, []).append(value_id)
