@@ -21,6 +21,7 @@ from layoutmap.adapters.jax.training import (
 )
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError, brief
+from layoutmap.core.stacks import equal_blocks, plain_attributes
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 
@@ -45,9 +46,14 @@ def training_step(
     state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
     step = _Step(state, specs, inputs, optimizer or state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
-    name = type(model_in(model)).__name__
-    how_to_recompute = _RECOMPUTE if is_nnx(model_in(model)) else ""
-    return TrainingStep(name, [*specs, *step.slots], step.batch, (), step.run, notes, how_to_recompute)
+    module, blocks, how_to_recompute = model_in(model), list[list[str]](), ""
+    if is_nnx(module):
+        from layoutmap.adapters.jax import nnx
+
+        blocks = equal_blocks(specs, nnx.named_layers(module), plain_attributes)
+        how_to_recompute = _RECOMPUTE
+    name = type(module).__name__
+    return TrainingStep(name, [*specs, *step.slots], step.batch, blocks, step.run, notes, how_to_recompute)
 
 
 def _check_array(inputs: Any, leaf: Any) -> None:
@@ -89,31 +95,32 @@ class _Step:
             if spec.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
         ]
         self.slots: list[VariableSpec] = []
-        self._state_tree: Any = None
         if optimizer is not None:
-            self._describe_slots()
+            self.slots, _ = self._slots_of(self._trained)
 
-    def _describe_slots(self) -> None:
-        weights = {
-            path: jax.ShapeDtypeStruct(s.shape, s.dtype)
-            for s in self._specs
-            if s.key in self._trained
-            for path in (s.path,)
-        }
-        found, self._state_tree = jax.tree_util.tree_flatten_with_path(
-            jax.eval_shape(self.optimizer.init, weights)
-        )
+    def _slots_of(self, trained: Sequence[Key]) -> tuple[list[VariableSpec], Any]:
+        """The optimizer's state for some weights, and the tree that it is."""
+        weights = {s.path: s for s in self._specs if s.key in trained}
+        shapes = {path: jax.ShapeDtypeStruct(s.shape, s.dtype) for path, s in weights.items()}
+        found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.optimizer.init, shapes))
         leaves = [StateLeaf(tuple(map(key_text, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
-        self.slots = slot_variables({(s.path,): s for s in self._specs if s.key in self._trained}, leaves)
+        return slot_variables({(path,): s for path, s in weights.items()}, leaves), tree
 
     def run(self, tracer: Tracer, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
         """Return new values of variables."""
         inputs, targets = jax.tree.unflatten(self._tree, batch)
-        frozen = [spec.key for spec in self._specs if spec.key not in self._trained]
+        trained = [key for key in self._trained if key in values]
+        frozen = [s.key for s in self._specs if s.key in values and s.key not in self._trained]
 
         def loss_of(weights: Mapping[str, Any]) -> tuple[Any, Any]:
-            arrays = [weights[s.path] if s.key in self._trained else values[s.key] for s in self._specs]
-            model = self._parts.put_together(arrays)
+            given = dict(values) | {key: weights[key[1]] for key in trained}
+            # The arrays of blocks that are left out: nothing reads them.
+            unused = {
+                s.key: jax.lax.full(x.value.shape, 0, x.value.dtype)
+                for s, x in zip(self._specs, self._parts.leaves, strict=True)
+                if s.key not in given
+            }
+            model = self._parts.put_together([(given | unused)[s.key] for s in self._specs])
             if is_nnx(model):
                 from layoutmap.adapters.jax import nnx
 
@@ -124,17 +131,18 @@ class _Step:
             )
             return self._loss_value(output, targets), [after[key] for key in frozen]
 
-        weights = {path: values[key] for key in self._trained for path in (key[1],)}
+        weights = {key[1]: values[key] for key in trained}
         (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
         with tracer.updating():
             if self.optimizer is None:
-                return after | {key: weights[key[1]] - gradients[key[1]] for key in self._trained}
-            state = jax.tree.unflatten(self._state_tree, [values[slot.key] for slot in self.slots])
+                return after | {key: weights[key[1]] - gradients[key[1]] for key in trained}
+            slots, tree = self._slots_of(trained)
+            state = jax.tree.unflatten(tree, [values[slot.key] for slot in slots])
             updates, state = self.optimizer.update(gradients, state, weights)
             new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
-        after |= {key: new[key[1]] for key in self._trained}
-        return after | dict(zip((slot.key for slot in self.slots), jax.tree.leaves(state), strict=True))
+        after |= {key: new[key[1]] for key in trained}
+        return after | dict(zip((slot.key for slot in slots), jax.tree.leaves(state), strict=True))
 
     def _loss_value(self, output: Any, targets: Any) -> Any:
         if self._loss is not None:

@@ -150,10 +150,15 @@ def lay_out_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
             with_output(module, Output(layout, policy.batch_dim, path))
 
 
+def named_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """Return each module inside of a model that can be called, with the first of its paths."""
+    return [(paths[0], module) for paths, module in _layers(model, _shared(model))]
+
+
 def trace_outputs(model: nnx.Module, tracer: Tracer) -> None:
     """Have each module tell a tracer of its calls."""
-    for paths, module in [*_layers(model, _shared(model))]:
-        with_output(module, TracedOutput(tracer, paths[0]))
+    for path, module in named_layers(model):
+        with_output(module, TracedOutput(tracer, path))
 
 
 @contextmanager

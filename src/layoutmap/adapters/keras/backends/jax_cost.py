@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-import types
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +16,7 @@ from layoutmap.adapters.keras.describing import Entry, describe, layer_paths
 from layoutmap.adapters.keras.private import get_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_own_step
+from layoutmap.core.stacks import equal_blocks, plain_attributes
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind
 
@@ -58,7 +57,8 @@ def training_step(session: KerasSession, model: Any, inputs: Any, loss: Loss | N
         notes.append(_NO_METRICS)
     notes += [_NO_OPTIMIZER] * (step.optimizer is None) + [_OWN_STEP] * has_own_step(model)
     variables = [entry.spec for entry in entries]
-    return TrainingStep(model.name, variables, batch, _stacks(entries, layers), step.run, notes, _RECOMPUTE)
+    blocks = equal_blocks(variables, layers, _settings)
+    return TrainingStep(model.name, variables, batch, blocks, step.run, notes, _RECOMPUTE)
 
 
 class _Step:
@@ -238,70 +238,10 @@ def _paths(session: KerasSession) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-# -- equal blocks
-
-
-def _stacks(entries: Sequence[Entry], layers: Sequence[tuple[str, Any]]) -> list[list[str]]:
-    """The paths of layers that are equal but for their number, outermost ones only."""
-    weights: dict[str, list[Any]] = {}
-    for entry in entries:
-        spec = entry.spec
-        if spec.parent is None:
-            parts = spec.path.split(".")
-            for n in range(1, len(parts)):
-                rest = ".".join(parts[n:]), spec.shape, spec.dtype, spec.trainable, spec.kind
-                weights.setdefault(".".join(parts[:n]), []).append(rest)
-    groups: dict[Any, list[str]] = {}
-    for path, layer in sorted(layers, key=lambda pair: pair[0].count(".")):
-        if path in weights and re.search(r"\d", path):
-            groups.setdefault((_collapsed(path), type(layer), tuple(weights[path])), []).append(path)
-    found: list[list[str]] = []
-    by_path = dict(layers)
-    for paths in groups.values():
-        inside = any(p.startswith(f"{outer}.") for stack in found for outer in stack for p in paths)
-        if len(paths) > _FEWEST and not inside:
-            found += [stack for stack in _equal(paths, by_path) if len(stack) > _FEWEST]
-    return found
-
-
-_FEWEST = 3
-
-
-def _equal(paths: Sequence[str], layers: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Lists of paths whose layers, and those below, have the same settings."""
-    settings: dict[str, list[Any]] = {path: [] for path in paths}
-    for path, layer in layers.items():
-        parts = path.split(".")
-        for n in range(1, len(parts) + 1):
-            block = ".".join(parts[:n])
-            if block in settings:
-                settings[block].append((".".join(parts[n:]), type(layer), _settings(layer)))
-    groups: dict[Any, list[str]] = {}
-    for path in paths:
-        groups.setdefault(tuple(settings[path]), []).append(path)
-    yield from groups.values()
-
-
-def _settings(layer: Any) -> tuple[Any, ...]:
-    """The attributes of a layer that are plain values. Not its `get_config`, which fails for layers of keras-hub."""
-    found = vars(layer).items()
-    named = [(name, _plain(value)) for name, value in found if name not in _NAMES]
+def _settings(layer: Any) -> Any:
+    """What layers must have in common to be equal. Not their `get_config`, which fails for layers of keras-hub."""
     policy = layer.dtype_policy
-    return policy.compute_dtype, policy.variable_dtype, *((n, v) for n, v in named if v is not _ABSENT)
+    return policy.compute_dtype, policy.variable_dtype, plain_attributes(layer, _NAMES)
 
 
-_ABSENT = object()
-_NAMES = ("name", "_name", "_path", "_parent_path", "_inbound_nodes", "_outbound_nodes")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        inner = tuple(map(_plain, value))
-        return _ABSENT if _ABSENT in inner else inner
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return getattr(value, "__qualname__", _ABSENT) if isinstance(value, types.FunctionType) else _ABSENT
-
-
-def _collapsed(path: str) -> str:
-    return re.sub(r"\d+", "#", path)
+_NAMES = frozenset(("name", "_name", "_path", "_parent_path", "_inbound_nodes", "_outbound_nodes"))

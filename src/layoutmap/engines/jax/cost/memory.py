@@ -22,7 +22,7 @@ DEAR = frozenset(("tanh",))
 ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
 """Operations whose results are their operands."""
 
-IN_PLACE = frozenset(("dynamic_update_slice", "scatter", "while"))
+IN_PLACE = frozenset(("all_reduce", "dynamic_update_slice", "scatter", "while"))
 """Operations whose results take the place of operands."""
 
 READ = frozenset(
@@ -38,8 +38,11 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:
     """Return operations in the order that XLA prefers: gradients of weights after all else of the backward pass.
 
     XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update
-    waits for them. So the products that make them come last, and what these read is held until then.
+    waits for them. So the products that make them come last, and what these read is held until then. Where activations
+    are computed again, which a barrier says, that would hold all of them at once; there the order stays.
     """
+    if any(op.name == "optimization_barrier" for op in ops):
+        return list(ops)
     late: set[int] = set()
     for op in reversed(ops):
         uses = [use for result in op.results for use in result.uses]
@@ -88,7 +91,7 @@ class Memory:
             made[number] = new
             for value in new:
                 last.setdefault(id(value), number)
-            self._count_traffic(op, sources, new)
+            self._count_traffic(op, sources, op.results if op.name == "all_reduce" else new)
         ends: dict[int, list[int]] = {}
         for value_id, number in last.items():
             ends.setdefault(number, []).append(value_id)
@@ -146,7 +149,10 @@ class Memory:
         if op.name in ("gather", "dynamic_slice"):
             self.traffic += 2 * sum(value.num_bytes for value in new)
         else:
-            self.traffic += sum(value.num_bytes for value in (*sources, *new))
+            # A sum over many layers is in memory, rather than made of all its parts again wherever it is read.
+            operands = {id(value): value for value in op.operands}.values()
+            read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
+            self.traffic += read + sum(value.num_bytes for value in new)
 
 
 def _is_kept(op: Op) -> bool:

@@ -42,13 +42,13 @@ def _merge_equal(block: Block, mesh: Mesh) -> None:
 def _is_listed(op: Op, mesh: Mesh) -> bool:
     """Whether XLA lists the devices of an all-gather; those of others it names by mesh dims, so no two are equal.
 
-    It lists them where mesh dims are of one size, for products that return more axes than they are given, as those with
-    the weights of heads.
+    It lists them where mesh dims are of one size, for activations in products that return more axes than these have, as
+    those with the weights of heads do.
     """
     if op.name != "all_gather" or mesh.shape.count(math.prod(map(mesh.dim_size, op.dims))) < 2:
         return False
     (gathered,) = op.results
-    products = [use for use in gathered.uses if use.name == "dot_general"]
+    products = [op for op in gathered.uses if op.name == "dot_general" and op.operands[0] is gathered]
     return any(len(each.results[0].shape) > len(gathered.shape) for each in products)
 
 

@@ -1,0 +1,81 @@
+"""Which blocks of a model are equal, so that a step need not be traced with each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from layoutmap.core.variables import VariableSpec
+
+_FEWEST = 3
+_ABSENT = object()
+
+
+def equal_blocks(
+    variables: Sequence[VariableSpec], layers: Sequence[tuple[str, Any]], settings: Callable[[Any], Any]
+) -> list[list[str]]:
+    """Return the paths of layers that are equal but for their number, a list for each stack, outermost ones only.
+
+    Args:
+        variables: The variables of the model.
+        layers: Its layers with their paths, in their order.
+        settings: Returns what a layer must have in common with another one to be equal to it, to be hashed.
+    """
+    weights: dict[str, list[Any]] = {}
+    for spec in variables:
+        if spec.parent is None:
+            parts = spec.path.split(".")
+            for n in range(1, len(parts)):
+                rest = ".".join(parts[n:]), spec.shape, spec.dtype, spec.trainable, spec.kind
+                weights.setdefault(".".join(parts[:n]), []).append(rest)
+    groups: dict[Any, list[str]] = {}
+    for path, layer in sorted(layers, key=lambda pair: pair[0].count(".")):
+        if path in weights and re.search(r"\d", path):
+            key: Any = re.sub(r"\d+", "#", path), type(layer), tuple(weights[path])
+            groups.setdefault(key, []).append(path)
+    found: list[list[str]] = []
+    by_path = dict(layers)
+    for paths in groups.values():
+        inside = any(p.startswith(f"{outer}.") for stack in found for outer in stack for p in paths)
+        if len(paths) > _FEWEST and not inside:
+            found += [stack for stack in _equal(paths, by_path, settings) if len(stack) > _FEWEST]
+    return found
+
+
+def _equal(
+    paths: Sequence[str], layers: Mapping[str, Any], settings: Callable[[Any], Any]
+) -> Iterator[list[str]]:
+    """Lists of paths whose layers, and those below, have the same settings."""
+    below: dict[str, list[Any]] = {path: [] for path in paths}
+    for path, layer in layers.items():
+        parts = path.split(".")
+        for n in range(1, len(parts) + 1):
+            block = ".".join(parts[:n])
+            if block in below:
+                below[block].append((".".join(parts[n:]), type(layer), settings(layer)))
+    groups: dict[Any, list[str]] = {}
+    for path in paths:
+        groups.setdefault(tuple(below[path]), []).append(path)
+    yield from groups.values()
+
+
+def plain_attributes(layer: Any, without: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
+    """Return the attributes of a layer that are plain values, and the names of those that are functions and classes.
+
+    Args:
+        layer: The layer.
+        without: Attributes that equal layers may differ in.
+    """
+    attributes = cast("Mapping[str, Any]", vars(layer))
+    found = [(name, _plain(value)) for name, value in attributes.items() if name not in without]
+    return tuple(each for each in found if each[1] is not _ABSENT)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        inner = tuple(map(_plain, cast("Sequence[Any]", value)))
+        return _ABSENT if _ABSENT in inner else inner
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__qualname__", _ABSENT)
