@@ -339,7 +339,7 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
             why="it says how weights that are sharded over batch_dim are gathered, on torch",
             fix='leave gather out, or gather="own"',
         )
-    if options.get("fully_shard") is not None:
+    if opened.fully_shard:
         _check_fully_shard(opened)
     if (dim := opened.policy.batch_dim) is not None and dim not in opened.mesh:
         raise ScopeError(
