@@ -67,9 +67,9 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
     torch.set_num_threads(1)
     make = partial(maker(method), mesh, size, F.cross_entropy)
     if steps == 0:
-        found = peak(make, batches(size, WARMUP), is_counted=method != COMPILED)
+        held = peak(make, batches(size, WARMUP), is_counted=method != COMPILED)
         if torch.distributed.get_rank() == 0:
-            print(json.dumps(found))
+            print(json.dumps(held))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         return
@@ -117,7 +117,8 @@ def peak(make: Any, data: Any, *, is_counted: bool) -> dict[str, Any]:
             start = time.time_ns()
             step(x, y)
     held = most = 0
-    events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    results: Any = profiler.profiler
+    events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
     for each in sorted(events, key=lambda each: each.start_ns()):
         held += each.nbytes()
         most = max(most, held) if each.start_ns() >= start else most
