@@ -16,12 +16,13 @@ NEAR = 1e-5
 
 FEW = (
     *("a_batch_that_does_not_divide", "steps", "what_the_plan_says", "ahead"),
-    *("as_many_collectives", "mixed_precision", "freed_or_kept", "off_loaded", "refused_options"),
+    *("as_many_collectives", "mixed_precision", "refused_options"),
 )
 MANY = (
     *("accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "state_dicts"),
     *("changes_between_the_passes", "after_a_failure", "what_fully_shard_cannot", "copies_and_conversions"),
     *("other_meshes", "ahead_in_other_ways", "mixed_precision_gathered_in_other_ways"),
+    *("freed_or_kept", "off_loaded"),
 )
 
 
@@ -193,9 +194,10 @@ def test_element_types_of_what_fully_shard_does_not_gather(many):
         assert off < 0.02, name  # of the largest gradient; bfloat16 tells numbers apart that differ by 0.008
 
 
-def test_gathered_weights_are_freed_or_kept(few):
+@pytest.mark.long
+def test_gathered_weights_are_freed_or_kept(many):
     """With reshard_after_forward=True the model's own weights are gathered twice, too; with False none are."""
-    found = few["freed_or_kept"]
+    found = many["freed_or_kept"]
     gathers = {value: found.pop(f"{value}: gathers") for value in ("None", "True", "False")}
     once = 4 + 1  # three blocks and what is outside of them, and the output
 
@@ -203,9 +205,10 @@ def test_gathered_weights_are_freed_or_kept(few):
     assert is_near(found), found
 
 
-def test_weights_that_are_off_loaded(few):
+@pytest.mark.long
+def test_weights_that_are_off_loaded(many):
     """With a CPUOffloadPolicy an optimizer of the scope trains the same weights; on CPUs they are where they were."""
-    assert is_near(few["off_loaded"])
+    assert is_near(many["off_loaded"])
 
 
 def test_options_that_cannot_be_passed_on(few):

@@ -75,7 +75,8 @@ class Scope:
         self._engine = engine
         self.draws = draws
         self.check_batches = check_batches
-        self.gathering, self.fully_shard = gather, {} if fully_shard is None else fully_shard
+        self.gathering = gather
+        self.fully_shard: Mapping[str, Any] = {} if fully_shard is None else fully_shard
         self._progress = progress
         self._warned: set[str] = set()
         self.values: SavedValues | None = None

@@ -343,7 +343,7 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
             why="it says how weights that are sharded over batch_dim are gathered, on torch",
             fix='leave gather out, or gather="own"',
         )
-    if options.get("fully_shard") is not None:
+    if opened.fully_shard:
         _check_fully_shard(opened)
     check_dim("batch_dim", opened.policy.batch_dim, opened.mesh, "the batch is sharded over it")
     replicated = opened.policy.replicated(0)

@@ -66,9 +66,11 @@ class Gathering:
 
     def given(self, args: Any, kwargs: Any) -> Any:
         """What the module is called with, in the element type of its weights, as `fully_shard` converts it."""
-        casts = self.policy is not None and self.policy.cast_forward_inputs
-        dtype = self.policy.param_dtype if casts and (self.is_part or not self.order.is_open) else None
-        return (args, kwargs) if dtype is None else _converted((args, kwargs), dtype)
+        policy = self.policy
+        if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+            return args, kwargs
+        is_inner = not self.is_part and self.order.is_open
+        return (args, kwargs) if is_inner else _converted((args, kwargs), policy.param_dtype)
 
     def returned(self, result: Any, home: ScopeContext) -> Any:
         """What the module returns; what the model does, in the element type that a policy says."""

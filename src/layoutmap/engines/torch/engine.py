@@ -42,6 +42,7 @@ from layoutmap.engines.torch.arrays import (
     shard,
     shards_of,
 )
+from layoutmap.engines.torch.deferred_init.streams import free_room
 from layoutmap.engines.torch.deferred_init.tape import trace
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
 from layoutmap.engines.torch.dtensor_ops.mode import computing
@@ -119,6 +120,7 @@ class TorchEngine:
                         give_back()
                     if progress is not None:
                         progress(key)
+            free_room()
             if across():
                 check_equal_everywhere(checksums)
         except BaseException:

@@ -68,7 +68,9 @@ class Gather:
         self.places = [_Place(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
         flat = torch.cat([local_of(tensor).detach().reshape(-1) for tensor in tensors])
-        flat = flat.to(mesh.device_type, dtype)
+        if flat.device.type != mesh.device_type:  # they are off-loaded
+            flat = flat.to(mesh.device_type)
+        flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
         group = mesh.get_group(mesh_dim)
         self._work = getattr(dist, _ALL_GATHER)(

@@ -71,7 +71,7 @@ class Unit(torch.nn.Module):
         below: Sequence[Unit] | None = None,
     ) -> None:
         super().__init__()
-        offload = options.get("offload_policy")
+        offload: Any = options.get("offload_policy")
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _off_load(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]

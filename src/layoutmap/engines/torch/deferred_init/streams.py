@@ -83,6 +83,11 @@ def _room(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return room[:num_bytes].view(dtype)
 
 
+def free_room() -> None:
+    """Free the memory that was to be thrown away: a model is made."""
+    vars(_rooms).pop("bytes", None)
+
+
 @functools.lru_cache(maxsize=4096)
 def _goes_in_pieces(fill: RandomFill) -> bool:
     """Whether pieces have the bits of one fill, and leave the generator in the same state."""
