@@ -96,7 +96,7 @@ class Forward:
         """What is compiled where `torch.compile(module)`, or a function that it has compiled, calls the module."""
         if compiler not in self._as_called:
             made, blocks = as_called(compiler), self._gathering()
-            if blocks and made.is_strict:  # one graph, so all weights at once
+            if made.is_strict and blocks not in ([], [self]):  # one graph, so all weights at once
                 weights = [weight for each in self._inside() if each.gather for weight in each.gather.weights]
                 compiled = {self: Compiled(self, made, self._graphs, Gathering(weights, is_kept=False))}
             else:
