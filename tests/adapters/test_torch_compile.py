@@ -38,6 +38,7 @@ REASONS = {
     "sets a scale": "",
     "counts its calls": "its forward changes calls",
     "reads a value": "recording it failed",
+    "has a checkpoint": "an activation checkpoint in it computes once more",
 }
 REASONS_LONG = {
     "keeps a tensor": "its forward changes kept",

@@ -94,15 +94,18 @@ class Forward:
 
     def _compiled_by(self, compiler: Any) -> Mapping[Forward, Compiled]:
         """What is compiled where `torch.compile(module)`, or a function that it has compiled, calls the module."""
-        if compiler not in self._as_called:
+        inside = self._inside()
+        key = (compiler, *inside)
+        if key not in self._as_called:
             made, blocks = as_called(compiler), self._gathering()
+            compiled: dict[Forward, Compiled] = {}
             if made.is_strict and blocks not in ([], [self]):  # one graph, so all weights at once
-                weights = [weight for each in self._inside() if each.gather for weight in each.gather.weights]
-                compiled = {self: Compiled(self, made, self._graphs, Gathering(weights, is_kept=False))}
+                weights = [weight for each in inside if each.gather for weight in each.gather.weights]
+                compiled[self] = Compiled(self, made, self._graphs, Gathering(weights, is_kept=False))
             else:
-                compiled = {each: Compiled(each, made, self._graphs) for each in blocks or [self]}
-            self._as_called[compiler] = compiled
-        return self._as_called[compiler]
+                compiled |= {each: Compiled(each, made, self._graphs) for each in blocks or [self]}
+            self._as_called[key] = compiled
+        return self._as_called[key]
 
     def structure(self) -> Any:
         """What of it decides about the graph that its module is compiled to."""
@@ -223,6 +226,7 @@ class Forward:
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
+        made._as_called = {}
         return made
 
     def __copy__(self) -> Forward:
