@@ -22,7 +22,7 @@ RECORDED = {"each block": 2, "torch.compile(model)": 1}
 RECORDED_LONG = {
     "each block, model=4": 2,
     "each of twelve blocks": 2,
-    "each block, which knows its number": 4,
+    "each block, which knows its number": 3,
     "the model": 1,
     "a model whose blocks gather": 2,
     "a model with BatchNorm": 1,
