@@ -84,14 +84,19 @@ CASES = {
     "a model whose blocks gather": ("transformer", "batch=2,model=2", in_place),
     "a model with BatchNorm": ("perceptron", "batch=2,model=2", in_place),
     "a function that calls it": ("transformer", "batch=2,model=2", in_a_function),
-    "torch.compile(model)": ("transformer", "batch=2,model=2", by_function),
+    "torch.compile(model)": ("two blocks", "batch=2,model=2", by_function),
     "torch.compile(model), model=4": ("transformer", "model=4", by_function),
     "torch.compile(model) with BatchNorm": ("perceptron", "batch=2,model=2", by_function),
     "torch.compile(model) in parts": ("transformer", "batch=2,model=2", by_function_in_parts),
     "torch.compile(block)": ("transformer", "batch=2,model=2", blocks_by_function),
     "by inductor": ("transformer", "batch=2,model=2", by_inductor),
 }
-MODELS = {"transformer": transformer, "twelve blocks": lambda: transformer(12), "perceptron": Perceptron}
+MODELS = {
+    "transformer": transformer,
+    "two blocks": lambda: transformer(2),
+    "twelve blocks": lambda: transformer(12),
+    "perceptron": Perceptron,
+}
 
 
 def rules_on(name, mesh):
