@@ -9,8 +9,9 @@ On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On bat
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
 batch dim too; `layoutmap, replicated` replicates weights over the batch dim, which takes more
 memory and fewer collectives, and `layoutmap, gather=own` gathers by this library's own code and
-not by `fully_shard`; "compiled" has each block compiled, by inductor (with compiled blocks,
-`parallelize_module` fails in the backward pass of this decoder, on torch 2.13). The same decoder,
+not by `fully_shard`; "compiled" has each block compiled, by inductor, and "one graph" the model, by
+`torch.compile(model, fullgraph=True)` (with compiled blocks, `parallelize_module` fails in the
+backward pass of this decoder, on torch 2.13). The same decoder,
 seed, batches and AdamW; losses are compared with those of one process, to which every way must come
 within 1e-4.
 
@@ -46,8 +47,9 @@ OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
 OWN_GATHERING = "layoutmap, gather=own"
 COMPILED = "layoutmap, compiled"
+ONE_GRAPH = "layoutmap, one graph"
 METHODS = {
-    "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED),
+    "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED, ONE_GRAPH),
     "batch=2,model=2": (
         f"{OWN} + fully_shard",
         "layoutmap",
@@ -55,6 +57,7 @@ METHODS = {
         OWN_GATHERING,
         REPLICATED,
         COMPILED,
+        ONE_GRAPH,
     ),
 }
 
@@ -67,7 +70,7 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
     torch.set_num_threads(1)
     make = partial(maker(method), mesh, size, F.cross_entropy)
     if steps == 0:
-        held = peak(make, batches(size, WARMUP), is_counted=method != COMPILED)
+        held = peak(make, batches(size, WARMUP), is_counted=method not in (COMPILED, ONE_GRAPH))
         if torch.distributed.get_rank() == 0:
             print(json.dumps(held))
         torch.distributed.barrier()
@@ -102,6 +105,7 @@ def maker(method: str) -> Any:
         REPLICATED: by_replicas,
         OWN_GATHERING: by_own_gathering,
         COMPILED: by_compiled,
+        ONE_GRAPH: by_one_graph,
     }
     return ways.get(method, by_torch)
 
@@ -147,7 +151,12 @@ def collectives(step: Any) -> dict[str, int]:
 
 def by_compiled(mesh: str, size: str, loss_of: Any) -> Any:
     """This library, and blocks compiled."""
-    return by_layoutmap(mesh, size, loss_of, is_compiled=True)
+    return by_layoutmap(mesh, size, loss_of, compiled="blocks")
+
+
+def by_one_graph(mesh: str, size: str, loss_of: Any) -> Any:
+    """This library, and the model compiled as one graph."""
+    return by_layoutmap(mesh, size, loss_of, compiled="model")
 
 
 def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
@@ -202,15 +211,19 @@ def by_layoutmap(
     loss_of: Any,
     shard_by_batch: bool = True,
     gather: Any = "fully_shard",
-    is_compiled: bool = False,
+    compiled: str = "",
 ) -> Any:
     """This library, from batches on the mesh to a loss on the mesh."""
+    import torch
+
     import layoutmap as lm
 
     model, optimizer, layout_map, batch_dim = laid_out(mesh, size, shard_by_batch, gather)
     assert layout_map.mesh is not None
-    for block in model.blocks if is_compiled else ():
+    for block in model.blocks if compiled == "blocks" else ():
         block.compile(fullgraph=True)
+    if compiled == "model":
+        model = torch.compile(model, fullgraph=True)
     rows = lm.Layout([batch_dim, None], layout_map.mesh)
 
     def step(x: Any, y: Any) -> Any:

@@ -85,10 +85,12 @@ def _values(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 def _made_to_change(tree: ast.Module) -> Iterator[str]:
     """An empty container, or one of a kind that nobody writes a table as."""
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    local = {each.name for each in classes if any(_name(base) == "local" for base in each.bases)}
     for name, value in _values(tree):
         called = _name(value.func) if isinstance(value, ast.Call) else ""
         empty = isinstance(value, ast.Dict | ast.List) and not ast.unparse(value).strip("[]{}")
-        if empty or called in MUTABLE or (called in CONTAINERS and not value.args):  # type: ignore[attr-defined]
+        if empty or called in MUTABLE | local or (called in CONTAINERS and not value.args):  # type: ignore[attr-defined]
             yield name
 
 

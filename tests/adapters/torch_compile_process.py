@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -11,8 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch_compiled_numbers as numbers
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch_models import RULES, Perceptron, Transformer, batch, token_loss
 
 import layoutmap as lm
@@ -22,8 +25,8 @@ STEPS = 2
 CAPTURED = torch.full((8,), 2.0)
 
 
-def transformer():
-    return Transformer(size=32, heads=4, depth=3)
+def transformer(depth=3):
+    return Transformer(size=32, heads=4, depth=depth)
 
 
 def each_block(model, backend="aot_eager"):
@@ -43,8 +46,24 @@ def in_place(model):
     return model
 
 
-def by_function(model):
-    return torch.compile(model, backend="aot_eager")
+def by_function(model, fullgraph=True):
+    return torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+
+
+def by_function_in_parts(model):
+    return by_function(model, fullgraph=False)
+
+
+def blocks_by_function(model):
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = by_function(block)
+    return model
+
+
+def numbered(model):
+    for number, block in enumerate(model.blocks):
+        block.layer_idx = number
+    return each_block(model)
 
 
 def in_a_function(model):
@@ -59,12 +78,24 @@ def by_inductor(model):
 CASES = {
     "each block": ("transformer", "batch=2,model=2", each_block),
     "each block, model=4": ("transformer", "model=4", each_block),
+    "each of twelve blocks": ("twelve blocks", "batch=2,model=2", each_block),
+    "each block, which knows its number": ("transformer", "model=4", numbered),
     "the model": ("transformer", "model=4", in_place),
     "a model whose blocks gather": ("transformer", "batch=2,model=2", in_place),
     "a model with BatchNorm": ("perceptron", "batch=2,model=2", in_place),
     "a function that calls it": ("transformer", "batch=2,model=2", in_a_function),
-    "torch.compile(model)": ("transformer", "model=4", by_function),
+    "torch.compile(model)": ("two blocks", "batch=2,model=2", by_function),
+    "torch.compile(model), model=4": ("transformer", "model=4", by_function),
+    "torch.compile(model) with BatchNorm": ("perceptron", "batch=2,model=2", by_function),
+    "torch.compile(model) in parts": ("transformer", "batch=2,model=2", by_function_in_parts),
+    "torch.compile(block)": ("transformer", "batch=2,model=2", blocks_by_function),
     "by inductor": ("transformer", "batch=2,model=2", by_inductor),
+}
+MODELS = {
+    "transformer": transformer,
+    "two blocks": lambda: transformer(2),
+    "twelve blocks": lambda: transformer(12),
+    "perceptron": Perceptron,
 }
 
 
@@ -111,7 +142,7 @@ def differences(plain, model, call, losses_of):
 
 
 def train(name, mesh, compiled):
-    make = transformer if name == "transformer" else Perceptron
+    make, name = MODELS[name], "perceptron" if name == "perceptron" else "transformer"
     x, y = map(torch.from_numpy, batch(name))
     if compiled is by_inductor:  # which draws other numbers
         make = lambda: transformer().apply(lambda each: setattr(each, "p", 0.0))  # noqa: E731
@@ -152,6 +183,8 @@ class Scaled(torch.nn.Module):
 
     def forward(self, x, sizes=None):
         y = self.inner(x) * self.scale
+        if self.kind == "has a checkpoint":
+            y = checkpoint(self.inner, x, use_reentrant=False) * self.scale
         if self.kind == "counts its calls":
             self.calls += 1
             y = y * self.calls
@@ -189,6 +222,49 @@ def scaled(kind):
     return {"right": right, "said": said}
 
 
+def one_graph():
+    """What a small model gives by one graph for each of some shapes, and what is said where there can be none."""
+    compiled, said = partial(torch.compile, backend="aot_eager", fullgraph=True), {}
+    torch.manual_seed(0)
+    plain = Scaled("")
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=2"), {"inner.weight": ("model", "batch")})
+
+    def laid_out(kind=""):
+        torch.manual_seed(0)
+        return layout_map.build(lambda: Scaled(kind), batch_dim="batch")
+
+    counters.clear()
+    model = compiled(laid_out())
+    batches = [torch.linspace(-1, 1, rows * 8).reshape(rows, 8) for rows in (8, 7, 8)]
+    right = all(torch.allclose(plain(each), model(each), atol=1e-6) for each in batches)
+    graphs = counters["stats"]["unique_graphs"]
+    inner = laid_out()
+    for name, refused in {
+        "counts its calls": compiled(laid_out("counts its calls")),
+        "dynamic shapes": compiled(laid_out(), dynamic=True),
+        "a function": compiled(lambda x: inner(x) * 2),
+    }.items():
+        try:
+            refused(batches[0])
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return {"right": right, "graphs": graphs, "said": said}
+
+
+def find(case):
+    if case in CASES:
+        return train(*CASES[case])
+    if case == "one graph":
+        return one_graph()
+    if case in numbers.CASES:
+        return numbers.compared(numbers.CASES[case])
+    if case in numbers.REFUSED:
+        return numbers.refused(numbers.REFUSED[case])
+    if case.startswith("all of "):
+        return of_transformers(case.removeprefix("all of "), by_function)
+    return (scaled if " " in case else of_transformers)(case)
+
+
 def main():
     number, folder, port, *cases = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
@@ -201,10 +277,7 @@ def main():
     torch.set_num_threads(1)
     told = {}
     for case in cases:
-        if case in CASES:
-            told[case] = train(*CASES[case])
-        else:
-            told[case] = (scaled if " " in case else of_transformers)(case)
+        told[case] = find(case)
     (folder / f"{number}.json").write_text(json.dumps(told))
     np.savez(folder / f"{number}.npz")
     dist.barrier()

@@ -178,14 +178,13 @@ class _Graph:
 
     def _refuse(self, call: _Call) -> None:
         self._why_not = call.why_not
-        what, fix = (
-            f"{call.name} cannot be compiled",
-            "compile the modules inside of it, or do not compile it",
-        )
+        what, inside = f"{call.name} cannot be compiled", "call compile() of modules inside of it"
         if self._is_strict:
             self._why_not = ""  # to be said each time
-            raise ScopeError(what, why=call.why_not, fix=fix)
-        text = format_message(f"{what}, and runs as it is", {}, call.why_not, fix)
+            raise ScopeError(what, why=call.why_not, fix=f"{inside}, or leave fullgraph=True out")
+        text = format_message(
+            f"{what}, and runs as it is", {}, call.why_not, f"{inside}, or do not compile it"
+        )
         warnings.warn(text, LayoutMapWarning, stacklevel=2)
 
 

@@ -96,17 +96,20 @@ class Forward:
 
     def _compiled_by(self, compiler: Any) -> Mapping[Forward, Compiled]:
         """What is compiled where `torch.compile(module)`, or a function that it has compiled, calls the module."""
-        if compiler not in self._as_called:
+        inside = self._inside()
+        key = (compiler, *inside)
+        if key not in self._as_called:
             made, blocks = as_called(compiler), self._gathering()
-            if blocks and made.is_strict:  # one graph, so all weights at once
-                gathers = [each.gather for each in self._inside() if each.gather is not None]
+            compiled: dict[Forward, Compiled] = {}
+            if made.is_strict and blocks not in ([], [self]):  # one graph, so all weights at once
+                gathers = [each.gather for each in inside if each.gather is not None]
                 weights = [weight for each in gathers for weight in each.weights]
                 gather = Gathering(weights, Order(), gathers[0].policy, is_outermost=True)
-                compiled = {self: Compiled(self, made, self._graphs, gather)}
+                compiled[self] = Compiled(self, made, self._graphs, gather)
             else:
-                compiled = {each: Compiled(each, made, self._graphs) for each in blocks or [self]}
-            self._as_called[compiler] = compiled
-        return self._as_called[compiler]
+                compiled |= {each: Compiled(each, made, self._graphs) for each in blocks or [self]}
+            self._as_called[key] = compiled
+        return self._as_called[key]
 
     def structure(self) -> Any:
         """What of it decides about the graph that its module is compiled to."""
@@ -233,6 +236,7 @@ class Forward:
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
+        made._as_called = {}
         return made
 
     def __copy__(self) -> Forward:

@@ -104,6 +104,10 @@ def _with_versions() -> Generator[None]:
 
 def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint keeps of a function: one that runs on the mesh whenever it is called."""
+    if here.is_recording:  # with what modules hold then, which is not what the graph is given
+        raise RuntimeError(
+            "an activation checkpoint in it computes once more when the graph is recorded already"
+        )
     home, is_odd = here.home, here.is_odd
     if home is None:
         return function

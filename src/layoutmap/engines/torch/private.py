@@ -559,7 +559,7 @@ def go_on_compiling(compiler: Any) -> None:
     set_eval_frame(compiler)
 
 
-def call_compiled(compiler: Any, function: Callable[[P], R], argument: P) -> R:
+def call_compiled(compiler: Any, function: Callable[[Any], R], argument: Any) -> R:
     """Call a function, compiled by what `stop_compiling` has returned, for the shapes of its argument."""
     make_as_before = _make_static()
     set_eval_frame(compiler)
