@@ -1,8 +1,4 @@
-<<<<<<< HEAD:tests/engines/torch/compiled_numbers_process.py
-"""One of four processes that compile what DTensor alone gets wrong; test_wrong_numbers.py runs it on its cases."""
-=======
 """What DTensor alone gets wrong, compiled, in one of four processes; see engines/torch/test_wrong_numbers.py."""
->>>>>>> h-tcompile:tests/adapters/torch_compiled_numbers.py
 
 import warnings
 

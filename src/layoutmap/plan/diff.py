@@ -54,9 +54,6 @@ class PlanDiff:
     after: PlanTable
     changes: tuple[Change, ...]
 
-    def __bool__(self) -> bool:
-        return bool(self.changes)
-
     def __iter__(self) -> Iterator[Change]:
         return iter(self.changes)
 

@@ -49,9 +49,6 @@ class Findings:
     problems: tuple[Problem, ...]
     batch_dim: str | None
 
-    def __bool__(self) -> bool:
-        return bool(self.problems)
-
     def __iter__(self) -> Iterator[Problem]:
         return iter(self.problems)
 
