@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import plainly
+from layoutmap.engines.torch.placing import redistributed, summed_placements
+from layoutmap.engines.torch.private import dtensor, plainly, spec_of_shards
 
 
 def replicated(mesh: Any) -> list[Any]:
@@ -25,9 +26,9 @@ def placed(tensor: Any, placements: Sequence[Any]) -> Any:
     if tuple(placements) == tuple(tensor.placements):
         return tensor
     if not simulation.is_simulated():
-        return tensor.redistribute(tensor.device_mesh, placements)
+        return redistributed(tensor, placements)
     with simulation.on_mesh(tensor.device_mesh):
-        return tensor.redistribute(tensor.device_mesh, placements)
+        return redistributed(tensor, placements)
 
 
 @plainly
@@ -57,18 +58,14 @@ def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
 
 def like(tensor: torch.Tensor, other: Any) -> Any:
     """A plain tensor, placed as a DTensor of its shape is; replicated where that one is a sum still to be made."""
-    return placed(everywhere(tensor, other.device_mesh), _reduced(other.placements))
-
-
-def _reduced(placements: Sequence[Any]) -> list[Any]:
-    return [Replicate() if p.is_partial() else p for p in placements]
+    return placed(everywhere(tensor, other.device_mesh), summed_placements(other.placements))
 
 
 def _everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
     simulated = simulation.is_simulated()
     local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
-    return DTensor.from_local(
-        local, mesh, replicated(mesh), run_check=False, shape=tensor.shape, stride=tensor.stride()
+    return dtensor(
+        local, spec_of_shards(mesh, tuple(replicated(mesh)), tensor.shape, tensor.stride(), tensor.dtype)
     )
 
 
@@ -78,7 +75,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.mesh = tensor.device_mesh
-        return placed(tensor, _reduced(tensor.placements))
+        return placed(tensor, summed_placements(tensor.placements))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:

@@ -42,6 +42,7 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
 )
 from layoutmap.engines.torch.dtensor_ops.guard import guard
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
+from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM
@@ -69,6 +70,7 @@ from layoutmap.engines.torch.private import (
 Handler = Callable[[Callable[..., Any], Any, Any], Any]
 
 _HANDLERS: dict[Any, Handler] = {
+    **LINEAR,
     **LOSSES,
     **NORMS,
     **ATTENTION,
