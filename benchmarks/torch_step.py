@@ -3,6 +3,7 @@
     python benchmarks/torch_step.py                            both meshes, model small, 3 rounds: about five minutes
     python benchmarks/torch_step.py --size medium --steps 5
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
+    python benchmarks/torch_step.py --in-turns                 for a busy machine: a minute
 
 On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
@@ -19,6 +20,7 @@ plain tensors, in a training loop that knows no mesh: every process then has the
 "ms" is the median step of the slowest process, over all rounds; rounds are taken in turns, each in
 fresh processes. "cpu ms" is the CPU time of its process, which says more where processes share
 cores. Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
+With `--in-turns`, `layoutmap` and torch's own way take turns, step by step, in the same processes.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
 OWN_GATHERING = "layoutmap, gather=own"
 COMPILED = "layoutmap, compiled"
+IN_TURNS = "in turns"
 METHODS = {
     "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED),
     "batch=2,model=2": (
@@ -86,6 +89,37 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
         slowest = [max(each) for each in zip(*(one[0] for one in found), strict=True)]
         own = [statistics.mean(each) for each in zip(*(one[1] for one in found), strict=True)]
         result = {"times": slowest[WARMUP:], "cpu": own[WARMUP:], "losses": losses, "collectives": counted}
+        print(json.dumps(result))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def child_in_turns(mesh: str, size: str, steps: int) -> None:
+    """One process in which both ways take turns; the first prints the medians of each as JSON."""
+    import torch
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    ways = {OWN: by_torch, "layoutmap": by_layoutmap}
+    one_steps = {name: way(mesh, size, F.cross_entropy)[0] for name, way in ways.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    data = batches(size, WARMUP + steps)
+    for x, y in data:
+        for name, one_step in one_steps.items():
+            torch.distributed.barrier()
+            start, own = time.perf_counter(), time.process_time()
+            one_step(x, y)
+            times[name].append((time.perf_counter() - start, time.process_time() - own))
+    counted = {name: collectives(lambda step=step: step(*data[0])) for name, step in one_steps.items()}
+    found: list[Any] = [None] * PROCESSES
+    torch.distributed.all_gather_object(found, times)
+    if torch.distributed.get_rank() == 0:
+        result = {}
+        for name in ways:
+            by_step = list(zip(*(each[name] for each in found), strict=True))[WARMUP:]
+            slowest = [max(wall for wall, _ in each) for each in by_step]
+            cpu = [statistics.mean(cpu for _, cpu in each) for each in by_step]
+            result[name] = {"times": slowest, "cpu": cpu, "losses": [], "collectives": counted[name]}
         print(json.dumps(result))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -263,10 +297,20 @@ def main() -> None:
         "--steps", type=int, default=20, help="steps that are timed in each round (default: 20)"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--in-turns", action="store_true", help="both ways in the same processes")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child == IN_TURNS:
+        child_in_turns(args.mesh[0], args.size, args.steps)
+        return
     if args.child:
         child(args.mesh[0], args.child, args.size, args.steps)
+        return
+    if args.in_turns:
+        for mesh in args.mesh or METHODS:
+            options = ("--mesh", mesh, "--size", args.size, "--steps", str(args.steps))
+            found: Any = measure(__file__, ("--child", IN_TURNS, *options), PROCESSES)
+            report(mesh, args.size, {name: [each] for name, each in found.items()}, [])
         return
     expected = plain_losses(args.size, WARMUP + args.steps)
     for mesh in args.mesh or METHODS:
@@ -299,7 +343,8 @@ def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected
         cpu = 1e3 * statistics.median(seconds for run in results for seconds in run["cpu"])
         medians[method] = ms, cpu
         first = next(iter(medians.values()))
-        off = max(abs(a - b) for run in results for a, b in zip(run["losses"], expected, strict=True))
+        losses = (zip(run["losses"], expected, strict=True) for run in results)
+        off = max((abs(a - b) for pairs in losses for a, b in pairs), default=0.0)
         counted = ", ".join(f"{n} {name}" for name, n in sorted(results[0]["collectives"].items()))
         print(
             f"{method:<32} {ms:>5.0f} {ms / first[0]:>6.2f} {cpu:>7.0f} {cpu / first[1]:>6.2f} {off:>24.1e}  {counted}"

@@ -3,6 +3,7 @@
 Operators that DTensor is not known to compute right are computed on gathered tensors: see `guard`. These functions are
 looked up in tables before they come to that, and computed without a gather, or with what one device draws:
 
+linear        products of shards, which DTensor computes right, but slowly
 losses        means over shards, labels that are ignored
 norms         statistics of a batch that is sharded
 attention     sharded along the batch or the heads
