@@ -4,6 +4,7 @@
     python benchmarks/torch_step.py --size medium --steps 5
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
     python benchmarks/torch_step.py --size medium --rounds 0     memory and collectives alone: no time is taken
+    python benchmarks/torch_step.py --in-turns                 for a busy machine: a minute
 
 On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
@@ -23,6 +24,7 @@ fresh processes. "cpu ms" is the CPU time of its process, which says more where 
 cores. Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
 "MiB" is the most that the tensors of the first process take at any time of the third step, slots of
 AdamW and all, by torch's profiler in a run of its own.
+With `--in-turns`, `layoutmap` and torch's own way take turns, step by step, in the same processes.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ REPLICATED = "layoutmap, replicated"
 OWN_GATHERING = "layoutmap, gather=own"
 COMPILED = "layoutmap, compiled"
 ONE_GRAPH = "layoutmap, one graph"
+IN_TURNS = "in turns"
 METHODS = {
     "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED, ONE_GRAPH),
     "batch=2,model=2": (
@@ -127,6 +130,37 @@ def peak(make: Any, data: Any, *, is_counted: bool) -> dict[str, Any]:
         held += each.nbytes()
         most = max(most, held) if each.start_ns() >= start else most
     return {"peak": most, "collectives": collectives(lambda: step(*data[-1])) if is_counted else {}}
+
+
+def child_in_turns(mesh: str, size: str, steps: int) -> None:
+    """One process in which both ways take turns; the first prints the medians of each as JSON."""
+    import torch
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    ways = {OWN: by_torch, "layoutmap": by_layoutmap}
+    one_steps = {name: way(mesh, size, F.cross_entropy)[0] for name, way in ways.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    data = batches(size, WARMUP + steps)
+    for x, y in data:
+        for name, one_step in one_steps.items():
+            torch.distributed.barrier()
+            start, own = time.perf_counter(), time.process_time()
+            one_step(x, y)
+            times[name].append((time.perf_counter() - start, time.process_time() - own))
+    counted = {name: collectives(lambda step=step: step(*data[0])) for name, step in one_steps.items()}
+    found: list[Any] = [None] * PROCESSES
+    torch.distributed.all_gather_object(found, times)
+    if torch.distributed.get_rank() == 0:
+        result = {}
+        for name in ways:
+            by_step = list(zip(*(each[name] for each in found), strict=True))[WARMUP:]
+            slowest = [max(wall for wall, _ in each) for each in by_step]
+            cpu = [statistics.mean(cpu for _, cpu in each) for each in by_step]
+            result[name] = {"times": slowest, "cpu": cpu, "losses": [], "collectives": counted[name]}
+        print(json.dumps(result))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def collectives(step: Any) -> dict[str, int]:
@@ -310,10 +344,21 @@ def main() -> None:
         "--steps", type=int, default=20, help="steps that are timed in each round (default: 20)"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--in-turns", action="store_true", help="both ways in the same processes")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child == IN_TURNS:
+        child_in_turns(args.mesh[0], args.size, args.steps)
+        return
     if args.child:
         child(args.mesh[0], args.child, args.size, args.steps)
+        return
+    if args.in_turns:
+        for mesh in args.mesh or METHODS:
+            options = ("--mesh", mesh, "--size", args.size, "--steps", str(args.steps))
+            found: Any = measure(__file__, ("--child", IN_TURNS, *options), PROCESSES)
+            memory = {"peak": math.nan}
+            report(mesh, args.size, {name: [each | memory, each] for name, each in found.items()}, [])
         return
     expected = plain_losses(args.size, WARMUP + args.steps)
     for mesh in args.mesh or METHODS:

@@ -26,7 +26,7 @@ from layoutmap.adapters.torch.mesh_context import here, recording, running, summ
 from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.conversions import summed_placements
+from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import (
     DTensorSpec,
     call_compiled,
@@ -216,7 +216,7 @@ class _WithZeros(torch.autograd.Function):
 def _zeros(dtype: torch.dtype, shape: tuple[int, ...], spec: Any) -> Any:
     """The gradient of a tensor that nothing depends on."""
     local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
-    return dtensor(local, DTensorSpec(spec.mesh, tuple(summed_placements(spec.placements)), spec.tensor_meta))
+    return dtensor(local, DTensorSpec(spec.mesh, summed_placements(spec.placements), spec.tensor_meta))
 
 
 def _computed(tensors: list[torch.Tensor]) -> Any:

@@ -25,7 +25,8 @@ from layoutmap.engines.torch.devices import (
     placements_of,
 )
 from layoutmap.engines.torch.element_types import to_numpy
-from layoutmap.engines.torch.private import local_of
+from layoutmap.engines.torch.placing import redistributed
+from layoutmap.engines.torch.private import dtensor, local_of, spec_of_tensor
 
 _LAYOUT = "_layoutmap_layout"
 
@@ -103,10 +104,9 @@ def _joined(
     layout: Layout,
 ) -> Any:
     size = torch.Size(shape)
-    stride = torch.empty(size, device="meta").stride()
     with simulation.on_mesh(native), torch.no_grad():
         local = simulation.join(pieces, dtype)
-        made = DTensor.from_local(local, native, placements, run_check=False, shape=size, stride=stride)
+        made: Any = dtensor(local, spec_of_tensor(native, placements, size, dtype))
     return mark(made, layout)
 
 
@@ -184,7 +184,7 @@ def gather(array: Any) -> torch.Tensor:
     ranks = simulation.ranks_of(array.device_mesh)
     if any(placement.is_partial() for placement in array.placements):
         with simulation.on_ranks(ranks):
-            array = array.redistribute(array.device_mesh, [Replicate()] * array.device_mesh.ndim)
+            array = redistributed(array, [Replicate()] * array.device_mesh.ndim)
     if not simulation.is_simulated():
         return local_of(_redistributed(array, [Replicate()] * array.device_mesh.ndim))
     pieces = list(_pieces(array))
@@ -229,7 +229,7 @@ _CARRIERS = {
 def _redistributed(array: Any, placements: Any) -> Any:
     native, carrier = array.device_mesh, _CARRIERS.get(array.dtype)
     if carrier is None:
-        return array.redistribute(native, placements)
+        return redistributed(array, placements)
     with torch.no_grad():
         shape, stride = array.shape, array.stride()
         bits = local_of(array.detach()).view(carrier)

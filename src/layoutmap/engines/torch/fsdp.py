@@ -6,7 +6,6 @@ collective each; the weights of a block, one behind the other in memory, cost on
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
-from layoutmap.engines.torch.private import DTensorSpec, dtensor, local_of, spec_of
+from layoutmap.engines.torch.placing import redistributed
+from layoutmap.engines.torch.private import DTensorSpec, dtensor, local_of, placed_as, spec_of
 
 
 def can_gather(tensor: Any, mesh_dim: int) -> bool:
@@ -182,7 +182,7 @@ def as_sum(gradient: Any, spec: Any, mesh_dim: int) -> Any:
     is_sum = gradient.placements[mesh_dim].is_partial("sum")
     wanted = _changed(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
     if gradient.placements != wanted.placements:
-        gradient = gradient.redistribute(wanted.mesh, wanted.placements)
+        gradient = redistributed(gradient, wanted.placements)
     if is_sum:
         return gradient
     part = local_of(gradient) / wanted.mesh.size(mesh_dim)
@@ -199,8 +199,7 @@ def changed_too_early(name: str, shape: tuple[int, ...]) -> str:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def _changed(spec: Any, mesh_dim: int, placement: Any, dtype: torch.dtype) -> Any:
     """How a tensor is placed, with another placement for one mesh dim."""
     placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
-    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    return placed_as(spec, tuple(placements), dtype)

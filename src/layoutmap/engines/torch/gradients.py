@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import unserializable_hook
 
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.placing import redistributed
 from layoutmap.engines.torch.private import at_end_of_backward, backward_pass, plainly
 
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
@@ -112,7 +113,7 @@ def _bring_closer(parameter: Any) -> None:
         for have, want in zip(gradient.placements, parameter.placements, strict=True)
     ]
     if tuple(closer) != tuple(gradient.placements):
-        parameter.grad = gradient.redistribute(gradient.device_mesh, closer)
+        parameter.grad = redistributed(gradient, closer)
 
 
 def _sum_up(parameters: list[Any], dim: int) -> None:
@@ -149,7 +150,7 @@ def _sum_up_at_once(parameters: list[Any], dim: int, partial: Any) -> None:
     joined = DTensor.from_local(
         torch.cat([each.reshape(-1) for each in pieces]), mesh, _with(others, dim, partial), run_check=False
     )
-    parts = joined.redistribute(mesh, _with(others, dim, Replicate())).to_local()
+    parts = redistributed(joined, _with(others, dim, Replicate())).to_local()
     for parameter, piece, part in zip(
         parameters, pieces, parts.split([each.numel() for each in pieces]), strict=True
     ):

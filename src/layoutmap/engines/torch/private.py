@@ -5,6 +5,7 @@ It is longer than other files because it is the one place of them all.
 torch.autograd.Variable                 _execution_engine: queue_callback
 torch._C                                _current_graph_task_id: the backward pass that runs now, and
                                         _will_engine_execute_node: what it will come to;
+                                        _AutoDispatchBelowAutograd: no autograd for what is called inside;
                                         _get_dtensor_allow_implicit_replication and its setter
 torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode, enabled_local_tensor_mode: devices
                                         simulated in one process; _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the modes
@@ -14,7 +15,9 @@ torch.distributed.tensor.DTensor        _op_dispatcher: _propagate_op_sharding_d
                                         of which it does not know yet what to do, and _custom_op_handlers
 torch.distributed.tensor._op_schema     OutputSharding: what it does about one
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse;
-                                        ShardOrderEntry: one axis that is sharded over several mesh dims, in any order
+                                        ShardOrderEntry: one axis that is sharded over several mesh dims, in any order;
+                                        TensorMeta: the shape, strides and element type of a spec
+torch.ops._c10d_functional              all_reduce, wait_tensor
 torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
 torch.distributed.tensor.debug          _clear_sharding_prop_cache: what DTensor remembers of device meshes
 torch.distributed.fsdp                  the state of a module that fully_shard was applied to: _lazy_init, _pre_forward,
@@ -40,6 +43,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,7 +72,7 @@ try:
         enabled_local_tensor_mode,
     )
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -194,8 +198,53 @@ class SimulationMode(LocalTensorMode):
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> Any:
     """A `DTensor` of a piece of this process, outside of autograd: `from_local` without its checks."""
-    make: Any = DTensor
-    return make(local, spec, requires_grad=False)
+    make: Any = DTensor.__new__  # what __init__ does takes longer, and is nothing
+    return make(DTensor, local, spec, requires_grad=False)
+
+
+def cached_by_mesh(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that remembers what it returned, until DTensor is to forget its meshes."""
+    cached: Any = functools.lru_cache(maxsize=4096)(function)
+    _of_meshes.append(cached)
+    return cached
+
+
+_of_meshes: list[Any] = []
+
+
+@cached_by_mesh
+def placed_as(spec: Any, placements: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    """A spec with other placements, of another element type."""
+    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+
+@cached_by_mesh
+def spec_of_shards(mesh: Any, placements: tuple[Any, ...], shape: Any, strides: Any, dtype: Any) -> Any:
+    """The spec of a DTensor of which each device has a shard of a shape, whose axes are in memory as strides say."""
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            axis, number = placement.dim, mesh.size(dim)
+            shape = [size * number if i == axis else size for i, size in enumerate(shape)]
+            strides = [
+                step * number if i != axis and step >= strides[axis] else step
+                for i, step in enumerate(strides)
+            ]
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(strides), dtype))
+
+
+@cached_by_mesh
+def spec_of_tensor(mesh: Any, placements: tuple[Any, ...], shape: Any, dtype: torch.dtype) -> Any:
+    """The spec of a DTensor whose axes are in memory in their order."""
+    strides = tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))
+
+
+def summed_over(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: str) -> torch.Tensor:
+    """What the devices along a mesh dim hold, summed up or reduced in another way, on each of them."""
+    operators: Any = torch.ops._c10d_functional
+    with torch._C._AutoDispatchBelowAutograd():  # which is Python for these, and has nothing to do
+        made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
+        return operators.wait_tensor.default(made)
 
 
 def dispatch_modes() -> list[Any]:
@@ -630,6 +679,8 @@ def clear_sharding_caches() -> None:
     except ImportError as error:
         raise unsupported("torch", str(error)) from error
     clear()
+    for each in _of_meshes:
+        each.cache_clear()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

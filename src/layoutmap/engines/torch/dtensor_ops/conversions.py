@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import plainly
+from layoutmap.engines.torch.placing import redistributed, summed_placements
+from layoutmap.engines.torch.private import dtensor, plainly, spec_of_shards
 
 
 def replicated(mesh: Any) -> list[Any]:
@@ -25,9 +26,9 @@ def placed(tensor: Any, placements: Sequence[Any]) -> Any:
     if tuple(placements) == tuple(tensor.placements):
         return tensor
     if not simulation.is_simulated():
-        return tensor.redistribute(tensor.device_mesh, placements)
+        return redistributed(tensor, placements)
     with simulation.on_mesh(tensor.device_mesh):
-        return tensor.redistribute(tensor.device_mesh, placements)
+        return redistributed(tensor, placements)
 
 
 @plainly
@@ -60,16 +61,11 @@ def like(tensor: torch.Tensor, other: Any) -> Any:
     return placed(everywhere(tensor, other.device_mesh), summed_placements(other.placements))
 
 
-def summed_placements(placements: Sequence[Any]) -> list[Any]:
-    """The placements of a tensor whose sums over the mesh are made."""
-    return [Replicate() if p.is_partial() else p for p in placements]
-
-
 def _everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
     simulated = simulation.is_simulated()
     local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
-    return DTensor.from_local(
-        local, mesh, replicated(mesh), run_check=False, shape=tensor.shape, stride=tensor.stride()
+    return dtensor(
+        local, spec_of_shards(mesh, tuple(replicated(mesh)), tensor.shape, tensor.stride(), tensor.dtype)
     )
 
 

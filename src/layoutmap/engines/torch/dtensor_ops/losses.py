@@ -6,13 +6,17 @@ device: the gradients of some means come out times the number of shards, and lab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+import torch
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, replicated
+from layoutmap.engines.torch.dtensor_ops.conversions import replicated
+from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.placing import redistributed, shard_of
+from layoutmap.engines.torch.private import dtensor, spec_of_shards, summed_over
 
 
 def _by_element(names: str) -> Callable[..., Any]:
@@ -49,21 +53,56 @@ def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`cross_entropy` and `nll_loss`: their mean is the sum by the weight of the labels that count."""
     given = {**dict(zip(_CLASSES, args, strict=False)), **kwargs}
     reduction = _reduction(given)
-    x, target, weight = given["input"], given["target"], given.get("weight")
-    if isinstance(weight, DTensor):
-        given["weight"] = weight = placed(weight, replicated(weight.device_mesh))
-    if reduction != "mean":
-        return function(**given, reduction=reduction)
-    total = function(**given, reduction="sum")
-    if x.shape == target.shape:  # probabilities
-        return total / (x.numel() // x.shape[0 if x.ndim == 1 else 1])
-    ignore_index = given.get("ignore_index", -100)
-    counts = target != ignore_index
+    x, target, weight = (given.pop(name, None) for name in _CLASSES[:3])
+    classes = 0 if x.ndim == 1 else 1
+    has_labels = x.shape != target.shape
+    if has_labels and target.shape != x.shape[:classes] + x.shape[classes + 1 :]:  # an error, of torch
+        return on_gathered(function, args, kwargs)
+    mesh = mesh_of((x, target, weight))
+    kept = kept_axes([x], mesh, [axis for axis in range(x.ndim) if axis != classes])
+    of_rows = {dim: axis - (axis > classes) for dim, axis in kept.items()}
+    local, labels = (
+        local_shard(x, mesh, kept, kept),
+        local_shard(target, mesh, of_rows if has_labels else kept, kept),
+    )
     if weight is not None:
-        if isinstance(weight, DTensor) and not isinstance(target, DTensor):
-            target, counts = (everywhere(each, weight.device_mesh) for each in (target, counts))
-        counts = F.embedding(target.masked_fill(~counts, 0), weight[:, None])[..., 0] * counts
-    return total / counts.sum()
+        weight = given["weight"] = local_shard(weight, mesh, {}, kept)
+    result = function(local, labels, reduction="none" if reduction == "none" else "sum", **given)
+    if reduction == "none":
+        return join(result, mesh, of_rows)
+    counts = None
+    if reduction == "mean" and has_labels:
+        counts = labels != given.get("ignore_index", -100)
+        if weight is not None:
+            counts = weight.detach()[labels.masked_fill(~counts, 0)] * counts
+        counts = counts.sum()
+    elif reduction == "mean":
+        result = result / (x.numel() // x.shape[classes])
+    return _Summed.apply(result, counts, mesh, list(kept))
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of what devices have along some mesh dims, by the sum of what they count, in one collective."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Any, counts: Any, mesh: Any, dims: Sequence[int]) -> Any:
+        ctx.mesh = mesh
+        wide = torch.promote_types(total.dtype, torch.float32)
+        sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))
+        for dim in dims:
+            sums = summed_over(sums, mesh, dim, "sum")
+        ctx.by = None
+        if counts is not None:
+            sums, ctx.by = sums.unbind()
+            sums = sums / ctx.by
+        made = sums.to(total.dtype)
+        return dtensor(made, spec_of_shards(mesh, tuple(replicated(mesh)), (), (), made.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        everywhere = replicated(ctx.mesh)
+        gradient = shard_of(redistributed(upstream[0], everywhere), everywhere)
+        return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None
 
 
 _CLASSES = (

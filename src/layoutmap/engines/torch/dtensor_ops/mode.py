@@ -3,6 +3,7 @@
 Operators that DTensor is not known to compute right are computed on gathered tensors: see `guard`. These functions are
 looked up in tables before they come to that, and computed without a gather, or with what one device draws:
 
+linear        products of shards, which DTensor computes right, but slowly
 losses        means over shards, labels that are ignored
 norms         statistics of a batch that is sharded
 attention     sharded along the batch or the heads
@@ -43,6 +44,7 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
 )
 from layoutmap.engines.torch.dtensor_ops.guard import guard
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
+from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
@@ -71,6 +73,7 @@ from layoutmap.engines.torch.private import (
 Handler = Callable[[Callable[..., Any], Any, Any], Any]
 
 _HANDLERS: dict[Any, Handler] = {
+    **LINEAR,
     **LOSSES,
     **NORMS,
     **ATTENTION,

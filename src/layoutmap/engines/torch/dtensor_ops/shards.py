@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced, with_gradient
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced
+from layoutmap.engines.torch.placing import from_shards, shard_of
 
 
 def mesh_of(tensors: Iterable[Any]) -> Any:
@@ -80,15 +81,12 @@ def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: I
         Partial() if dim in apart and placement.is_replicate() else placement
         for dim, placement in enumerate(placements)
     ]
-    # DTensor keeps the strides of a gradient that it gathers, and not the order of its memory.
-    return with_gradient(
-        placed(tensor, placements).to_local(grad_placements=gradient), torch.Tensor.contiguous
-    )
+    return shard_of(placed(tensor, placements), gradient)
 
 
 def join(local: Any, mesh: Any, axes: Mapping[int, int | None]) -> Any:
     """The DTensor of all devices' shards, which are of equal size; see `local_shard`."""
-    return DTensor.from_local(local, mesh, shard_placements(mesh, axes), run_check=False)
+    return from_shards(local, mesh, shard_placements(mesh, axes))
 
 
 def apart(free: Callable[[int], Container[int]]) -> Callable[..., Any]:

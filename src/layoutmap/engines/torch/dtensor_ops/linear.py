@@ -1,0 +1,148 @@
+"""`linear` of DTensors: each device multiplies what it has, where that takes no gather.
+
+DTensor composes it of seven operators, and of nine backwards, each of which it plans, wraps and records. Where no mesh
+dim needs an argument in another layout, that is one product, and two backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn import functional as F
+
+from layoutmap.engines.torch.dtensor_ops.conversions import reduced
+from layoutmap.engines.torch.placing import redistributed, summed_placements
+from layoutmap.engines.torch.private import (
+    cached_by_mesh,
+    dtensor,
+    local_of,
+    spec_of,
+    spec_of_tensor,
+)
+
+
+def _linear(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    tensors = [given["input"], given["weight"], given.get("bias")]
+    plan = None
+    if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
+        plan = _plan(*(None if each is None else spec_of(each) for each in tensors))
+    if plan is None:
+        result = function(*args, **kwargs)
+        return result if result.ndim else reduced(result)
+    return _Linear.apply(*tensors, plan)
+
+
+class _Plan(NamedTuple):
+    """Where the result and the gradients of a product are.
+
+    Attributes:
+        result: The spec of the result.
+        upstream: The placements in which its gradient is needed.
+        gradients: The specs of the gradients of input, weight and bias.
+        num_summands: How many devices' results are to be summed up.
+    """
+
+    result: Any
+    upstream: tuple[Any, ...]
+    gradients: Sequence[Any]
+    num_summands: int
+
+
+@cached_by_mesh
+def _plan(x: Any, weight: Any, bias: Any) -> _Plan | None:
+    """How to multiply on shards; `None`: an argument is needed in another layout, or is no matrix."""
+    mesh, last = x.mesh, len(x.shape) - 1
+    dtypes = {each.tensor_meta.dtype for each in (x, weight, bias) if each is not None}
+    if len(weight.shape) != 2 or last < 0 or len(dtypes) > 1 or not all(map(_is_even, (x, weight))):
+        return None
+    of_result: list[Any] = []
+    of_gradients: list[list[Any]] = [[], [], []]
+    num_summands = 1
+    for dim in range(mesh.ndim):
+        placed = x.placements[dim], weight.placements[dim]
+        match placed:
+            case Replicate(), Replicate():
+                made = Replicate(), Replicate(), Replicate(), Replicate()
+            case Shard(dim=axis), Replicate() if axis < last:  # rows
+                made = Shard(axis), Shard(axis), Partial(), Partial()
+            case Replicate(), Shard(dim=0):  # columns
+                made = Shard(last), Partial(), Shard(0), Shard(0)
+            case Shard(dim=axis), Shard(dim=1) if axis == last:  # summands
+                made = Partial(), Shard(last), Shard(1), Replicate()
+                num_summands *= mesh.size(dim)
+            case _:
+                return None
+        if bias is not None and bias.placements[dim] != (Shard(0) if placed[1].is_shard(0) else Replicate()):
+            return None
+        of_result.append(made[0])
+        for gradient, each in zip(of_gradients, made[1:], strict=True):
+            gradient.append(each)
+    (dtype,) = dtypes
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    specs = [
+        None if of is None else spec_of_tensor(mesh, tuple(placements), of.shape, dtype)
+        for of, placements in zip((x, weight, bias), of_gradients, strict=True)
+    ]
+    return _Plan(
+        spec_of_tensor(mesh, tuple(of_result), shape, dtype),
+        summed_placements(of_result),
+        specs,
+        num_summands,
+    )
+
+
+def _is_even(spec: Any) -> bool:
+    parts = [1] * len(spec.shape)
+    for dim, placement in enumerate(spec.placements):
+        if type(placement) is Shard:
+            parts[placement.dim] *= spec.mesh.size(dim)
+    return all(size and size % number == 0 for size, number in zip(spec.shape, parts, strict=True))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, plan: _Plan) -> Any:
+        ctx.plan = plan
+        ctx.save_for_backward(x, weight)
+        of_bias = None if bias is None else local_of(bias)
+        if of_bias is not None and plan.num_summands > 1:
+            of_bias = of_bias / plan.num_summands
+        return dtensor(F.linear(local_of(x), local_of(weight), of_bias), plan.result)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        given = redistributed(upstream[0], plan.upstream)
+        if torch.is_grad_enabled():  # for gradients of gradients
+            return (*_by_operators(given, x, weight, ctx.needs_input_grad), None)
+        gradient = local_of(given)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        results: list[Any] = [None, None, None, None]
+        if ctx.needs_input_grad[0]:
+            results[0] = gradient @ local_of(weight)
+        if ctx.needs_input_grad[1]:
+            local = local_of(x)
+            results[1] = rows.t() @ local.reshape(-1, local.shape[-1])
+        if ctx.needs_input_grad[2]:
+            results[2] = rows.sum(0)
+        for number, spec in enumerate(plan.gradients):
+            if results[number] is not None:
+                results[number] = dtensor(results[number], spec)
+        return tuple(results)
+
+
+def _by_operators(gradient: Any, x: Any, weight: Any, wanted: Sequence[bool]) -> tuple[Any, Any, Any]:
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    return (
+        gradient @ weight if wanted[0] else None,
+        rows.t() @ x.reshape(-1, x.shape[-1]) if wanted[1] else None,
+        rows.sum(0) if wanted[2] else None,
+    )
+
+
+LINEAR = {F.linear: _linear}

@@ -1,0 +1,124 @@
+"""DTensors in other placements on their mesh, and between DTensors and what each device holds of them.
+
+It is what `DTensor.redistribute`, `to_local` and `from_local` do, with a way of its own for what a training step does
+most: a sum over one mesh dim, and a gradient that is placed right already. DTensor takes seven times the CPU time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.private import (
+    dtensor,
+    local_of,
+    placed_as,
+    spec_of,
+    spec_of_shards,
+    summed_over,
+)
+
+
+def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
+    """A DTensor in other placements; gradients pass, and come back in the placements that it had."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Redistributed.apply(tensor, tuple(placements))
+    return _redistributed(tensor, tuple(placements))
+
+
+def shard_of(tensor: Any, of_gradient: Sequence[Any]) -> torch.Tensor:
+    """What this device has of a DTensor; gradients pass, as DTensors in the placements given, in the order of axes."""
+    return _Shard.apply(tensor, tuple(of_gradient))
+
+
+def from_shards(local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+    """The DTensor of all devices' shards, which are of equal size; gradients pass."""
+    return _FromShards.apply(local, mesh, tuple(placements))
+
+
+def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
+    """Placements without a sum that is still to be made."""
+    return tuple(Replicate() if each.is_partial() else each for each in placements)
+
+
+class _Redistributed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, placements: Any) -> Any:
+        ctx.before = spec_of(tensor).placements
+        return _redistributed(tensor, placements)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        # What was a sum to be made gets a gradient that is made, or one that is to be made alike.
+        have = upstream[0].placements
+        wanted = [
+            Replicate() if before.is_partial() and now != before else before
+            for now, before in zip(have, ctx.before, strict=True)
+        ]
+        return redistributed(upstream[0], wanted), None
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, of_gradient: Any) -> Any:
+        ctx.mesh, ctx.placements = spec_of(tensor).mesh, of_gradient
+        local = local_of(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements), None
+
+
+class _FromShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Any, mesh: Any, placements: Any) -> Any:
+        ctx.placements = summed_placements(placements)
+        spec = spec_of_shards(mesh, placements, local.shape, local.stride(), local.dtype)
+        return dtensor(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return shard_of(redistributed(upstream[0], ctx.placements), ctx.placements), None, None
+
+
+def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
+    local, spec = local_of(tensor), spec_of(tensor)
+    changed = [dim for dim, (a, b) in enumerate(zip(spec.placements, placements, strict=True)) if a != b]
+    if not changed:
+        return dtensor(local, spec)
+    coordinates = None if simulation.is_simulated() else spec.mesh.get_coordinate()
+    moves = [(spec.placements[dim], placements[dim]) for dim in changed]
+    if len(changed) == 1 and type(moves[0][0]) is Partial and moves[0][1].is_replicate():
+        dim = changed[0]
+        if spec.mesh.size(dim) > 1:
+            local = summed_over(local, spec.mesh, dim, moves[0][0].reduce_op)
+    elif coordinates is not None and _is_taken_apart(spec, placements, moves):
+        for dim, (_, shard) in zip(changed, moves, strict=True):
+            local = local.chunk(spec.mesh.size(dim), shard.dim)[coordinates[dim]]
+        local = local.clone(memory_format=torch.contiguous_format)
+    else:
+        return tensor.redistribute(spec.mesh, placements)
+    return dtensor(local, placed_as(spec, placements, local.dtype))
+
+
+def _is_taken_apart(spec: Any, placements: tuple[Any, ...], moves: Sequence[Any]) -> bool:
+    """Whether each device keeps an even part of what it has, along axes that are not sharded yet."""
+    if not all(before.is_replicate() and type(after) is Shard for before, after in moves):
+        return False
+    axes = {after.dim for _, after in moves}
+    if any(not p.is_replicate() and (type(p) is not Shard or p.dim in axes) for p in spec.placements):
+        return False
+    return all(
+        spec.shape[axis]
+        % math.prod(
+            spec.mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard(axis)
+        )
+        == 0
+        for axis in axes
+    )
