@@ -95,6 +95,10 @@ def two_lookups():
     return same(X[:, :1] + X[:, -1:], whole(first + last))
 
 
+def axis_from_the_end():
+    return same(X.cumsum(-1), whole(place(X, None, "model").cumsum(-1)))
+
+
 def order_of_dims():
     layout = Layout((("model", "batch"), None), MESH)
     return same(X, whole(distribute_tensor(X, *engine().native(layout, 2))))
@@ -130,6 +134,7 @@ PROBES = {
     "sums through operators": ("lerp by itself", SUMS),
     "changes of shape": ("reshaped twice", BATCH),
     "views without elements": view_without_elements,
+    "axes from the end": axis_from_the_end,
     "narrow indices": narrow_index,
     "changes at an index": ("index_add_", BATCH),
     "gradients of the largest": ("vector_norm inf", BATCH),
@@ -172,6 +177,7 @@ def test_a_correction_is_needed(name):
 
 HERE = (
     assignment,
+    axis_from_the_end,
     changed_gradient,
     joined,
     narrow_index,

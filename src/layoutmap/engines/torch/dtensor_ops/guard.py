@@ -67,6 +67,8 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if name in ALONG and name != full_name and isinstance(args[0], DTensor) and not _waits(args[0]):
         return args[0].copy_(getattr(getattr(torch.ops.aten, name), overload_name(op))(*args, **kwargs))
+    if name == "cumsum" and args[1] < 0:  # DTensor takes no axis for it, and sums up each shard by itself
+        return op(args[0], args[1] % max(args[0].ndim, 1), *args[2:], **kwargs)
     tensors = _dtensors((args, kwargs))
     why = "DTensor's own way is not known to be right"
     # How axes are split and joined, DTensor seeks for ever where there is no element.
