@@ -11,6 +11,9 @@ SOURCE = Path(layoutmap.__file__).parent
 PRIVATE = "engines/torch/private.py"
 OWN = ("self", "cls")
 NOT_OF_TORCH = {
+    "_alone",
+    "_as_called",
+    "_compiled_or_called",
     "_replace",
     "_getframe",
     "_module",

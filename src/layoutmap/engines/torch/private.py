@@ -107,7 +107,7 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
 
 def assert_async(is_true: torch.Tensor, message: str) -> None:
     """Raise a RuntimeError if a boolean tensor is false; on an accelerator later, without waiting for its value."""
-    torch._assert_async(is_true, message)
+    torch.ops.aten._assert_async.msg(is_true, message)
 
 
 def local_of(array: Any) -> torch.Tensor:
