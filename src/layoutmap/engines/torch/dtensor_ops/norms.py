@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, reduced
+from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import apart, mesh_of
 
 
@@ -17,6 +18,8 @@ def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
+    if x.ndim < 2:  # it has no channels
+        return on_gathered(function, args, kwargs)
     running = [given.get("running_mean"), given.get("running_var")]
     mesh = mesh_of((x, *running, given.get("weight"), given.get("bias")))
     for name in ("input", "weight", "bias"):
