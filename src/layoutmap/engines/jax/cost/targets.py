@@ -61,7 +61,7 @@ class Target:
 
         Example:
             >>> TARGETS["v5p"].sides(256), TARGETS["v5e"].sides(24)
-            ([8, 8, 4], [4, 6])
+            ([8, 8, 4], [6, 4])
         """
         sides = [1, 1] if self.chip in ("v5e", "v6e") else [1, 1, 1]
         for each in sorted(_factors(num_devices), reverse=True):
