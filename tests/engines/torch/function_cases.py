@@ -155,6 +155,8 @@ for _name in (
     *("hardsigmoid", "logsigmoid", "hardshrink", "softshrink", "glu"),
 ):
     add(_name, lambda x, name=_name: getattr(F, name)(x), x=normal(8, 4, 6))
+for _name in ("relu", "hardtanh", "relu6", "hardswish", "hardsigmoid"):
+    add(f"{_name}, in place", lambda x, name=_name: getattr(F, name)(x * 1, inplace=True), x=normal(8, 4, 6))
 add("prelu", F.prelu, x=normal(8, 4, 6), w=uniform(4))
 add("softmax", lambda x: F.softmax(x, -1), x=normal(8, 4, 6))
 add("softmax of the batch", lambda x: F.log_softmax(x, 0), x=normal(8, 4, 6))

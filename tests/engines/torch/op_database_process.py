@@ -111,6 +111,7 @@ class AxesFromTheEnd(TorchDispatchMode):
             and tensor.ndim
             and func.namespace == "aten"
             and "backward" not in name
+            and not name.startswith("_")  # torch itself calls these, with axes from the start
         ):
             rank = tensor.ndim + (name in ("stack", "unsqueeze", "unsqueeze_"))
             names = [each.name for each in func._schema.arguments]

@@ -34,14 +34,26 @@ def _but_last(number: int) -> Callable[..., Any]:
     return apart(lambda rank: range(rank - number))
 
 
+def _in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A function that may change its input, whose shards are no memory to change."""
+    given = {**dict(zip(_PARAMETERS[function], args, strict=False)), **kwargs}
+    if not given.pop("inplace", False):
+        return _ALL(function, (), given)
+    x = given["input"]
+    return x.copy_(_ALL(function, (), {**given, "input": x.clone()}))  # the backward pass needs what was there
+
+
+_PARAMETERS: dict[Any, tuple[str, ...]] = {
+    F.hardtanh: ("input", "min_val", "max_val", "inplace"),
+    **dict.fromkeys((F.relu6, F.hardswish, F.hardsigmoid), ("input", "inplace")),
+}
 ROWS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     F.pad: _pad,
     F.unfold: _but_last(3),
     F.fold: _but_last(2),
-    **dict.fromkeys(
-        (F.hardtanh, F.relu6, F.hardswish, F.hardsigmoid, F.logsigmoid, F.hardshrink, F.softshrink), _ALL
-    ),
+    **dict.fromkeys(_PARAMETERS, _in_place),
+    **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
     F.prelu: _FIRST,
     **dict.fromkeys((F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _but_last(1)),
     **dict.fromkeys((F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d), _but_last(2)),
