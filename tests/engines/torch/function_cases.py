@@ -155,8 +155,6 @@ for _name in (
     *("hardsigmoid", "logsigmoid", "hardshrink", "softshrink", "glu"),
 ):
     add(_name, lambda x, name=_name: getattr(F, name)(x), x=normal(8, 4, 6))
-for _name in ("relu", "hardtanh", "relu6", "hardswish", "hardsigmoid"):
-    add(f"{_name}, in place", lambda x, name=_name: getattr(F, name)(x * 1, inplace=True), x=normal(8, 4, 6))
 add("prelu", F.prelu, x=normal(8, 4, 6), w=uniform(4))
 add("softmax", lambda x: F.softmax(x, -1), x=normal(8, 4, 6))
 add("softmax of the batch", lambda x: F.log_softmax(x, 0), x=normal(8, 4, 6))
@@ -477,3 +475,7 @@ add("quantiles", lambda x, c: torch.quantile(x, c, 1, keepdim=True), x=normal(8,
 add_unary("quantiles of all", lambda x: torch.quantile(x, 0.4), 8, 6)
 add_unary("extremes", lambda x: (x.amax(0), x.amin((0, 1)), x.max(1)[0], x.min()), 8, 6)
 WRONG_ONCE = list(CASES)[_before:]
+
+# Last, since each case draws its tensors after the one before it.
+for _name in ("relu", "hardtanh", "relu6", "hardswish", "hardsigmoid"):
+    add(f"{_name}, in place", lambda x, name=_name: getattr(F, name)(x * 1, inplace=True), x=normal(8, 4, 6))

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch.nn import functional as F
 
+from layoutmap.engines.torch.dtensor_ops.conversions import placed
 from layoutmap.engines.torch.dtensor_ops.shards import apart
+from layoutmap.engines.torch.placing import summed_placements
 
 
 def _rms_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -40,7 +42,8 @@ def _in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not given.pop("inplace", False):
         return _ALL(function, (), given)
     x = given["input"]
-    return x.copy_(_ALL(function, (), {**given, "input": x.clone()}))  # the backward pass needs what was there
+    result = _ALL(function, (), {**given, "input": x.clone()})  # the backward pass needs what was there
+    return x.copy_(placed(result, summed_placements(x.placements)))
 
 
 _PARAMETERS: dict[Any, tuple[str, ...]] = {
