@@ -659,12 +659,16 @@ def assert_is(a, b):
     assert a is b, (a, b)
 
 
-class CheckpointedNet(Net):
+class WithCheckpoints:
     def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
         return self.last(x)
+
+
+class CheckpointedNet(WithCheckpoints, Net):
+    pass
 
 
 @scenario
@@ -829,12 +833,8 @@ def gathered_late(make, gather):
     }
 
 
-class CheckpointedChain(Chain):
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return self.last(x)
+class CheckpointedChain(WithCheckpoints, Chain):
+    pass
 
 
 @scenario

@@ -246,7 +246,12 @@ def test_modules_that_compute_something_else_are_not_equal():
     def mixed(rngs):
         return Stack(rngs, (nnx.gelu, nnx.relu) * 2)
 
-    assert [] == [stack for stack in lowered(mixed).step.blocks if "blocks.0" in stack]
+    def of_lambdas(rngs):
+        return Stack(rngs, [lambda x, slope=slope: x * slope, lambda x: -x] * 2)
+
+    slope = 2.0
+    for make in (mixed, of_lambdas):
+        assert [] == [stack for stack in lowered(make).step.blocks if "blocks.0" in stack]
 
 
 def test_what_gradients_are_made_of_is_held_until_the_backward_pass_is_through():

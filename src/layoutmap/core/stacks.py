@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -61,7 +63,7 @@ def _equal(
 
 
 def plain_attributes(layer: Any, without: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
-    """Return the attributes of a layer that are plain values, and the names of those that are functions and classes.
+    """Return the attributes of a layer that are plain values, the code of functions and the names of classes.
 
     Args:
         layer: The layer.
@@ -78,4 +80,8 @@ def _plain(value: Any) -> Any:
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, types.FunctionType):  # two lambdas have one name
+        held = inspect.getclosurevars(value).nonlocals.items()
+        settings = tuple((name, each) for name, each in held if isinstance(each, bool | int | float | str))
+        return value.__code__, settings
     return getattr(value, "__qualname__", _ABSENT)

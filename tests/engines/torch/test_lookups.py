@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from engines.torch.dtensors import place, run_on, whole
 
+from layoutmap.core.errors import EngineError
+
 PROCESSES = ("torch",)
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")  # what is gathered is right
 
@@ -99,3 +101,9 @@ def test_the_error_of_a_lookup():
     """An index that is out of range is an IndexError that names the function, the axis and its size."""
     with run_on(), pytest.raises(IndexError, match="embedding: index out of range: axis 0 has size 8"):
         F.embedding(place(torch.tensor([1, 8]), "batch"), place(torch.ones(8, 6), "model", None))
+
+
+def test_sparse_gradients_of_a_sharded_table_are_refused():
+    """An embedding with sparse gradients is refused before it computes, where its table is sharded."""
+    with run_on(), pytest.raises(EngineError, match="sparse=True on a table that is sharded"):
+        F.embedding(place(torch.tensor([1]), None), place(torch.ones(8, 6), "model", None), sparse=True)

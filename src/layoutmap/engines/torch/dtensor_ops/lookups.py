@@ -33,6 +33,13 @@ def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if given.get("scale_grad_by_freq", False):
         return on_gathered(function, args, kwargs)
     rows, table = given["input"], given["weight"]
+    if given.get("sparse", False) and not all(each.is_replicate() for each in table.placements):
+        raise EngineError(
+            "embedding: sparse=True on a table that is sharded",
+            facts={"placements": table.placements},
+            why="the gradient of a sharded table is a DTensor, which has no sparse form",
+            fix="leave sparse out, or have no rule shard the table",
+        )
     if rows.ndim == 0:
         return _embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)
     if not is_sharded(table, 0):
@@ -44,7 +51,7 @@ def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     shard = local_shard(table, mesh, along, apart)
     rows = local_shard(rows, mesh, apart, ())
     here, is_here = _numbers_here(rows, table, 0, along)
-    found = F.embedding(here, shard, sparse=given.get("sparse", False)).where(is_here[..., None], 0)
+    found = F.embedding(here, shard).where(is_here[..., None], 0)
     if given.get("padding_idx") is not None:
         is_padding = rows == given["padding_idx"] % table.shape[0]
         found = torch.where(is_padding[..., None], found.detach(), found)
