@@ -21,11 +21,10 @@ from typing import Any
 
 import frameworks
 import pytest
-from cases import QUICK_XLA
+from cases import EVERYTHING, QUICK_XLA
 from hypothesis import settings
 
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
-EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
 NUM_DEVICES = 8
 pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else []
 

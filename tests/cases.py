@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
 QUICK_XLA = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -16,8 +17,10 @@ QUICK_XLA = (
 
 
 def xla_settings(num_devices: int) -> dict[str, str]:
-    """The environment of a process of JAX with so many devices, whose programs run once."""
-    flags = f"--xla_force_host_platform_device_count={num_devices} {QUICK_XLA}"
+    """The environment of a process of JAX with so many devices; it compiles as the tests do, so to the same bits."""
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    if not EVERYTHING:
+        flags += f" {QUICK_XLA}"
     return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
 
@@ -37,9 +40,9 @@ def some(cases: Iterable[Any], *usual: Any) -> list[Any]:
     """What one test goes through: all cases, and in `make test` the usual ones."""
     cases = list(cases)
     assert set(usual) <= set(cases), f"no cases: {set(usual) - set(cases)}"
-    return cases if os.environ.get("LAYOUTMAP_TEST_ALL") else list(usual)
+    return cases if EVERYTHING else list(usual)
 
 
 def examples(number: int) -> int:
     """How many examples of a property to try that wants more than others: in `make test` a fifth of them."""
-    return number if os.environ.get("LAYOUTMAP_TEST_ALL") else max(number // 5, 5)
+    return number if EVERYTHING else max(number // 5, 5)
