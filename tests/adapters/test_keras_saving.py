@@ -13,7 +13,9 @@ import pytest
 from keras_models import ON_JAX, ON_TORCH, assert_held, is_traced
 
 import layoutmap as lm
-from layoutmap.adapters.keras.paths import find_variables
+from layoutmap.adapters.keras import session
+from layoutmap.adapters.keras.paths import attributes, find_variables
+from layoutmap.adapters.keras.wraps import session_of
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
@@ -168,6 +170,30 @@ def test_loading_in_a_scope_reads_each_value_once_and_draws_nothing(name, tmp_pa
     for variable in everything(loaded):
         assert_held(variable)
     assert isinstance(np.asarray(loaded.layers[2].loaded).sum(), np.floating)  # what was kept is in memory
+
+
+def test_loading_looks_through_a_model_as_often_whatever_its_layers(tmp_path, monkeypatch):
+    """What is done once for a model is not done again for each layer whose weights are read."""
+    looks = collections.Counter()
+    plain = session.describe
+
+    def counted(registry):
+        looks[depth] += 1
+        return plain(registry)
+
+    monkeypatch.setattr(session, "describe", counted)
+    for depth in (2, 8):
+        path = str(tmp_path / f"{depth}.keras")
+        keras.Sequential([keras.Input((4,)), *(L.Dense(4) for _ in range(depth))]).save(path)
+        with make_map().scope():
+            keras.models.load_model(path)
+    assert looks[2] == looks[8]
+
+
+def test_what_a_scope_keeps_of_a_layer_is_not_searched():
+    """A look for variables does not go through the engine, with all that it remembers of other models."""
+    layer = built().layers[0]
+    assert session_of(layer) not in [value for _, value in attributes(layer)]
 
 
 def test_a_loaded_model_trains_on(tmp_path):

@@ -3,7 +3,7 @@
 A few class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
 `Variable.__init__` (of the class that all backends share), `Layer.__new__`, `Layer._maybe_build`, the optimizers'
 `__init__` and `SeedGenerator.next`. All look at the current scope of their own thread, so other threads see plain
-Keras.
+Keras. What Keras's reader of files asks for again and again is kept meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer
+from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer, saving_lib
 from layoutmap.core.current import current
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.patches import Attribute, Patches, temporarily
@@ -128,6 +128,8 @@ _PATCHES = Patches(
         Attribute(Layer, "_maybe_build", _building),
         Attribute(keras.random.SeedGenerator, "next", _drawing),
         Attribute(BaseOptimizer, "__init__", _making_optimizers),
+        # Keras 3.15 makes a layer each time it asks for one of these, for every object in a file.
+        Attribute(saving_lib, "get_attr_skipset", functools.cache),
     ]
 )
 

@@ -28,8 +28,12 @@ from layoutmap.core.variables import distinct
 _MOST_ALIASES = 16
 
 # What Keras and this library keep on a layer for their own use; what is in them is found under its own attribute.
+SESSION = "_layoutmap_session"
+"""The attribute of a layer, an optimizer or a pending variable that is the scope it was made in."""
+
 _BOOKKEEPING = frozenset(
     (
+        SESSION,
         *("_trainable_variables", "_non_trainable_variables", "_layers", "_metrics", "_seed_generators"),
         *("_tracker", "_functional", "_operations", "_operations_by_depth", "_nodes", "_nodes_by_depth"),
         *("_inbound_nodes", "_outbound_nodes", "_losses", "_loss_ids", "_losses_override", "_loss_tracker"),

@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from layoutmap.adapters.keras.loading import is_on_host
+from layoutmap.adapters.keras.paths import SESSION
 from layoutmap.adapters.keras.private import in_stateless_scope
 
-_SESSION = "_layoutmap_session"
 _classes: dict[type, type] = {}
 
 
@@ -33,7 +33,7 @@ class _Pending:
     def value(self) -> Any:
         if in_stateless_scope():
             return super().value  # type: ignore[misc]
-        getattr(self, _SESSION).make_now(self)
+        getattr(self, SESSION).make_now(self)
         if is_pending(self):  # in a plan
             return self._maybe_autocast(keras.ops.broadcast_to(keras.ops.zeros((), self._dtype), self.shape))
         return self.value  # that of its own class now
@@ -47,7 +47,7 @@ class _Pending:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if in_stateless_scope():
             return super().__array__(dtype)  # type: ignore[misc]
-        getattr(self, _SESSION).make_now(self)
+        getattr(self, SESSION).make_now(self)
         if is_pending(self):  # in a plan
             own = getattr(ml_dtypes, self._dtype, self._dtype)
             return np.broadcast_to(np.zeros((), dtype or own), self.shape)
@@ -56,11 +56,11 @@ class _Pending:
     def assign(self, value: Any) -> Any:
         if in_stateless_scope() or not is_on_host(value):
             return super().assign(value)  # type: ignore[misc]
-        getattr(self, _SESSION).assign_now(self, value)
+        getattr(self, SESSION).assign_now(self, value)
         return value if is_pending(self) else self.value
 
     def _direct_assign(self, value: Any) -> None:
-        getattr(self, _SESSION).assign_now(self, value)
+        getattr(self, SESSION).assign_now(self, value)
 
 
 def make_pending(variable: Any, session: Any) -> None:
@@ -68,7 +68,7 @@ def make_pending(variable: Any, session: Any) -> None:
     plain = type(variable)
     if plain not in _classes:
         _classes[plain] = type(plain.__name__, (_Pending, plain), {"__module__": plain.__module__})
-    setattr(variable, _SESSION, session)
+    setattr(variable, SESSION, session)
     variable.__class__ = _classes[plain]
 
 
@@ -81,4 +81,4 @@ def end_pending(variable: Any) -> None:
     """Turn a pending variable back into what it was; it has its value, or is about to."""
     if isinstance(variable, _Pending):
         variable.__class__ = type(variable).__mro__[2]
-        delattr(variable, _SESSION)
+        delattr(variable, SESSION)

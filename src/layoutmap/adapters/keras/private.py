@@ -19,7 +19,8 @@ are read and set by the other modules of this folder, and nowhere else. Those of
     keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
     keras.src.optimizers                            BaseOptimizer.__init__, _trainable_variables; Adafactor._r, _c
     keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
-                                                    safe_get_h5_dataset, safe_get_h5_group
+                                                    safe_get_h5_dataset, safe_get_h5_group,
+                                                    get_attr_skipset
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case, and what its
                                                     uniquify counts in global_state: "object_name_uids";
                                                     traceback_utils, by _keras_call_info_injected on an error
@@ -51,6 +52,7 @@ try:
     from keras.src.optimizers.base_optimizer import BaseOptimizer as KerasOptimizer
     from keras.src.random import seed_generator
     from keras.src.random.seed_generator import draw_seed
+    from keras.src.saving import saving_lib
     from keras.src.saving.saving_lib import H5IOStore as KerasStore
     from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
     from keras.src.utils.naming import to_snake_case, uniquify
@@ -85,6 +87,7 @@ NAMES: Names = (
     (global_state, ("get_global_attribute", "set_global_attribute")),
     (seed_generator, ("GLOBAL_SEED_GENERATOR", "global_seed_generator")),
     (H5IOStore, ("__getitem__", "keys")),
+    (saving_lib, ("get_attr_skipset",)),
 )
 """What is probed: classes and modules, and names of theirs."""
 

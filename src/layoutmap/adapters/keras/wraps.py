@@ -25,6 +25,7 @@ from layoutmap.adapters.keras.batches import checking_callbacks, sharding_batche
 from layoutmap.adapters.keras.copies import copy_wraps, warn_of_plain_layers
 from layoutmap.adapters.keras.loading import loading, loading_weights
 from layoutmap.adapters.keras.older import existed_before
+from layoutmap.adapters.keras.paths import SESSION
 from layoutmap.adapters.keras.private import Functional, outermost_layer
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.undoing import all_or_nothing
@@ -32,7 +33,6 @@ from layoutmap.adapters.keras.undoing import all_or_nothing
 CALLS = ("call", "quantized_call")
 """The methods by which Keras computes what a layer returns: the second one once it is quantized."""
 
-_MARK = "_layoutmap_session"
 _BEFORE = "_layoutmap_before"
 _ABSENT = object()
 
@@ -98,7 +98,7 @@ def unwrap_optimizer(optimizer: Any) -> None:
 
 def session_of(thing: Any) -> KerasSession | None:
     """The scope that looks after a layer, model or optimizer."""
-    return thing.__dict__.get(_MARK)
+    return thing.__dict__.get(SESSION)
 
 
 def call_of(layer: Any, name: str) -> Callable[..., Any]:
@@ -124,10 +124,10 @@ def _sessions_below(model: Any) -> set[KerasSession]:
 
 def _begin(thing: Any, session: KerasSession) -> bool:
     """Whether something is still to be wrapped; what another scope wrapped is plain again."""
-    if thing.__dict__.get(_MARK) is session:
+    if thing.__dict__.get(SESSION) is session:
         return False
     _unwrap(thing)
-    thing.__dict__[_MARK] = session
+    thing.__dict__[SESSION] = session
     return True
 
 
@@ -138,9 +138,9 @@ def _unwrap(thing: Any) -> None:
             own.pop(name, None)
         else:
             own[name] = before
-    if _MARK in own:
-        own[_MARK].registry.let_go(thing)
-        del own[_MARK]
+    if SESSION in own:
+        own[SESSION].registry.let_go(thing)
+        del own[SESSION]
 
 
 def _put(thing: Any, wraps: dict[str, Any]) -> None:
