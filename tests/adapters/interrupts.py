@@ -71,7 +71,8 @@ def _raise() -> None:
     raise KeyboardInterrupt
 
 
-def run_alone(file: str, step: int) -> None:
+def run_alone(file: str, *arguments: int) -> None:
     """Run a file in a process of its own: what an interrupt leaves in a framework's C++ is not for other tests."""
-    run = subprocess.run([sys.executable, "-W", "ignore", file, str(step)], capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", file, *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert 0 == run.returncode, run.stderr
