@@ -25,6 +25,7 @@ from layoutmap.adapters.torch.fsdp_units import Gathering
 from layoutmap.adapters.torch.mesh_context import here, recording, running, summing_up
 from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
+from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import (
@@ -164,16 +165,13 @@ class _Graph:
         return call.compute()
 
     def _run(self, call: _Call) -> Any:
-        outer, here.call = here.call, call
         try:
             if not call.why_not:
-                with without_function_modes():
+                with temporarily(here, "call", call), without_function_modes():
                     return self._function(call.tensors)
         except Exception:
             if not call.why_not:
                 raise
-        finally:
-            here.call = outer
         return []
 
     def _refuse(self, call: _Call) -> None:

@@ -24,7 +24,6 @@ from layoutmap.engines.torch.private import (
     at_end_of_backward,
     backward_pass,
     is_checkpoint,
-    members_of_module,
     plainly,
     saver,
     version_of,
@@ -48,7 +47,7 @@ class Weight:
     @property
     def held(self) -> Any:
         """What the module holds there now."""
-        return held_at(self.place)
+        return self.place.held
 
     @property
     def name(self) -> str:
@@ -252,24 +251,16 @@ class _Asked:
             gather.rows()
 
 
-def held_at(place: Place) -> Any:
-    """What a module holds in a place."""
-    return members_of_module(place.module)[0][place.name]
-
-
 @contextmanager
 def held_in_place(
     places: Sequence[Sequence[Place]], before: Sequence[Any], tensors: Sequence[Any]
 ) -> Generator[None]:
     """While open, modules hold other tensors than before."""
+    held = [(place, *both) for same, *both in zip(places, before, tensors, strict=True) for place in same]
     try:
-        _put(places, tensors)
+        for place, _, tensor in held:
+            place.put(tensor)
         yield
     finally:
-        _put(places, before)
-
-
-def _put(places: Sequence[Sequence[Place]], tensors: Sequence[Any]) -> None:
-    for same, tensor in zip(places, tensors, strict=True):
-        for place in same:
-            members_of_module(place.module)[0][place.name] = tensor
+        for place, tensor, _ in held:
+            place.put(tensor)

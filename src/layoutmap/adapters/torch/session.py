@@ -38,7 +38,7 @@ from layoutmap.adapters.torch.paths import (
     roots_of,
 )
 from layoutmap.adapters.torch.roles import head_sizes, use_of
-from layoutmap.adapters.torch.swap import carry_over, put, replace_in_module, replace_in_optimizer
+from layoutmap.adapters.torch.swap import carry_over, replace_in_module, replace_in_optimizer
 from layoutmap.adapters.torch.tools import look_after_tools
 from layoutmap.adapters.torch.unsupported import unsupported_of
 from layoutmap.core.checksums import checksum
@@ -50,6 +50,7 @@ from layoutmap.core.patches import Closing
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines.torch.deferred_init.tape import Tape
+from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.private import FakeTensor
 
 _ONLY_A_PLAN = "only a plan, it has no values"
@@ -232,7 +233,7 @@ class TorchSession:
                     VariableSpec(
                         found.path,
                         shape,
-                        _dtype_of(tensor),
+                        dtype_name(tensor.dtype),
                         kind,
                         (*found.aliases, *names_without(found, root)),
                         parent,
@@ -270,7 +271,7 @@ class TorchSession:
         replaced = {id(e.found.tensor): self._held(e, array, layout) for e, array, layout in placed}
         for entry, _, _ in placed:
             for place in entry.found.places:
-                put(place, replaced[id(entry.found.tensor)])
+                place.put(replaced[id(entry.found.tensor)])
         layouts = {id(replaced[id(e.found.tensor)]): layout for e, _, layout in placed}
         self._replace_references(roots, replaced, layouts)
         for entry, _, _ in placed:
@@ -339,7 +340,7 @@ class TorchSession:
     def _in_layout(self, tensor: Any, layout: Layout) -> Any:
         if not self._tape.holds(tensor):
             return self.home.engine.relayout(tensor, layout)
-        spec = VariableSpec("slot", tuple(tensor.shape), _dtype_of(tensor), Kind.SLOT)
+        spec = VariableSpec("slot", tuple(tensor.shape), dtype_name(tensor.dtype), Kind.SLOT)
         return self.home.create({"slot": Assignment(spec, layout)}, {"slot": self._initializer(tensor)})[
             "slot"
         ]
@@ -399,10 +400,6 @@ class _Recording(Closing):
 
     def close(self) -> None:
         self._session.stop()
-
-
-def _dtype_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 @contextmanager

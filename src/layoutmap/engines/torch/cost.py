@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.patches import temporarily
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -28,7 +29,7 @@ from layoutmap.cost.table import Collective, CollectiveKind, Phase, StepCost
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import mark, native_of
 from layoutmap.engines.torch.devices import forget_process_group
-from layoutmap.engines.torch.element_types import torch_dtype
+from layoutmap.engines.torch.element_types import dtype_name, torch_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
 from layoutmap.engines.torch.private import (
     FakeStore,
@@ -197,14 +198,9 @@ class _Counting(TorchDispatchMode):
         """The piece of a variable."""
         self._named[storage_key(local)] = path
 
-    @contextmanager
-    def phase(self, name: Phase) -> Generator[None]:
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
         """While open, the step is in this part."""
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
+        return temporarily(self, "_phase", name)
 
     def updating(self) -> AbstractContextManager[None]:
         """While open, the optimizer updates the variables."""
@@ -250,7 +246,7 @@ class _Counting(TorchDispatchMode):
         elif func.namespace == "aten" and not is_view(func):
             self.traffic += sum(map(_num_bytes, (*inputs, *outputs)))
             if func.overloadpacket in flop_registry and inputs:
-                dtype = str(inputs[0].dtype).removeprefix("torch.")
+                dtype = dtype_name(inputs[0].dtype)
                 number = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
                 self.flops[dtype] = self.flops.get(dtype, 0) + int(number)
         for output in outputs:
