@@ -29,7 +29,6 @@ from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import (
-    DTensorSpec,
     call_compiled,
     dtensor,
     has_dynamic_shapes,
@@ -37,6 +36,7 @@ from layoutmap.engines.torch.private import (
     local_of,
     makes_one_graph,
     nonstrict_trace,
+    placed_as,
     plainly,
     spec_of,
     tree_leaves,
@@ -214,7 +214,7 @@ class _WithZeros(torch.autograd.Function):
 def _zeros(dtype: torch.dtype, shape: tuple[int, ...], spec: Any) -> Any:
     """The gradient of a tensor that nothing depends on."""
     local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
-    return dtensor(local, DTensorSpec(spec.mesh, summed_placements(spec.placements), spec.tensor_meta))
+    return dtensor(local, placed_as(spec, summed_placements(spec.placements), dtype))
 
 
 def _computed(tensors: list[torch.Tensor]) -> Any:

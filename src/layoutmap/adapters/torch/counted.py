@@ -74,15 +74,9 @@ class _Step:
         self._entries = entries
         self._model = model
         self._is_named = isinstance(inputs, Mapping)
-        several: Mapping[str, Any] = (
-            inputs
-            if isinstance(inputs, Mapping)
-            else {
-                f"input {i}": each
-                for i, each in enumerate(inputs if isinstance(inputs, (list, tuple)) else [inputs])
-            }
-        )
-        self.inputs = dict(several)
+        several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+        numbered = {f"input {i}": each for i, each in enumerate(several)}
+        self.inputs: dict[str, Any] = dict(inputs) if self._is_named else numbered
         self.optimizer = training_of(model).make_optimizer
         self._install = install
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # more are known when it runs

@@ -160,8 +160,7 @@ class Own:
         if not together:  # the model's own call has gathered them
             yield
             return
-        changed = [(weight.place, tensor) for weight, tensor in asked.held if id(tensor) in together]
-        places, before = [[place] for place, _ in changed], [tensor for _, tensor in changed]
+        computing = [(w.place, each, together[id(each)]) for w, each in asked.held if id(each) in together]
         keys = () if self._is_kept else asked.keys
         versions = {id(tensor): version_of(tensor) for _, tensor in asked.held}
 
@@ -175,7 +174,7 @@ class Own:
 
         is_again = not torch.is_grad_enabled() or is_checkpoint(saver())
         with (
-            held_in_place(places, before, [together[id(tensor)] for tensor in before]),
+            held_in_place(computing),
             regathered([together[key] for key in keys], again) as is_freed,
         ):
             plainly(self._order.go_on)(self, home, is_freed=bool(keys) and (is_freed or is_again))
@@ -252,15 +251,12 @@ class _Asked:
 
 
 @contextmanager
-def held_in_place(
-    places: Sequence[Sequence[Place]], before: Sequence[Any], tensors: Sequence[Any]
-) -> Generator[None]:
-    """While open, modules hold other tensors than before."""
-    held = [(place, *both) for same, *both in zip(places, before, tensors, strict=True) for place in same]
+def held_in_place(changes: Sequence[tuple[Place, Any, Any]]) -> Generator[None]:
+    """While open, modules hold other tensors than before: where, what before, and what meanwhile."""
     try:
-        for place, _, tensor in held:
+        for place, _, tensor in changes:
             place.put(tensor)
         yield
     finally:
-        for place, tensor, _ in held:
+        for place, tensor, _ in changes:
             place.put(tensor)

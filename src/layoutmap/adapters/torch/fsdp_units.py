@@ -247,7 +247,10 @@ def gathered(gathering: Gathering, home: ScopeContext, inputs: Sequence[torch.Te
             sharded
         ):  # the model was not converted, no call of it is open
             tensors = stack.enter_context(unit.gathered(inputs))
-            stack.enter_context(held_in_place(gathering.places, sharded, tensors))
+            whole = zip(gathering.places, sharded, tensors, strict=True)
+            stack.enter_context(
+                held_in_place([(place, *both) for places, *both in whole for place in places])
+            )
             own = gathering.others
         if own:
             stack.enter_context(gathering.own(own).gathered(home))

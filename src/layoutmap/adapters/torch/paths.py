@@ -26,8 +26,8 @@ class Place:
 
     @property
     def held(self) -> Any:
-        """What the module holds there now."""
-        return self._members[self.name]
+        """What the module holds there now; `None`: nothing, as where a weight was pruned."""
+        return self._members.get(self.name)
 
     def put(self, tensor: Any) -> None:
         """Have the module hold another tensor there."""

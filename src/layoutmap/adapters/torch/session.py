@@ -155,19 +155,13 @@ class TorchSession:
         key = id(optimizer)
         self._optimizers.setdefault(key, weakref.ref(optimizer, lambda _: self._optimizers.pop(key, None)))
 
-    def _optimizers_created(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for ref in list(self._optimizers.values()) if (optimizer := ref()) is not None]
-
     def _created(self) -> list[torch.nn.Module]:
         """The models that were made: modules that are inside no other."""
-        modules = [module for ref in list(self._modules.values()) if (module := ref()) is not None]
-        roots = roots_of(modules)
+        roots = roots_of(_alive(self._modules))
         if len(roots) > 1:  # one may be garbage that only waits to be collected
-            del modules, roots
+            del roots
             gc.collect()
-            roots = roots_of(
-                [module for ref in list(self._modules.values()) if (module := ref()) is not None]
-            )
+            roots = roots_of(_alive(self._modules))
         return roots
 
     def unbuilt(self) -> list[str]:
@@ -288,7 +282,7 @@ class TorchSession:
                 found.append((f"{path}.grad", tensor.grad))
         found += [
             (f"{paths[tensor]}.{name}", value)
-            for optimizer in self._optimizers_created()
+            for optimizer in _alive(self._optimizers)
             for tensor, slots in optimizer.state.items()
             for name, value in slots.items()
             if tensor in paths and isinstance(value, torch.Tensor)
@@ -334,7 +328,7 @@ class TorchSession:
         for root in roots:
             for module in (root, *below(root)):
                 replace_in_module(module, swap)
-        for optimizer in self._optimizers_created():
+        for optimizer in _alive(self._optimizers):
             replace_in_optimizer(optimizer, swap, slot)
 
     def _in_layout(self, tensor: Any, layout: Layout) -> Any:
@@ -400,6 +394,10 @@ class _Recording(Closing):
 
     def close(self) -> None:
         self._session.stop()
+
+
+def _alive(refs: Mapping[int, weakref.ref[Any]]) -> list[Any]:
+    return [each for ref in list(refs.values()) if (each := ref()) is not None]
 
 
 @contextmanager

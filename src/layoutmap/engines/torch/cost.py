@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -36,8 +37,10 @@ from layoutmap.engines.torch.private import (
     FakeTensorMode,
     TorchDispatchMode,
     clear_sharding_caches,
+    dtensor,
     is_view,
     local_of,
+    spec_of_tensor,
     storage_key,
     tree_leaves,
 )
@@ -151,13 +154,9 @@ def _valueless(assignment: Assignment) -> Any:
     """A DTensor in its layout, without values."""
     variable, layout = assignment.variable, assignment.layout
     native, placements = native_of(layout)
-    local = torch.empty(
-        assignment.shard_shape, dtype=torch_dtype(variable.dtype, variable.path), device=native.device_type
-    )
-    shape = torch.Size(variable.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    made = DTensor.from_local(local, native, placements, run_check=False, shape=shape, stride=stride)
-    return mark(made, layout)
+    dtype = torch_dtype(variable.dtype, variable.path)
+    local = torch.empty(assignment.shard_shape, dtype=dtype, device=native.device_type)
+    return mark(dtensor(local, spec_of_tensor(native, placements, torch.Size(variable.shape), dtype)), layout)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -222,10 +221,7 @@ class _Counting(TorchDispatchMode):
 
     def made(self) -> Iterator[Collective]:
         """The collectives, equal ones in one."""
-        counts: dict[Any, int] = {}
-        for kind, dims, num_bytes, (cause,), phase in self._calls:
-            key = kind, dims, num_bytes, cause, phase
-            counts[key] = counts.get(key, 0) + 1
+        counts = Counter[Any]((*call[:3], *call[3], call[4]) for call in self._calls)
         for (kind, dims, num_bytes, cause, phase), number in counts.items():
             yield Collective(kind, dims, number, num_bytes, cause, phase)
 

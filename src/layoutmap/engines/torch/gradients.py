@@ -22,7 +22,7 @@ from layoutmap.engines.torch.private import (
     backward_pass,
     dtensor,
     local_of,
-    placed_as,
+    placed_over,
     plainly,
     spec_of,
     summed_over,
@@ -158,8 +158,7 @@ def _sum_up_at_once(parameters: list[Any], dim: int, reduce_op: str) -> None:
         parameters, pieces, parts.split([each.numel() for each in pieces]), strict=True
     ):
         spec = spec_of(parameter.grad)
-        placements = [Replicate() if i == dim else each for i, each in enumerate(spec.placements)]
         # A DTensor that begins inside of a storage cannot be copied.
         parameter.grad = dtensor(
-            part.clone().view(piece.shape), placed_as(spec, tuple(placements), part.dtype)
+            part.clone().view(piece.shape), placed_over(spec, dim, Replicate(), part.dtype)
         )
