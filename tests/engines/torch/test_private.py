@@ -55,3 +55,20 @@ def test_private_names_of_torch_are_in_one_file():
 
     assert {"_local_tensor", "_rank_map", "_is_view"} <= found.pop(PRIVATE)
     assert {} == {path: names for path, names in found.items() if names}
+
+
+def looked_for_in(tree):
+    """The private names that a file imports or looks for when it is imported, or has in a string."""
+    for node in tree.body:
+        if isinstance(node, (ast.Try, ast.AnnAssign, ast.Import, ast.ImportFrom)):
+            yield from private_names(node)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from node.value.split()
+
+
+def test_each_private_name_of_torch_is_looked_for():
+    """A release of torch that lacks one of the names is refused: the file has each in a list, or imports it."""
+    path = SOURCE / PRIVATE
+
+    assert set() == found_in(path) - set(looked_for_in(ast.parse(path.read_text())))

@@ -8,7 +8,7 @@ and in its state, is among the settings, by the paths of parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,8 +18,8 @@ from layoutmap.adapters.torch.paths import Found, find_tensors
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.torch.element_types import to_numpy, to_torch
-from layoutmap.engines.torch.private import left_out_of_state_dicts, uncompiled
+from layoutmap.engines.torch.element_types import dtype_name, to_numpy, to_torch
+from layoutmap.engines.torch.private import left_out_of_state_dicts, tree_map, uncompiled
 
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """What a group says of the tensors of this process and of how they are computed with: it is kept as it is."""
@@ -38,7 +38,7 @@ def stored(
     if settings:
         _check_alike(optimizer, parameters, settings)
     slots = {
-        f"optimizer.{path}.{name}": Stored(_slot_spec(path, name, slot.shape, _dtype(slot)), slot)
+        f"optimizer.{path}.{name}": Stored(_slot_spec(path, name, slot.shape, dtype_name(slot.dtype)), slot)
         for path, parameter in parameters.items()
         if not settings or path in settings["state"]  # of others the state is to be as before the first step
         for name, slot in optimizer.state.get(parameter, {}).items()
@@ -207,6 +207,10 @@ def _on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> boo
 
 def _packed(value: Any) -> Any:
     """A setting with arrays of numpy in the place of tensors."""
+    return tree_map(_array_of, value)
+
+
+def _array_of(value: Any) -> Any:
     if isinstance(value, DTensor):
         raise CheckpointError(
             "optimizer: a list of its state has a tensor in a layout",
@@ -214,23 +218,11 @@ def _packed(value: Any) -> Any:
             why="slots in layouts are saved shard by shard, each under the name that the state of its parameter has",
             fix="have the optimizer keep it as optimizer.state[parameter][name], as AdamW does",
         )
-    if isinstance(value, torch.Tensor):
-        return to_numpy(value)
-    if isinstance(value, dict):
-        return {name: _packed(each) for name, each in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_packed, cast("list[Any]", value)))
-    return value
+    return to_numpy(value) if isinstance(value, torch.Tensor) else value
 
 
 def _unpacked(value: Any) -> Any:
-    if hasattr(value, "__array__"):
-        return to_torch(value)
-    if isinstance(value, dict):
-        return {name: _unpacked(each) for name, each in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_unpacked, cast("list[Any]", value)))
-    return value
+    return tree_map(lambda each: to_torch(each) if hasattr(each, "__array__") else each, value)
 
 
 def _slot_spec(parent: str, name: str, shape: Iterable[int], dtype: str) -> VariableSpec:
@@ -240,8 +232,4 @@ def _slot_spec(parent: str, name: str, shape: Iterable[int], dtype: str) -> Vari
 def _spec(found: Found) -> VariableSpec:
     kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
     tensor = found.tensor
-    return VariableSpec(found.path, tuple(tensor.shape), _dtype(tensor), kind, tuple(found.aliases))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return VariableSpec(found.path, tuple(tensor.shape), dtype_name(tensor.dtype), kind, tuple(found.aliases))

@@ -25,10 +25,10 @@ from layoutmap.adapters.torch.fsdp_units import Gathering
 from layoutmap.adapters.torch.mesh_context import here, recording, running, summing_up
 from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
+from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import (
-    DTensorSpec,
     call_compiled,
     dtensor,
     has_dynamic_shapes,
@@ -36,6 +36,7 @@ from layoutmap.engines.torch.private import (
     local_of,
     makes_one_graph,
     nonstrict_trace,
+    placed_as,
     plainly,
     spec_of,
     tree_leaves,
@@ -164,16 +165,13 @@ class _Graph:
         return call.compute()
 
     def _run(self, call: _Call) -> Any:
-        outer, here.call = here.call, call
         try:
             if not call.why_not:
-                with without_function_modes():
+                with temporarily(here, "call", call), without_function_modes():
                     return self._function(call.tensors)
         except Exception:
             if not call.why_not:
                 raise
-        finally:
-            here.call = outer
         return []
 
     def _refuse(self, call: _Call) -> None:
@@ -216,7 +214,7 @@ class _WithZeros(torch.autograd.Function):
 def _zeros(dtype: torch.dtype, shape: tuple[int, ...], spec: Any) -> Any:
     """The gradient of a tensor that nothing depends on."""
     local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
-    return dtensor(local, DTensorSpec(spec.mesh, summed_placements(spec.placements), spec.tensor_meta))
+    return dtensor(local, placed_as(spec, summed_placements(spec.placements), dtype))
 
 
 def _computed(tensors: list[torch.Tensor]) -> Any:

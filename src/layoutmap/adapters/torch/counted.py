@@ -16,6 +16,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, Shape, TrainingStep
 from layoutmap.engines.protocol import Engine
+from layoutmap.engines.torch.element_types import dtype_name
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
 _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
@@ -57,12 +58,8 @@ def training_step(
             have; has it compute so.
     """
     step = _Step(entries, model, inputs, loss, install)
-    batch = [Shape(name, tuple(each.shape), _name(each.dtype)) for name, each in step.inputs.items()]
+    batch = [Shape(name, tuple(each.shape), dtype_name(each.dtype)) for name, each in step.inputs.items()]
     return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, step.notes)
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Step:
@@ -77,15 +74,9 @@ class _Step:
         self._entries = entries
         self._model = model
         self._is_named = isinstance(inputs, Mapping)
-        several: Mapping[str, Any] = (
-            inputs
-            if isinstance(inputs, Mapping)
-            else {
-                f"input {i}": each
-                for i, each in enumerate(inputs if isinstance(inputs, (list, tuple)) else [inputs])
-            }
-        )
-        self.inputs = dict(several)
+        several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+        numbered = {f"input {i}": each for i, each in enumerate(several)}
+        self.inputs: dict[str, Any] = dict(inputs) if self._is_named else numbered
         self.optimizer = training_of(model).make_optimizer
         self._install = install
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # more are known when it runs

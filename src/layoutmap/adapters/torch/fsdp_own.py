@@ -24,7 +24,6 @@ from layoutmap.engines.torch.private import (
     at_end_of_backward,
     backward_pass,
     is_checkpoint,
-    members_of_module,
     plainly,
     saver,
     version_of,
@@ -48,7 +47,7 @@ class Weight:
     @property
     def held(self) -> Any:
         """What the module holds there now."""
-        return held_at(self.place)
+        return self.place.held
 
     @property
     def name(self) -> str:
@@ -161,8 +160,7 @@ class Own:
         if not together:  # the model's own call has gathered them
             yield
             return
-        changed = [(weight.place, tensor) for weight, tensor in asked.held if id(tensor) in together]
-        places, before = [[place] for place, _ in changed], [tensor for _, tensor in changed]
+        computing = [(w.place, each, together[id(each)]) for w, each in asked.held if id(each) in together]
         keys = () if self._is_kept else asked.keys
         versions = {id(tensor): version_of(tensor) for _, tensor in asked.held}
 
@@ -176,7 +174,7 @@ class Own:
 
         is_again = not torch.is_grad_enabled() or is_checkpoint(saver())
         with (
-            held_in_place(places, before, [together[id(tensor)] for tensor in before]),
+            held_in_place(computing),
             regathered([together[key] for key in keys], again) as is_freed,
         ):
             plainly(self._order.go_on)(self, home, is_freed=bool(keys) and (is_freed or is_again))
@@ -252,24 +250,13 @@ class _Asked:
             gather.rows()
 
 
-def held_at(place: Place) -> Any:
-    """What a module holds in a place."""
-    return members_of_module(place.module)[0][place.name]
-
-
 @contextmanager
-def held_in_place(
-    places: Sequence[Sequence[Place]], before: Sequence[Any], tensors: Sequence[Any]
-) -> Generator[None]:
-    """While open, modules hold other tensors than before."""
+def held_in_place(changes: Sequence[tuple[Place, Any, Any]]) -> Generator[None]:
+    """While open, modules hold other tensors than before: where, what before, and what meanwhile."""
     try:
-        _put(places, tensors)
+        for place, _, tensor in changes:
+            place.put(tensor)
         yield
     finally:
-        _put(places, before)
-
-
-def _put(places: Sequence[Sequence[Place]], tensors: Sequence[Any]) -> None:
-    for same, tensor in zip(places, tensors, strict=True):
-        for place in same:
-            members_of_module(place.module)[0][place.name] = tensor
+        for place, tensor, _ in changes:
+            place.put(tensor)

@@ -21,7 +21,7 @@ import torch
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
-from layoutmap.adapters.torch.fsdp_own import Order, Own, Weight, held_at, held_in_place
+from layoutmap.adapters.torch.fsdp_own import Order, Own, Weight, held_in_place
 from layoutmap.adapters.torch.paths import Place, layer_paths
 from layoutmap.core.errors import listed
 from layoutmap.core.layout import Layout
@@ -238,7 +238,7 @@ def gathered(gathering: Gathering, home: ScopeContext, inputs: Sequence[torch.Te
         inputs: The tensors that the module is called with.
     """
     unit = gathering.unit
-    sharded = [held_at(places[0]) for places in gathering.places]
+    sharded = [places[0].held for places in gathering.places]
     with ExitStack() as stack:
         if gathering.is_outermost and not gathering.order.is_open:
             stack.enter_context(gathering.order.call())
@@ -247,7 +247,10 @@ def gathered(gathering: Gathering, home: ScopeContext, inputs: Sequence[torch.Te
             sharded
         ):  # the model was not converted, no call of it is open
             tensors = stack.enter_context(unit.gathered(inputs))
-            stack.enter_context(held_in_place(gathering.places, sharded, tensors))
+            whole = zip(gathering.places, sharded, tensors, strict=True)
+            stack.enter_context(
+                held_in_place([(place, *both) for places, *both in whole for place in places])
+            )
             own = gathering.others
         if own:
             stack.enter_context(gathering.own(own).gathered(home))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.core.patches import Patches
+from layoutmap.core.patches import Patches, temporarily
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
 from layoutmap.engines.torch.private import checkpoints
 
@@ -50,46 +50,30 @@ def is_running() -> bool:
 @contextmanager
 def running(home: ScopeContext) -> Generator[None]:
     """While open, this thread computes on the mesh of a scope."""
-    before = here.home
-    here.home = home
-    try:
-        with _CHECKPOINTS.used(), _with_versions(), home.engine.run_on(home.policy.mesh):
-            yield
-    finally:
-        here.home = before
+    with (
+        temporarily(here, "home", home),
+        _CHECKPOINTS.used(),
+        _with_versions(),
+        home.engine.run_on(home.policy.mesh),
+    ):
+        yield
 
 
 @contextmanager
 def summing_up(is_odd: bool) -> Generator[None]:
     """While open, sums over the mesh are made at once if a batch is odd, that is, does not divide."""
-    before = here.is_odd
-    here.is_odd = is_odd
-    try:
-        with SummingUp() if is_odd else nullcontext():
-            yield
-    finally:
-        here.is_odd = before
+    with temporarily(here, "is_odd", is_odd), SummingUp() if is_odd else nullcontext():
+        yield
 
 
-@contextmanager
-def recording() -> Generator[None]:
+def recording() -> AbstractContextManager[None]:
     """While open, this thread records a graph: what a model would have compiled is computed as it is."""
-    before = here.is_recording
-    here.is_recording = True
-    try:
-        yield
-    finally:
-        here.is_recording = before
+    return temporarily(here, "is_recording", True)
 
 
-@contextmanager
-def compiling(compiled: Mapping[Any, Any]) -> Generator[None]:
+def compiling(compiled: Mapping[Any, Any]) -> AbstractContextManager[None]:
     """While open, some modules of a model are compiled, by their `Forward`s."""
-    before, here.compiled = here.compiled, compiled
-    try:
-        yield
-    finally:
-        here.compiled = before
+    return temporarily(here, "compiled", compiled)
 
 
 @contextmanager

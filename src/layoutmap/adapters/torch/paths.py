@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from layoutmap.core.variables import distinct
+from layoutmap.engines.torch.private import members_of_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,20 @@ class Place:
 
     module: torch.nn.Module
     name: str
+
+    @property
+    def held(self) -> Any:
+        """What the module holds there now; `None`: nothing, as where a weight was pruned."""
+        return self._members.get(self.name)
+
+    def put(self, tensor: Any) -> None:
+        """Have the module hold another tensor there."""
+        self._members[self.name] = tensor
+
+    @property
+    def _members(self) -> dict[str, Any]:
+        parameters, buffers = members_of_module(self.module)
+        return parameters if self.name in parameters else buffers
 
 
 @dataclass(slots=True)

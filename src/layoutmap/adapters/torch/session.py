@@ -38,7 +38,7 @@ from layoutmap.adapters.torch.paths import (
     roots_of,
 )
 from layoutmap.adapters.torch.roles import head_sizes, use_of
-from layoutmap.adapters.torch.swap import carry_over, put, replace_in_module, replace_in_optimizer
+from layoutmap.adapters.torch.swap import carry_over, replace_in_module, replace_in_optimizer
 from layoutmap.adapters.torch.tools import look_after_tools
 from layoutmap.adapters.torch.unsupported import unsupported_of
 from layoutmap.core.checksums import checksum
@@ -50,6 +50,7 @@ from layoutmap.core.patches import Closing
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines.torch.deferred_init.tape import Tape
+from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.private import FakeTensor
 
 _ONLY_A_PLAN = "only a plan, it has no values"
@@ -154,19 +155,13 @@ class TorchSession:
         key = id(optimizer)
         self._optimizers.setdefault(key, weakref.ref(optimizer, lambda _: self._optimizers.pop(key, None)))
 
-    def _optimizers_created(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for ref in list(self._optimizers.values()) if (optimizer := ref()) is not None]
-
     def _created(self) -> list[torch.nn.Module]:
         """The models that were made: modules that are inside no other."""
-        modules = [module for ref in list(self._modules.values()) if (module := ref()) is not None]
-        roots = roots_of(modules)
+        roots = roots_of(_alive(self._modules))
         if len(roots) > 1:  # one may be garbage that only waits to be collected
-            del modules, roots
+            del roots
             gc.collect()
-            roots = roots_of(
-                [module for ref in list(self._modules.values()) if (module := ref()) is not None]
-            )
+            roots = roots_of(_alive(self._modules))
         return roots
 
     def unbuilt(self) -> list[str]:
@@ -232,7 +227,7 @@ class TorchSession:
                     VariableSpec(
                         found.path,
                         shape,
-                        _dtype_of(tensor),
+                        dtype_name(tensor.dtype),
                         kind,
                         (*found.aliases, *names_without(found, root)),
                         parent,
@@ -270,7 +265,7 @@ class TorchSession:
         replaced = {id(e.found.tensor): self._held(e, array, layout) for e, array, layout in placed}
         for entry, _, _ in placed:
             for place in entry.found.places:
-                put(place, replaced[id(entry.found.tensor)])
+                place.put(replaced[id(entry.found.tensor)])
         layouts = {id(replaced[id(e.found.tensor)]): layout for e, _, layout in placed}
         self._replace_references(roots, replaced, layouts)
         for entry, _, _ in placed:
@@ -287,7 +282,7 @@ class TorchSession:
                 found.append((f"{path}.grad", tensor.grad))
         found += [
             (f"{paths[tensor]}.{name}", value)
-            for optimizer in self._optimizers_created()
+            for optimizer in _alive(self._optimizers)
             for tensor, slots in optimizer.state.items()
             for name, value in slots.items()
             if tensor in paths and isinstance(value, torch.Tensor)
@@ -333,13 +328,13 @@ class TorchSession:
         for root in roots:
             for module in (root, *below(root)):
                 replace_in_module(module, swap)
-        for optimizer in self._optimizers_created():
+        for optimizer in _alive(self._optimizers):
             replace_in_optimizer(optimizer, swap, slot)
 
     def _in_layout(self, tensor: Any, layout: Layout) -> Any:
         if not self._tape.holds(tensor):
             return self.home.engine.relayout(tensor, layout)
-        spec = VariableSpec("slot", tuple(tensor.shape), _dtype_of(tensor), Kind.SLOT)
+        spec = VariableSpec("slot", tuple(tensor.shape), dtype_name(tensor.dtype), Kind.SLOT)
         return self.home.create({"slot": Assignment(spec, layout)}, {"slot": self._initializer(tensor)})[
             "slot"
         ]
@@ -401,8 +396,8 @@ class _Recording(Closing):
         self._session.stop()
 
 
-def _dtype_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _alive(refs: Mapping[int, weakref.ref[Any]]) -> list[Any]:
+    return [each for ref in list(refs.values()) if (each := ref()) is not None]
 
 
 @contextmanager

@@ -12,16 +12,9 @@ from typing import Any
 
 import torch
 
-from layoutmap.adapters.torch.paths import Place
 from layoutmap.engines.torch.private import hooks_of_tensor, members_of_module, own_attributes
 
 Swap = Callable[[Any], Any]
-
-
-def put(place: Place, tensor: Any) -> None:
-    """Have a module hold another tensor under a name that it has."""
-    parameters, buffers = members_of_module(place.module)
-    (parameters if place.name in parameters else buffers)[place.name] = tensor
 
 
 def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:

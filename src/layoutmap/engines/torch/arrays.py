@@ -6,7 +6,7 @@ and is silently wrong for some layouts of simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from layoutmap.engines.torch.devices import (
 )
 from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.private import dtensor, local_of, spec_of_tensor
+from layoutmap.engines.torch.private import dtensor, local_of, placed_as, spec_of, spec_of_tensor
 
 _LAYOUT = "_layoutmap_layout"
 
@@ -71,7 +71,7 @@ def mark(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def from_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, read: Callable[[Index], torch.Tensor]
-) -> DTensor:
+) -> Any:
     """A DTensor from blocks; each different one that this process holds is read once.
 
     Args:
@@ -92,21 +92,9 @@ def from_blocks(
             pieces[rank] = known[ends].clone()
         else:
             pieces[rank] = known[ends] = read(index).to(device)
-    return _joined(pieces, dtype, shape, native, placements, layout)
-
-
-def _joined(
-    pieces: Mapping[int, torch.Tensor],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    native: Any,
-    placements: Any,
-    layout: Layout,
-) -> Any:
-    size = torch.Size(shape)
     with simulation.on_mesh(native), torch.no_grad():
         local = simulation.join(pieces, dtype)
-        made: Any = dtensor(local, spec_of_tensor(native, placements, size, dtype))
+        made: Any = dtensor(local, spec_of_tensor(native, placements, torch.Size(shape), dtype))
     return mark(made, layout)
 
 
@@ -227,17 +215,14 @@ _CARRIERS = {
 
 
 def _redistributed(array: Any, placements: Any) -> Any:
-    native, carrier = array.device_mesh, _CARRIERS.get(array.dtype)
+    carrier = _CARRIERS.get(array.dtype)
     if carrier is None:
         return redistributed(array, placements)
     with torch.no_grad():
-        shape, stride = array.shape, array.stride()
-        bits = local_of(array.detach()).view(carrier)
-        carried = DTensor.from_local(
-            bits, native, array.placements, run_check=False, shape=shape, stride=stride
-        )
-        bits = local_of(carried.redistribute(native, placements)).view(array.dtype)
-        return DTensor.from_local(bits, native, placements, run_check=False, shape=shape, stride=stride)
+        spec = spec_of(array)
+        carried = dtensor(local_of(array).view(carrier), placed_as(spec, spec.placements, carrier))
+        bits = local_of(redistributed(carried, placements)).view(array.dtype)
+        return dtensor(bits, placed_as(spec, tuple(placements), array.dtype))
 
 
 def _moved_by_pieces(array: Any, layout: Layout) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.patches import temporarily
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -28,15 +30,17 @@ from layoutmap.cost.table import Collective, CollectiveKind, Phase, StepCost
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import mark, native_of
 from layoutmap.engines.torch.devices import forget_process_group
-from layoutmap.engines.torch.element_types import torch_dtype
+from layoutmap.engines.torch.element_types import dtype_name, torch_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
 from layoutmap.engines.torch.private import (
     FakeStore,
     FakeTensorMode,
     TorchDispatchMode,
     clear_sharding_caches,
+    dtensor,
     is_view,
     local_of,
+    spec_of_tensor,
     storage_key,
     tree_leaves,
 )
@@ -150,13 +154,9 @@ def _valueless(assignment: Assignment) -> Any:
     """A DTensor in its layout, without values."""
     variable, layout = assignment.variable, assignment.layout
     native, placements = native_of(layout)
-    local = torch.empty(
-        assignment.shard_shape, dtype=torch_dtype(variable.dtype, variable.path), device=native.device_type
-    )
-    shape = torch.Size(variable.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    made = DTensor.from_local(local, native, placements, run_check=False, shape=shape, stride=stride)
-    return mark(made, layout)
+    dtype = torch_dtype(variable.dtype, variable.path)
+    local = torch.empty(assignment.shard_shape, dtype=dtype, device=native.device_type)
+    return mark(dtensor(local, spec_of_tensor(native, placements, torch.Size(variable.shape), dtype)), layout)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -197,14 +197,9 @@ class _Counting(TorchDispatchMode):
         """The piece of a variable."""
         self._named[storage_key(local)] = path
 
-    @contextmanager
-    def phase(self, name: Phase) -> Generator[None]:
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
         """While open, the step is in this part."""
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
+        return temporarily(self, "_phase", name)
 
     def updating(self) -> AbstractContextManager[None]:
         """While open, the optimizer updates the variables."""
@@ -226,10 +221,7 @@ class _Counting(TorchDispatchMode):
 
     def made(self) -> Iterator[Collective]:
         """The collectives, equal ones in one."""
-        counts: dict[Any, int] = {}
-        for kind, dims, num_bytes, (cause,), phase in self._calls:
-            key = kind, dims, num_bytes, cause, phase
-            counts[key] = counts.get(key, 0) + 1
+        counts = Counter[Any]((*call[:3], *call[3], call[4]) for call in self._calls)
         for (kind, dims, num_bytes, cause, phase), number in counts.items():
             yield Collective(kind, dims, number, num_bytes, cause, phase)
 
@@ -250,7 +242,7 @@ class _Counting(TorchDispatchMode):
         elif func.namespace == "aten" and not is_view(func):
             self.traffic += sum(map(_num_bytes, (*inputs, *outputs)))
             if func.overloadpacket in flop_registry and inputs:
-                dtype = str(inputs[0].dtype).removeprefix("torch.")
+                dtype = dtype_name(inputs[0].dtype)
                 number = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
                 self.flops[dtype] = self.flops.get(dtype, 0) + int(number)
         for output in outputs:

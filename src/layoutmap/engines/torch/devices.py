@@ -172,7 +172,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Any, ...]:
         for axis, numbers in enumerate(axes)
         if numbers
     )
-    return placements_of_order(order, placements, native)
+    return placements_of_order(order, tuple(placements), native)
 
 
 def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: int) -> Layout | None:
@@ -183,7 +183,7 @@ def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: in
     mesh = mesh_of(native)
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
-    order = order_of_placements(placements, native)
+    order = order_of_placements(tuple(placements), native)
     if order is None:
         return None
     axes: list[tuple[str, ...]] = [()] * rank

@@ -25,6 +25,11 @@ def torch_dtype(name: str, path: str) -> torch.dtype:
     raise no_element_type("torch", name, path)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of an element type, as numpy has it."""
+    return str(dtype).removeprefix("torch.")
+
+
 _NAMES_OF_ML_DTYPES = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
 _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16}
 
@@ -43,9 +48,8 @@ def to_numpy(tensor: torch.Tensor) -> NumpyArray:
     tensor = tensor.detach().cpu().contiguous()
     if _numpy_has(tensor.dtype):
         return tensor.numpy().copy()
-    name = str(tensor.dtype).removeprefix("torch.")
     bits = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16).numpy().copy()
-    return bits.view(np.dtype(getattr(ml_dtypes, name)))
+    return bits.view(np.dtype(getattr(ml_dtypes, dtype_name(tensor.dtype))))
 
 
 def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:

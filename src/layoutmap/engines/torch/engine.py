@@ -46,7 +46,7 @@ from layoutmap.engines.torch.deferred_init.streams import free_room
 from layoutmap.engines.torch.deferred_init.tape import trace
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
 from layoutmap.engines.torch.dtensor_ops.mode import computing
-from layoutmap.engines.torch.element_types import canonical, to_numpy, to_torch, torch_dtype
+from layoutmap.engines.torch.element_types import canonical, dtype_name, to_numpy, to_torch, torch_dtype
 from layoutmap.engines.torch.malloc import give_back
 from layoutmap.engines.torch.private import is_view_of_another, plainly, tree_leaves, tree_map
 from layoutmap.engines.torch.processes import (
@@ -138,7 +138,7 @@ class TorchEngine:
 
         def checked(index: Index) -> torch.Tensor:
             block = to_torch(np.asarray(read(index)), copy=copy)
-            check_shard(variable, index, block.shape, _name(block.dtype))
+            check_shard(variable, index, block.shape, dtype_name(block.dtype))
             return block
 
         return from_blocks(variable.shape, dtype, assignment.layout, checked)
@@ -262,14 +262,14 @@ def _created(assignment: Assignment, initializer: Initializer, seed: Any) -> tup
         return _in_blocks(initializer.blocks, variable.shape, dtype, layout, assignment), 0
     if initializer.program is not None:
         recipe = trace(initializer.program.function, seed)
-        check_initial_value(variable, recipe.shape, _name(recipe.dtype))
+        check_initial_value(variable, recipe.shape, dtype_name(recipe.dtype))
         if not recipe.why_global:
             return _in_blocks(recipe.blocks, recipe.shape, dtype, layout), 0
         value: Any = recipe.global_value()
     else:
         value = initializer.global_value()
     tensor = gather(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
-    check_initial_value(variable, tensor.shape, _name(tensor.dtype))
+    check_initial_value(variable, tensor.shape, dtype_name(tensor.dtype))
     return shard(tensor, layout), checksum(to_numpy(tensor)) if across() else 0
 
 
@@ -284,10 +284,6 @@ def _in_blocks(
     made = dict(zip(indices, blocks(list(indices.values())), strict=True))
     for ends, block in made.items():
         if assignment is not None and block.dtype != dtype:
-            check_initial_value(assignment.variable, shape, _name(block.dtype))
+            check_initial_value(assignment.variable, shape, dtype_name(block.dtype))
         assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
     return from_blocks(shape, dtype, layout, lambda index: made.pop(ends_of(index)))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.private import DTensorSpec, dtensor, local_of, placed_as, spec_of
+from layoutmap.engines.torch.private import dtensor, local_of, placed_as, placed_over, spec_of
 
 
 def can_gather(tensor: Any, mesh_dim: int) -> bool:
@@ -89,11 +89,6 @@ class Gather:
         return rows
 
 
-def gather_over(tensors: Sequence[Any], mesh_dim: int) -> list[Any]:
-    """Gather tensors over a mesh dim; see `Gather`."""
-    return Gather(tensors, mesh_dim).gathered() if tensors else []
-
-
 class _GatherOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gather: Gather, *tensors: Any) -> Any:
@@ -141,8 +136,7 @@ class Cast(torch.autograd.Function):
 
 def _converted(tensor: Any, dtype: torch.dtype) -> Any:
     spec = spec_of(tensor)
-    meta = spec.tensor_meta._replace(dtype=dtype)
-    return dtensor(local_of(tensor).to(dtype), DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta))
+    return dtensor(local_of(tensor).to(dtype), placed_as(spec, spec.placements, dtype))
 
 
 class _Place:
@@ -160,7 +154,7 @@ class _Place:
         apart = pieces.reshape(self.number, *self.local_shape)
         joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
         local = apart.movedim(0, self.axis).reshape(joined).contiguous()
-        return dtensor(local, _changed(self.spec, self.mesh_dim, Replicate(), local.dtype))
+        return dtensor(local, placed_over(self.spec, self.mesh_dim, Replicate(), local.dtype))
 
     def taken_apart(self, gradient: Any) -> torch.Tensor:
         """One row of numbers for each device along the mesh dim."""
@@ -180,13 +174,13 @@ def as_sum(gradient: Any, spec: Any, mesh_dim: int) -> Any:
     One that has been summed up, as that of a batch which does not divide, is shared out evenly.
     """
     is_sum = gradient.placements[mesh_dim].is_partial("sum")
-    wanted = _changed(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
+    wanted = placed_over(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
     if gradient.placements != wanted.placements:
         gradient = redistributed(gradient, wanted.placements)
     if is_sum:
         return gradient
     part = local_of(gradient) / wanted.mesh.size(mesh_dim)
-    return dtensor(part, _changed(spec, mesh_dim, Partial(), part.dtype))
+    return dtensor(part, placed_over(spec, mesh_dim, Partial(), part.dtype))
 
 
 def changed_too_early(name: str, shape: tuple[int, ...]) -> str:
@@ -197,9 +191,3 @@ def changed_too_early(name: str, shape: tuple[int, ...]) -> str:
         "it is sharded over the batch's dim, and the backward pass would gather its new values",
         "call backward() first, and change weights (as optimizer.step() does) after it",
     )
-
-
-def _changed(spec: Any, mesh_dim: int, placement: Any, dtype: torch.dtype) -> Any:
-    """How a tensor is placed, with another placement for one mesh dim."""
-    placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
-    return placed_as(spec, tuple(placements), dtype)

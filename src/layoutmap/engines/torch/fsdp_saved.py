@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import dtensor, has_saving_hooks, local_of, plainly, spec_of, storage_key
+from layoutmap.engines.torch.private import dtensor, local_of, plainly, saver, spec_of, storage_key
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Ge
 @plainly
 def _watched(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> _Weights | None:
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    if not nodes or not torch.is_grad_enabled() or has_saving_hooks():
+    if not nodes or not torch.is_grad_enabled() or saver() is not None:
         return None
     weights = _Weights(tensors, again)
     for node in nodes:

@@ -8,16 +8,25 @@ end and summed up together, so that optimizers, clipping and reads find each gra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import unserializable_hook
 
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.private import at_end_of_backward, backward_pass, plainly
+from layoutmap.engines.torch.private import (
+    at_end_of_backward,
+    backward_pass,
+    dtensor,
+    local_of,
+    placed_over,
+    plainly,
+    spec_of,
+    summed_over,
+)
 
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
@@ -109,7 +118,7 @@ def _bring_closer(parameter: Any) -> None:
     if not isinstance(gradient, DTensor):
         return
     closer = [
-        have if have.is_partial() and want.is_replicate() else want
+        have if type(have) is Partial and want.is_replicate() else want
         for have, want in zip(gradient.placements, parameter.placements, strict=True)
     ]
     if tuple(closer) != tuple(gradient.placements):
@@ -125,15 +134,14 @@ def _sum_up(parameters: list[Any], dim: int) -> None:
             alike.setdefault((gradient.placements[dim], gradient.dtype), []).append(parameter)
     for (partial, _), waiting in alike.items():
         for some in _batches(waiting):
-            _sum_up_at_once(some, dim, partial)
+            _sum_up_at_once(some, dim, partial.reduce_op)
 
 
 def _batches(parameters: list[Any]) -> Iterable[list[Any]]:
     some: list[Any] = []
     size = 0
     for parameter in parameters:
-        local = parameter.grad.to_local()
-        more = local.numel() * local.element_size()
+        more = local_of(parameter.grad).nbytes
         if some and size + more > _MAX_BYTES:
             yield some
             some, size = [], 0
@@ -142,28 +150,15 @@ def _batches(parameters: list[Any]) -> Iterable[list[Any]]:
     yield some
 
 
-def _sum_up_at_once(parameters: list[Any], dim: int, partial: Any) -> None:
-    mesh = parameters[0].device_mesh
-    pieces = [parameter.grad.to_local() for parameter in parameters]
-    # Placements on the other dims stay: a shard says that it may differ there.
-    others: list[Any] = [Shard(0)] * mesh.ndim
-    joined = DTensor.from_local(
-        torch.cat([each.reshape(-1) for each in pieces]), mesh, _with(others, dim, partial), run_check=False
-    )
-    parts = redistributed(joined, _with(others, dim, Replicate())).to_local()
+def _sum_up_at_once(parameters: list[Any], dim: int, reduce_op: str) -> None:
+    pieces = [local_of(parameter.grad) for parameter in parameters]
+    joined = torch.cat([each.reshape(-1) for each in pieces])
+    parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)
     for parameter, piece, part in zip(
         parameters, pieces, parts.split([each.numel() for each in pieces]), strict=True
     ):
-        gradient = parameter.grad
-        parameter.grad = DTensor.from_local(
-            part.clone().view(piece.shape),  # a DTensor that begins inside of a storage cannot be copied
-            mesh,
-            _with(gradient.placements, dim, Replicate()),
-            run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
+        spec = spec_of(parameter.grad)
+        # A DTensor that begins inside of a storage cannot be copied.
+        parameter.grad = dtensor(
+            part.clone().view(piece.shape), placed_over(spec, dim, Replicate(), part.dtype)
         )
-
-
-def _with(placements: Sequence[Any], dim: int, placement: Any) -> list[Any]:
-    return [placement if i == dim else each for i, each in enumerate(placements)]

@@ -1,42 +1,7 @@
-"""Every private name of torch that this package touches; no other file imports one. Tested on 2.12 to 2.15.
+"""Every private name of torch that this package touches; no other file has one. Tested on 2.12 to 2.15.
 
-It is longer than other files because it is the one place of them all.
-
-torch.autograd.Variable                 _execution_engine: queue_callback
-torch._C                                _current_graph_task_id: the backward pass that runs now, and
-                                        _will_engine_execute_node: what it will come to;
-                                        _AutoDispatchBelowAutograd: no autograd for what is called inside;
-                                        _get_dtensor_allow_implicit_replication and its setter
-torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNode, enabled_local_tensor_mode: devices
-                                        simulated in one process; _PROCESS_MODE, _THREAD_LOCAL_TENSOR_MODE: the modes
-                                        that are active, of the process or of each thread
-torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was taken from
-torch.distributed.tensor.DTensor        _op_dispatcher: _propagate_op_sharding_dispatch_slow_path, asked about operators
-                                        of which it does not know yet what to do, and _custom_op_handlers
-torch.distributed.tensor._op_schema     OutputSharding: what it does about one
-torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse;
-                                        ShardOrderEntry: one axis that is sharded over several mesh dims, in any order;
-                                        TensorMeta: the shape, strides and element type of a spec
-torch.ops._c10d_functional              all_reduce, wait_tensor
-torch.distributed.tensor.DTensor        _local_tensor, _spec and its constructor: pieces, without a step of autograd
-torch.distributed.tensor.debug          _clear_sharding_prop_cache: what DTensor remembers of device meshes
-torch.distributed.fsdp                  the state of a module that fully_shard was applied to: _lazy_init, _pre_forward,
-                                        _post_forward, _pre_backward, _root_post_backward_final_callback, _state_ctx,
-                                        _comm_ctx, _reset_iter_state; of its group of parameters: _training_state,
-                                        _all_gather_result, _to_sharded, _post_forward_indices, is_unsharded,
-                                        fsdp_params, wait_for_unshard, post_backward; of a parameter: _unsharded_param
-torch.overrides                         _get_current_function_mode_stack, _push_mode, _pop_mode
-torch.testing._internal                 FakeStore: a process group whose other processes do not exist
-torch.utils.checkpoint                  _checkpoint_without_reentrant_generator, CheckpointFunction as a name
-torch.nn.Module                         _apply, _parameters, _buffers, _forward_hooks, _forward_pre_hooks,
-                                        _backward_hooks, _backward_pre_hooks
-torch._dynamo                           nonstrict_trace, skip_code, make_set_enable_dynamic, set_eval_frame: what
-                                        compiles what is called, _torchdynamo_orig_backend: what is in it, and
-                                        ConvertFrameAssert: that which has to make one graph
-torch.Tensor                            _backward_hooks, _post_accumulate_grad_hooks, _version, the _cdata of storages,
-                                        _base and _is_view: what a view is of
-torch.utils._python_dispatch            _get_current_dispatch_mode_stack
-torch.utils._pytree                     tree_leaves, tree_map
+Those that are not imported here are in `_NAMES`, `_OF_STATE` and `_OF_GROUP`: a release that lacks one is refused with
+its name. This file is longer than others because it is the one place of them all.
 """
 
 from __future__ import annotations
@@ -47,23 +12,37 @@ import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
+from types import FunctionType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _of_modules
 
 from layoutmap.core.patches import Attribute
 from layoutmap.core.tested import unsupported
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-# -- layouts and simulated devices
-
 try:
+    from torch._C import _current_graph_task_id as backward_pass
+    from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
+    from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
+    from torch._C import _will_engine_execute_node as will_be_reached
+    from torch._C._dynamo.eval_frame import set_eval_frame
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo import nonstrict_trace
+    from torch._dynamo.convert_frame import ConvertFrameAssert
+    from torch._dynamo.eval_frame import make_set_enable_dynamic, skip_code
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
     from torch.distributed import _local_tensor as local_tensors
     from torch.distributed._local_tensor import (
         LocalIntNode,
@@ -71,33 +50,74 @@ try:
         LocalTensorMode,
         enabled_local_tensor_mode,
     )
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
     from torch.distributed.tensor._op_schema import OutputSharding
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.overrides import _pop_mode, _push_mode
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from torch.utils._pytree import tree_leaves, tree_map
-except ImportError as error:
+
+    _DISPATCHER: Any = DTensor._op_dispatcher
+    _ENGINE: Any = torch.autograd.Variable._execution_engine
+    _SAVING: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+except (ImportError, AttributeError) as error:
     raise unsupported("torch", str(error)) from error
 
-_WANTED: list[tuple[Any, tuple[str, ...]]] = [
-    (DTensorSpec, ("_convert_shard_order_to_StridedShard", "_maybe_convert_StridedShard_to_shard_order")),
-    (DTensor, ("_local_tensor", "_spec", "from_local", "redistribute", "full_tensor")),
-    (LocalTensorMode, ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_random_functions")),
-    (LocalTensorMode, ("_unpatch_random_functions", "__torch_dispatch__")),
-    (torch.nn.Module(), ("_non_persistent_buffers_set",)),
-    (local_tensors, ("_PROCESS_MODE", "_THREAD_LOCAL_TENSOR_MODE", "_for_each_rank_run_func")),
+_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # asked about operators that are not known yet
+_NAMES: list[tuple[Any, str]] = [
+    (DTensor, "_local_tensor _spec"),
+    (DTensorSpec, "_convert_shard_order_to_StridedShard _maybe_convert_StridedShard_to_shard_order"),
+    (_DISPATCHER, f"{_PROPAGATE} _custom_op_handlers"),
+    (DeviceMesh, "_rank_map"),
+    (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
+    (LocalTensor, "_local_tensors _ranks"),
+    (LocalIntNode, "_local_ints"),
+    (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _old_device_mesh_methods"),
+    (LocalTensorMode, "_patch_random_functions _unpatch_random_functions _per_rank_rng_states"),
+    (torch.nn.Module, "_apply _parameters _buffers _non_persistent_buffers_set"),
+    (torch.nn.Module, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"),
+    (_of_modules, "_global_module_registration_hooks _global_parameter_registration_hooks"),
+    (_of_modules, "_global_buffer_registration_hooks"),
+    (torch.Tensor, "_base _is_view _version _backward_hooks _post_accumulate_grad_hooks"),
+    (torch.UntypedStorage, "_cdata"),
+    (torch.ops.aten.add.Tensor, "_schema _overloadname"),
+    (torch.ops.aten, "_assert_async"),
+    (torch.ops._c10d_functional, "all_reduce wait_tensor"),
+    (torch._C, "_AutoDispatchBelowAutograd _clear_DTensor_sharding_propagator_cache"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+    (_SAVING, "_top_saved_tensors_default_hooks"),
+    (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction _checkpoint_hook"),
 ]
+"""What has private names, and the names; those of instances, too."""
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether an object has an attribute, or methods of a class give it one."""
+    methods = (each for each in vars(owner).values() if isinstance(each, FunctionType))
+    return hasattr(owner, name) or any(name in each.__code__.co_names for each in methods)
+
+
 _missing = [
-    f"{owner.__name__}.{name}" for owner, names in _WANTED for name in names if not hasattr(owner, name)
+    f"{getattr(owner, '__name__', owner)}.{name}"
+    for owner, names in _NAMES
+    for name in names.split()
+    if not _has(owner, name)
 ]
 if _missing:
     raise unsupported("torch", ", ".join(_missing))
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def left_out_of_state_dicts(module: torch.nn.Module) -> set[str]:
-    """The names of a module's buffers that are not persistent."""
-    return module._non_persistent_buffers_set
+
+# -- layouts and simulated devices
+
+
+left_out_of_state_dicts = attrgetter("_non_persistent_buffers_set")
+"""The names of a module's buffers that are not persistent."""
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -110,14 +130,14 @@ def assert_async(is_true: torch.Tensor, message: str) -> None:
     torch.ops.aten._assert_async.msg(is_true, message)
 
 
-def local_of(array: Any) -> torch.Tensor:
-    """The local tensor of a `DTensor`, without a step of autograd."""
-    return array._local_tensor
+local_of = attrgetter("_local_tensor")
+"""The local tensor of a `DTensor`, without a step of autograd."""
 
+spec_of = attrgetter("_spec")
+"""The mesh, placements, shape and element type of a `DTensor`."""
 
-def spec_of(array: Any) -> Any:
-    """The mesh, placements, shape and element type of a `DTensor`."""
-    return array._spec
+ranks_of_local = attrgetter("_ranks")
+"""The simulated ranks that have a local tensor."""
 
 
 def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
@@ -125,25 +145,16 @@ def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
     return dict(local._local_tensors)
 
 
-def ranks_of_local(local: LocalTensor) -> frozenset[int]:
-    """The simulated ranks that have a local tensor."""
-    return local._ranks
-
-
 def ranks_around(mesh: DeviceMesh) -> list[int]:
     """All ranks of the mesh that a mesh was taken from."""
     return mesh._rank_map.tolist()
 
 
-def placements_of_order(order: Any, placements: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
-    """The placements that shard axes over several mesh dimensions in an order."""
-    return tuple(DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), mesh))
+placements_of_order = DTensorSpec._convert_shard_order_to_StridedShard
+"""The placements that shard axes over several mesh dimensions in an order."""
 
-
-def order_of_placements(placements: Sequence[Any], mesh: DeviceMesh) -> Any:
-    """The order in which placements shard axes over mesh dimensions; `None` if there is none."""
-    return DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), mesh)
-
+order_of_placements = DTensorSpec._maybe_convert_StridedShard_to_shard_order
+"""The order in which placements shard axes over mesh dimensions; `None` if there is none."""
 
 outside_of_modes = torch._C.DisableTorchFunction
 """Opens a block in which no function mode sees what is called."""
@@ -163,23 +174,22 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
 class SimulationMode(LocalTensorMode):
     """A `LocalTensorMode` that leaves random numbers to torch, and patches the methods of meshes once."""
 
+    meshes_are_patched = False
+
     @plainly
     def __enter__(self) -> Self:
         super().__enter__()
         self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
         return self
 
-    def patches_meshes(self) -> bool:
-        """Whether this simulation is the one that patches the methods of meshes."""
-        raise NotImplementedError
-
     def meshes_patched(self, plain_methods: Mapping[str, Any]) -> None:
-        """Called when it has patched them, with torch's own methods of `DeviceMesh`, by name."""
+        """Called when the first simulation has patched them, with torch's own methods of `DeviceMesh`, by name."""
         raise NotImplementedError
 
     def _patch_device_mesh(self) -> None:
-        if not self.patches_meshes() or self._old_device_mesh_methods is not None:
+        if SimulationMode.meshes_are_patched:
             return
+        SimulationMode.meshes_are_patched = True
         super()._patch_device_mesh()
         # Of modes that torch makes in passing, too.
         for name in ("_patch_device_mesh", "_unpatch_device_mesh"):
@@ -218,6 +228,12 @@ def placed_as(spec: Any, placements: tuple[Any, ...], dtype: torch.dtype) -> Any
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
 
+def placed_over(spec: Any, mesh_dim: int, placement: Any, dtype: torch.dtype) -> Any:
+    """A spec with another placement for one mesh dim, of another element type."""
+    placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
+    return placed_as(spec, tuple(placements), dtype)
+
+
 @cached_by_mesh
 def spec_of_shards(mesh: Any, placements: tuple[Any, ...], shape: Any, strides: Any, dtype: Any) -> Any:
     """The spec of a DTensor of which each device has a shard of a shape, whose axes are in memory as strides say."""
@@ -245,16 +261,6 @@ def summed_over(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op:
     with torch._C._AutoDispatchBelowAutograd():  # which is Python for these, and has nothing to do
         made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
         return operators.wait_tensor.default(made)
-
-
-def dispatch_modes() -> list[Any]:
-    """The dispatch modes that are active on this thread."""
-    return _get_current_dispatch_mode_stack()
-
-
-def function_modes() -> list[Any]:
-    """The function modes that are active on this thread."""
-    return _get_current_function_mode_stack()
 
 
 class _Modes(threading.local):
@@ -295,19 +301,6 @@ def run_for_ranks_of_arguments() -> None:
 
 # -- tensors without values
 
-try:
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
-    )
-    from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError as error:
-    raise unsupported("torch", str(error)) from error
-
 UNFORESEEN = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -315,9 +308,6 @@ UNFORESEEN = (
     UnsupportedOperatorException,
 )
 """What a fake tensor raises if a result's shape depends on values, or nobody has said how to foresee it."""
-
-if not hasattr(torch.nn.Module, "_apply") or not hasattr(torch.ops.aten.add.Tensor, "_schema"):
-    raise unsupported("torch", "torch.nn.Module._apply, OpOverload._schema")
 
 
 @functools.cache
@@ -343,9 +333,8 @@ def is_view(op: Any) -> bool:
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
-def overload_name(op: Any) -> str:
-    """Which overload of its name an operation is."""
-    return op._overloadname
+overload_name = attrgetter("_overloadname")
+"""Which overload of its name an operation is."""
 
 
 def apply_to_module(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -358,10 +347,6 @@ def module_apply(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> At
     return Attribute(torch.nn.Module, "_apply", make)
 
 
-if not hasattr(_of_modules, "_global_buffer_registration_hooks"):
-    raise unsupported("torch", "torch.nn.modules.module._global_buffer_registration_hooks")
-
-
 def registration_hooks() -> Sequence[dict[Any, Any]]:
     """The hooks that see modules, parameters and buffers being registered, by the ids of their handles."""
     kinds = ("module", "parameter", "buffer")
@@ -369,17 +354,6 @@ def registration_hooks() -> Sequence[dict[Any, Any]]:
 
 
 # -- computing with DTensors
-
-try:
-    from torch._C import _current_graph_task_id as backward_pass
-    from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
-    from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
-    from torch._C import _will_engine_execute_node as will_be_reached
-    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-
-    _ENGINE: Any = torch.autograd.Variable._execution_engine
-except (ImportError, AttributeError) as error:
-    raise unsupported("torch", str(error)) from error
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -390,7 +364,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 @contextmanager
 def without_function_modes() -> Generator[None]:
     """While open, this thread is in no function mode, and may enter others."""
-    modes = _get_current_function_mode_stack()
+    modes = function_modes()
     for _ in modes:
         _pop_mode()
     try:
@@ -400,10 +374,6 @@ def without_function_modes() -> Generator[None]:
             _push_mode(mode)
 
 
-_DISPATCHER = DTensor._op_dispatcher
-_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
-if not hasattr(_DISPATCHER, _PROPAGATE) or not hasattr(_DISPATCHER, "_custom_op_handlers"):
-    raise unsupported("torch", f"DTensor._op_dispatcher: {_PROPAGATE}, _custom_op_handlers")
 _HANDLED = ("convolution.default", "convolution_backward.default", "as_strided.default")
 
 
@@ -414,7 +384,7 @@ def guard_operators(answer: Callable[..., Any]) -> None:
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
             and by name, and their mesh. It returns that, which is then kept, or the operator's result.
     """
-    own: Any = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
+    own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
 
     def propagate(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
         return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
@@ -472,7 +442,7 @@ def decomposed(op: Any, args: Any, kwargs: Any) -> Any:
 
 _OF_STATE = (
     *("_lazy_init", "_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
-    *("_reset_iter_state", "_training_state", "_state_ctx", "_comm_ctx"),
+    *("_reset_iter_state", "_training_state", "_state_ctx", "_comm_ctx", "_fsdp_param_groups"),
 )
 _OF_GROUP = (
     *("fsdp_params", "is_unsharded", "wait_for_unshard", "post_backward", "_to_sharded"),
@@ -490,10 +460,8 @@ class FullySharded:
 
     def __init__(self, module: torch.nn.Module, *, is_asynchronous: bool) -> None:
         from torch.distributed.fsdp import fully_shard
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         self._module = module
-        self._states = TrainingState
         self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
         self._group: Any = next(iter(self._state._fsdp_param_groups), None)
         if self._group is not None:
@@ -528,9 +496,8 @@ class FullySharded:
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward pass has begun with it, and not ended."""
-        return self._state._training_state is self._states.PRE_BACKWARD and (
-            self._group is None or self._group._training_state is self._states.PRE_BACKWARD
-        )
+        both = (self._state, self._group)
+        return all(each._training_state.name == "PRE_BACKWARD" for each in both if each is not None)
 
     @property
     def has_failed(self) -> bool:
@@ -581,15 +548,6 @@ class FullySharded:
 
 # -- compiling
 
-try:
-    from torch._C._dynamo.eval_frame import set_eval_frame
-    from torch._dynamo import config as dynamo_config
-    from torch._dynamo import nonstrict_trace
-    from torch._dynamo.convert_frame import ConvertFrameAssert
-    from torch._dynamo.eval_frame import make_set_enable_dynamic, skip_code
-except ImportError as error:
-    raise unsupported("torch", str(error)) from error
-
 _make_static = make_set_enable_dynamic(False)
 
 
@@ -633,14 +591,6 @@ def has_dynamic_shapes() -> bool:
 
 # -- modules, and the tensors in them
 
-top_saving_hooks: Any = getattr(
-    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
-)
-if top_saving_hooks is None:
-    raise unsupported("torch", "torch._C._autograd._top_saved_tensors_default_hooks")
-if not hasattr(torch.Tensor, "_base") or not hasattr(torch.Tensor, "_is_view"):
-    raise unsupported("torch", "torch.Tensor._base, torch.Tensor._is_view")
-
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
 
 
@@ -674,11 +624,7 @@ def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
 
 def clear_sharding_caches() -> None:
     """Have DTensor forget how operations on device meshes come out, and with that the meshes."""
-    try:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear
-    except ImportError as error:
-        raise unsupported("torch", str(error)) from error
-    clear()
+    _clear_sharding_prop_cache()
     for each in _of_meshes:
         each.cache_clear()
 
@@ -698,9 +644,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def is_view_of_another(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of another."""
-    return tensor._is_view()
+is_view_of_another = torch.Tensor._is_view
+"""Whether a tensor is a view of another."""
 
 
 def leave_mode(mode: Any) -> None:
@@ -713,24 +658,15 @@ def leave_mode(mode: Any) -> None:
             each.__enter__()
 
 
-def has_saving_hooks() -> bool:
-    """Whether something decides what autograd keeps for the backward pass, as activation checkpoints do."""
-    return top_saving_hooks(True) is not None
-
-
 def saver() -> Any:
     """What decides what autograd keeps for the backward pass: an object whose methods do, a function, or `None`."""
-    hooks = top_saving_hooks(True)
+    hooks = _SAVING._top_saved_tensors_default_hooks(True)
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 
 
 def is_checkpoint(saver: Any) -> bool:
     """Whether an activation checkpoint decides: it keeps nothing, and computes once more."""
     return getattr(saver, "__qualname__", "").startswith("_checkpoint_hook.")
-
-
-if not hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator"):
-    raise unsupported("torch", "torch.utils.checkpoint._checkpoint_without_reentrant_generator")
 
 
 def checkpoints(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Sequence[Attribute]:

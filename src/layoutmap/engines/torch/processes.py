@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +33,9 @@ def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:
     seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if not across():
         return seeds
-    _check_alike([sorted(initializers)], "the processes create different variables")
+    keys = _gathered(sorted(initializers))
+    if any(each != keys[0] for each in keys):
+        raise processes_differ("the processes create different variables")
     common = [seeds]
     dist.broadcast_object_list(common, src=0)
     return common[0]
@@ -63,11 +64,6 @@ def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
     for place, (path, _) in enumerate(checksums):
         if len({row[place] for row in rows}) > 1:
             raise processes_differ(f"{path}: the processes have different values")
-
-
-def _check_alike(value: Any, what: str) -> None:
-    if len({pickle.dumps(each) for each in _gathered(value)}) > 1:
-        raise processes_differ(what)
 
 
 def _gathered(value: Any) -> list[Any]:

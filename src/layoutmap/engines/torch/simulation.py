@@ -54,10 +54,6 @@ _has_begun = False
 class _Simulation(SimulationMode):
     """A simulation in which what has nothing to do with simulated ranks is left alone."""
 
-    def patches_meshes(self) -> bool:
-        """Only that of the process, and once: for all threads."""
-        return self is _simulation
-
     def meshes_patched(self, plain_methods: Mapping[str, Any]) -> None:
         """Have methods of meshes answer for the ranks that are simulated now, and as torch does without any."""
         patched: Any = DeviceMesh
@@ -66,7 +62,7 @@ class _Simulation(SimulationMode):
         def get_coordinate(mesh: DeviceMesh) -> Any:
             """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
             ranks = frozenset(ranks_around(mesh))
-            now = enabled_local_tensor_mode() or self
+            now: Any = enabled_local_tensor_mode() or _simulation
             if now.ranks <= ranks:
                 return of_all(mesh)
             with _Simulation(now.ranks & ranks):

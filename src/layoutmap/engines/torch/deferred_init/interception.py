@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,34 +30,14 @@ from layoutmap.engines.torch.private import (
 )
 
 
-class Recorder(Protocol):
-    """What the entrances need of a tape."""
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether it records."""
-        ...
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is deferred there."""
-        ...
-
-    def dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation, or write it down."""
-        ...
-
-    def defer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A deferred tensor with the values of a real one."""
-        ...
-
-    def evaluate(self, values: Any) -> Any:
-        """Arguments with real tensors in place of deferred ones."""
-        ...
-
-
 @contextmanager
-def intercepted(tape: Recorder, its_mode: Any) -> Generator[None]:
-    """While open, this thread's operations go to a tape; the mode that it enters itself is left at the end, too."""
+def intercepted(tape: Any, its_mode: Any) -> Generator[None]:
+    """While open, this thread's operations go to a tape.
+
+    Args:
+        tape: A `Tape`, of which this uses `is_recording`, `holds`, `dispatch`, `defer` and `evaluate`.
+        its_mode: The mode that it enters itself, which is left at the end, too.
+    """
     with _converting(tape), _Modes(_Reads(tape), _Operations(tape), inner=its_mode):
         yield
 
@@ -87,7 +67,7 @@ class _Modes(Closing):
 class _Operations(TorchDispatchMode):
     """Sends each operation to a tape."""
 
-    def __init__(self, tape: Recorder) -> None:
+    def __init__(self, tape: Any) -> None:
         super().__init__()
         self.tape = tape
 
@@ -107,7 +87,7 @@ _READS = {
 class _Reads(TorchFunctionMode):
     """Methods that take the values out of a tensor, which no operation sees."""
 
-    def __init__(self, tape: Recorder) -> None:
+    def __init__(self, tape: Any) -> None:
         super().__init__()
         self.tape = tape
 
@@ -151,13 +131,13 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 _open = threading.local()  # tapes: weak references to those that record on a thread
 
 
-def _recording() -> list[Recorder]:
+def _recording() -> list[Any]:
     # One that an interrupt left here has ended all the same.
     return [t for ref in getattr(_open, "tapes", ()) if (t := ref()) is not None and t.is_recording]
 
 
 @contextmanager
-def _converting(tape: Recorder) -> Generator[None]:
+def _converting(tape: Any) -> Generator[None]:
     """Keep `Module.to` and its like able to convert fake parameters."""
     with _APPLY.used():
         before = _recording()

@@ -17,7 +17,7 @@ from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
 from layoutmap.engines.torch.deferred_init.streams import random_fill_of, with_generator
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
-from layoutmap.engines.torch.private import argument_names, tree_leaves, tree_map
+from layoutmap.engines.torch.private import tree_leaves, tree_map
 
 
 def _overwrites(step: Step, memory: Memory) -> bool:
@@ -124,17 +124,7 @@ def call(
     if generator is None:
         generator = torch.Generator("cpu")
         generator.set_state(step.state)
-    op = with_generator(step.op)
-    if "generator" in argument_names(op):
-        return op(*args, **kwargs, generator=generator)
-    if generator is torch.default_generator:
-        return op(*args, **kwargs)
-    now = torch.default_generator.get_state()
-    try:
-        torch.default_generator.set_state(generator.get_state())
-        return op(*args, **kwargs)
-    finally:
-        torch.default_generator.set_state(now)
+    return with_generator(step.op)(*args, **kwargs, generator=generator)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 
 class ApartError(Exception):
     """The elements that were asked for cannot be computed as they are asked for; the global tensor must be."""
@@ -43,13 +41,6 @@ class Run(NamedTuple):
     def times(self, number: int) -> Run:
         """So many elements for each."""
         return Run(self.start * number, self.length * number, self.rows, self.stride * number)
-
-    def places(self) -> torch.Tensor:
-        """All the elements."""
-        along = torch.arange(self.start, self.start + self.length, device="cpu")
-        if self.rows == 1:
-            return along
-        return (torch.arange(self.rows, device="cpu")[:, None] * self.stride + along).reshape(-1)
 
     def between(self, low: int, high: int) -> tuple[Run, slice] | None:
         """Those from one element to another, and where they are among all of these; `None` if there are none.

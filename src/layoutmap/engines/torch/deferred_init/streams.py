@@ -194,7 +194,7 @@ class Stream(Reader):
 
 @functools.cache
 def with_generator(op: Any) -> Any:
-    """The overload of a random operation that takes a generator; the operation itself if there is none."""
+    """The overload of a random operation that takes a generator; `None` if there is none, as for dropout."""
     names = argument_names(op)
     if "generator" in names:
         return op
@@ -202,4 +202,4 @@ def with_generator(op: Any) -> Any:
         other = getattr(op.overloadpacket, overload)
         if sorted(argument_names(other)) == sorted([*names, "generator"]):
             return other
-    return op
+    return None

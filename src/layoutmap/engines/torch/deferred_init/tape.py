@@ -28,7 +28,7 @@ from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.replay import call, replay
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
-from layoutmap.engines.torch.deferred_init.streams import PIECE, random_fill_of
+from layoutmap.engines.torch.deferred_init.streams import PIECE, random_fill_of, with_generator
 from layoutmap.engines.torch.private import (
     UNFORESEEN,
     FakeTensor,
@@ -157,7 +157,9 @@ class Tape:
             if written:
                 raise
             return self._real(op, args, kwargs, written)
-        if not all(can_wait(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)):
+        is_drawn = generator_of(op, args, kwargs) is not None
+        can_all_wait = all(can_wait(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor))
+        if not can_all_wait or (is_drawn and with_generator(op) is None):
             return self._real(op, args, kwargs, written)
         return self._write_down(op, args, kwargs, written, foreseen)
 
