@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,19 +27,17 @@ from layoutmap.engines.torch.private import (
 
 def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
     """A DTensor in other placements; gradients pass, and come back in the placements that it had."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Redistributed.apply(tensor, tuple(placements))
-    return _redistributed(tensor, tuple(placements))
+    return _Redistributed.of(tensor, tuple(placements))
 
 
 def shard_of(tensor: Any, of_gradient: Sequence[Any]) -> torch.Tensor:
     """What this device has of a DTensor; gradients pass, as DTensors in the placements given, in the order of axes."""
-    return _Shard.apply(tensor, tuple(of_gradient))
+    return _Shard.of(tensor, tuple(of_gradient))
 
 
 def from_shards(local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
     """The DTensor of all devices' shards, which are of equal size; gradients pass."""
-    return _FromShards.apply(local, mesh, tuple(placements))
+    return _FromShards.of(local, mesh, tuple(placements))
 
 
 def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
@@ -46,7 +45,18 @@ def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(Replicate() if each.is_partial() else each for each in placements)
 
 
-class _Redistributed(torch.autograd.Function):
+class OwnGradient(torch.autograd.Function):
+    """A function of a tensor with a gradient of its own; torch hears of it only where there is to be one."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *others: Any) -> Any:
+        """The function's result."""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return cls.apply(tensor, *others)
+        return cls.forward(SimpleNamespace(), tensor, *others)
+
+
+class _Redistributed(OwnGradient):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: Any) -> Any:
         ctx.before = spec_of(tensor).placements
@@ -63,7 +73,7 @@ class _Redistributed(torch.autograd.Function):
         return redistributed(upstream[0], wanted), None
 
 
-class _Shard(torch.autograd.Function):
+class _Shard(OwnGradient):
     @staticmethod
     def forward(ctx: Any, tensor: Any, of_gradient: Any) -> Any:
         ctx.mesh, ctx.placements = spec_of(tensor).mesh, of_gradient
@@ -75,7 +85,7 @@ class _Shard(torch.autograd.Function):
         return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements), None
 
 
-class _FromShards(torch.autograd.Function):
+class _FromShards(OwnGradient):
     @staticmethod
     def forward(ctx: Any, local: Any, mesh: Any, placements: Any) -> Any:
         ctx.placements = summed_placements(placements)
@@ -92,13 +102,13 @@ def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
     changed = [dim for dim, (a, b) in enumerate(zip(spec.placements, placements, strict=True)) if a != b]
     if not changed:
         return dtensor(local, spec)
-    coordinates = None if simulation.is_simulated() else spec.mesh.get_coordinate()
     moves = [(spec.placements[dim], placements[dim]) for dim in changed]
     if len(changed) == 1 and type(moves[0][0]) is Partial and moves[0][1].is_replicate():
         dim = changed[0]
         if spec.mesh.size(dim) > 1:
             local = summed_over(local, spec.mesh, dim, moves[0][0].reduce_op)
-    elif coordinates is not None and _is_taken_apart(spec, placements, moves):
+    elif not simulation.is_simulated() and _is_taken_apart(spec, placements, moves):
+        coordinates: Any = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):
             local = local.chunk(spec.mesh.size(dim), shard.dim)[coordinates[dim]]
         local = local.clone(memory_format=torch.contiguous_format)
@@ -109,6 +119,8 @@ def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
 
 def _is_taken_apart(spec: Any, placements: tuple[Any, ...], moves: Sequence[Any]) -> bool:
     """Whether each device keeps an even part of what it has, along axes that are not sharded yet."""
+    if spec.mesh.get_coordinate() is None:  # this process is not on the mesh
+        return False
     if not all(before.is_replicate() and type(after) is Shard for before, after in moves):
         return False
     axes = {after.dim for _, after in moves}

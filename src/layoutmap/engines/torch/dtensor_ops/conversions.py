@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.placing import redistributed, summed_placements
+from layoutmap.engines.torch.placing import OwnGradient, redistributed, summed_placements
 from layoutmap.engines.torch.private import dtensor, plainly, spec_of_shards
 
 
@@ -36,19 +36,17 @@ def reduced(value: Any) -> Any:
     """A DTensor whose sums over the mesh are made; anything else as it is."""
     if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
         return value
-    return _Reduced.apply(value)
+    return _Reduced.of(value)
 
 
 def full_tensor(value: Any) -> Any:
     """All values of a DTensor, as a plain tensor; anything else as it is."""
-    return _FullTensor.apply(value) if isinstance(value, DTensor) else value
+    return _FullTensor.of(value) if isinstance(value, DTensor) else value
 
 
 def everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
     """A plain tensor, the same in all processes, as a replicated DTensor."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Everywhere.apply(tensor, mesh)
-    return _everywhere(tensor, mesh)
+    return _Everywhere.of(tensor, mesh)
 
 
 def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
@@ -61,15 +59,7 @@ def like(tensor: torch.Tensor, other: Any) -> Any:
     return placed(everywhere(tensor, other.device_mesh), summed_placements(other.placements))
 
 
-def _everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
-    simulated = simulation.is_simulated()
-    local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
-    return dtensor(
-        local, spec_of_shards(mesh, tuple(replicated(mesh)), tensor.shape, tensor.stride(), tensor.dtype)
-    )
-
-
-class _Reduced(torch.autograd.Function):
+class _Reduced(OwnGradient):
     # DTensor's own step fails backwards where a mean meets a sum.
 
     @staticmethod
@@ -83,7 +73,7 @@ class _Reduced(torch.autograd.Function):
         return reduced(gradient) if isinstance(gradient, DTensor) else everywhere(gradient, ctx.mesh)
 
 
-class _FullTensor(torch.autograd.Function):
+class _FullTensor(OwnGradient):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.mesh, ctx.placements = tensor.device_mesh, summed_placements(tensor.placements)
@@ -99,10 +89,14 @@ class _FullTensor(torch.autograd.Function):
         return placed(everywhere(upstream[0], ctx.mesh), ctx.placements)
 
 
-class _Everywhere(torch.autograd.Function):
+class _Everywhere(OwnGradient):
     @staticmethod
     def forward(ctx: Any, tensor: Any, mesh: Any) -> Any:
-        return _everywhere(tensor, mesh)
+        simulated = simulation.is_simulated()
+        local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
+        return dtensor(
+            local, spec_of_shards(mesh, tuple(replicated(mesh)), tensor.shape, tensor.stride(), tensor.dtype)
+        )
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:

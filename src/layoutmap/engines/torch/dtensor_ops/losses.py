@@ -6,7 +6,7 @@ device: the gradients of some means come out times the number of shards, and lab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from layoutmap.engines.torch.dtensor_ops.conversions import replicated
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
-from layoutmap.engines.torch.placing import redistributed, shard_of
+from layoutmap.engines.torch.placing import OwnGradient, redistributed, shard_of
 from layoutmap.engines.torch.private import dtensor, spec_of_shards, summed_over
 
 
@@ -67,10 +67,9 @@ def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     )
     if weight is not None:
         weight = given["weight"] = local_shard(weight, mesh, {}, kept)
-    result = function(local, labels, reduction="none" if reduction == "none" else "sum", **given)
-    if reduction == "none":
-        return join(result, mesh, of_rows)
-    counts = None
+    if reduction == "none" or not kept:
+        return join(function(local, labels, reduction=reduction, **given), mesh, of_rows)
+    result, counts = function(local, labels, reduction="sum", **given), None
     if reduction == "mean" and has_labels:
         counts = labels != given.get("ignore_index", -100)
         if weight is not None:
@@ -78,14 +77,14 @@ def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         counts = counts.sum()
     elif reduction == "mean":
         result = result / (x.numel() // x.shape[classes])
-    return _Summed.apply(result, counts, mesh, list(kept))
+    return _Summed.of(result, counts, mesh, kept)
 
 
-class _Summed(torch.autograd.Function):
+class _Summed(OwnGradient):
     """The sum of what devices have along some mesh dims, by the sum of what they count, in one collective."""
 
     @staticmethod
-    def forward(ctx: Any, total: Any, counts: Any, mesh: Any, dims: Sequence[int]) -> Any:
+    def forward(ctx: Any, total: Any, counts: Any, mesh: Any, dims: Iterable[int]) -> Any:
         ctx.mesh = mesh
         wide = torch.promote_types(total.dtype, torch.float32)
         sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))

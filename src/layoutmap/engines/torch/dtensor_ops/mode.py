@@ -65,7 +65,6 @@ from layoutmap.engines.torch.private import (
     plainly,
     replicates_plain_tensors,
     set_replicates_plain_tensors,
-    spec_of,
     tree_leaves,
     without_function_modes,
 )
@@ -114,38 +113,33 @@ class _Computing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if type(func) is _PROPERTY:
-            return _read(func, args) if type(args[0]) is DTensor else func(*args, **kwargs)
-        if func in _QUESTIONS and type(args[0]) is DTensor:
-            return _read(func, args, kwargs)
-        mesh, is_mixed = _survey(args)
-        if kwargs:
-            other, also = _survey(kwargs.values())
-            mesh, is_mixed = mesh or other, is_mixed or also
+        if (type(func) is _PROPERTY or func in _QUESTIONS) and type(args[0]) is DTensor:
+            with outside_of_modes():  # it computes nothing: no mode has to see it
+                return func(*args, **kwargs)
         known = _known(func)
         if known.is_backward:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.
             with without_function_modes(), self:
                 return unwrapped(func)(*args, **kwargs)
-        if mesh is None:
+        found, is_mixed = _survey((*args, *kwargs.values()) if kwargs else args)
+        if found is None:
             return func(*args, **kwargs)
-        in_place = known.in_place and bool(args)
-        if in_place:
+        if known.in_place and args:
             check_no_copy(func, args[0])
             if not _are_dtensors(args[0]):
                 return plainly(on_gathered)(func, args, kwargs)
         if known.indexes:
             args = (args[0], _index(args[1]), *args[2:])
-            is_mixed = True
+            is_mixed = _survey(args)[1]
         if is_mixed:
-            args, kwargs = _all_on_mesh(args, kwargs, mesh)
+            args, kwargs = _all_on_mesh(args, kwargs, found.device_mesh)
         if known.handler is not None:
             result = known.handler(func, args, kwargs)
         elif known.can_be_unwrapped:
             with self:
                 return unwrapped(func)(*args, **kwargs)
         else:
-            result = _compute(known, func, args, kwargs, in_place)
+            result = _compute(known, func, args, kwargs)
         if known.is_view:
             mark_copies(args[0] if args else kwargs.get("input"), result)
         return result
@@ -187,12 +181,6 @@ def _known(func: Any) -> _Known:
     )
 
 
-def _read(func: Any, args: Any, kwargs: Any = None) -> Any:
-    """A property, or what a method says of a tensor without computing: no mode has to see it."""
-    with outside_of_modes():
-        return func(*args, **(kwargs or {}))
-
-
 # Python that does no more than call the function of torch that DTensor has a rule for.
 _THIN = frozenset(
     (
@@ -215,13 +203,13 @@ _METHODS = ("size", "dim", "stride", "numel", "is_floating_point", "is_complex",
 _QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in _METHODS)
 
 
-def _compute(known: _Known, function: Any, args: Any, kwargs: Any, in_place: bool) -> Any:
+def _compute(known: _Known, function: Any, args: Any, kwargs: Any) -> Any:
     """Compute what is in no table, outside of all modes; `guard` decides how."""
     with outside_of_modes():
         if known.joins:
             args, kwargs = without_empty(args, kwargs)
         result = function(*args, **kwargs)
-        if in_place:
+        if known.in_place and args:
             if isinstance(args[0], DTensor) and base_of(args[0]) is not args[0]:
                 keep_gradient(args[0])
         elif type(result) is DTensor and result.ndim == 0:
@@ -242,26 +230,27 @@ def _are_dtensors(target: Any) -> bool:
     return all(isinstance(each, DTensor) for each in (target if type(target) in (list, tuple) else [target]))
 
 
-_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype))
+_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, slice))
 
 
 def _survey(values: Any) -> tuple[Any, bool]:
-    """The mesh of a DTensor among values and in lists of them, and whether there are plain tensors."""
-    mesh, is_mixed = None, False
+    """A DTensor among values and in lists of them, and whether there are plain tensors."""
+    found, is_mixed = None, False
     for value in values:
         kind = type(value)
         if kind is DTensor:
-            mesh = spec_of(value).mesh
+            found = value
         elif kind in _NUMBERS:
             continue
-        elif isinstance(value, DTensor):
-            mesh = value.device_mesh
         elif isinstance(value, torch.Tensor):
-            is_mixed = True
-        elif kind in (list, tuple):
+            if isinstance(value, DTensor):
+                found = value
+            else:
+                is_mixed = True
+        elif kind is tuple or kind is list:
             inner, also = _survey(value)
-            mesh, is_mixed = mesh or inner, is_mixed or also
-    return mesh, is_mixed
+            found, is_mixed = inner if found is None else found, is_mixed or also
+    return found, is_mixed
 
 
 @plainly

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, reduced
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import apart, mesh_of
+from layoutmap.engines.torch.dtensor_ops.shards import apart, join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.placing import OwnGradient, from_shards, shard_of
+from layoutmap.engines.torch.private import local_of, summed_over
 
 
 def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -20,42 +22,47 @@ def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     x = given["input"]
     if x.ndim < 2:  # it has no channels
         return on_gathered(function, args, kwargs)
-    running = [given.get("running_mean"), given.get("running_var")]
-    mesh = mesh_of((x, *running, given.get("weight"), given.get("bias")))
-    for name in ("input", "weight", "bias"):
-        value = given.get(name)
-        if value is not None and not isinstance(value, DTensor):
-            given[name] = everywhere(value, mesh)
-    x = given["input"]
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
+    mesh = mesh_of((x, *of_channels.values()))
+    kept = kept_axes([x], mesh, range(x.ndim))
+    channels = {dim: 0 for dim, axis in kept.items() if axis == 1}
+    local = {name: local_shard(each, mesh, channels, kept) for name, each in of_channels.items()}
+    y, eps = local_shard(x, mesh, kept, kept), given.get("eps", 1e-5)
+    if not given.get("training", False) and "running_mean" in local:
+        return join(function(y, **local, eps=eps), mesh, kept)
+    count = x.numel() // x.shape[1]
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+    summed = [dim for dim in kept if dim not in channels]
     axes = [axis for axis in range(x.ndim) if axis != 1]
-    shape = [1, -1] + [1] * (x.ndim - 2)
-    y = x.to(wide)
-    if given.get("training", False) or running[0] is None:
-        count = x.numel() // x.shape[1]
-        if count == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {x.size()}"
-            )
-        mean = reduced(y.mean(axes))
-        y = y - mean.view(shape)
-        variance = reduced((y * y).mean(axes))
-        _track(running[0], mean, given.get("momentum", 0.1))
-        _track(running[1], variance * (count / (count - 1)), given.get("momentum", 0.1))
-    else:
-        mean, variance = (
-            (each if isinstance(each, DTensor) else everywhere(each, mesh)).to(wide)
-            for each in running
-            if each is not None
-        )
-        y = y - mean.view(shape)
-    y = y * torch.rsqrt(variance + given.get("eps", 1e-5)).view(shape)
-    weight, bias = given.get("weight"), given.get("bias")
-    if weight is not None:
-        y = y * weight.view(shape)
-    if bias is not None:
-        y = y + bias.view(shape)
-    return y.to(x.dtype)
+    y = y.to(torch.promote_types(x.dtype, torch.float32))
+    mean = _Sum.of(y.sum(axes, keepdim=True), mesh, summed) / count
+    y = y - mean
+    variance = _Sum.of((y * y).sum(axes, keepdim=True), mesh, summed) / count
+    for name, value in ("running_mean", mean), ("running_var", variance * (count / (count - 1))):
+        value = join(value.detach().flatten(), mesh, channels)
+        _track(given.get(name), value, given.get("momentum", 0.1))
+    y = y * torch.rsqrt(variance + eps)
+    if "weight" in local:
+        y = y * local["weight"].view(mean.shape)
+    if "bias" in local:
+        y = y + local["bias"].view(mean.shape)
+    return join(y.to(x.dtype), mesh, kept)
+
+
+class _Sum(OwnGradient):
+    """The sum over some mesh dims, of which each device computes something else."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Any, mesh: Any, dims: Sequence[int]) -> Any:
+        ctx.mesh, ctx.dims = mesh, dims
+        for dim in dims:
+            local = summed_over(local, mesh, dim, "sum")
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return _Sum.of(upstream[0], ctx.mesh, ctx.dims), None, None
 
 
 @torch.no_grad()
@@ -63,9 +70,12 @@ def _track(running: Any, value: Any, momentum: float) -> None:
     """Move a running statistic towards the value of a batch."""
     if running is None:
         return
-    value = value.detach()
-    earlier = running if isinstance(running, DTensor) else everywhere(running, value.device_mesh)
-    running.copy_(full_tensor(momentum * value.to(running.dtype) + (1 - momentum) * reduced(earlier)))
+    mesh, placements = value.device_mesh, value.placements
+    earlier = running if isinstance(running, DTensor) else everywhere(running, mesh)
+    shard = shard_of(placed(reduced(earlier), placements), placements)
+    new = momentum * local_of(value).to(running.dtype) + (1 - momentum) * shard
+    new = from_shards(new, mesh, placements)
+    running.copy_(new if isinstance(running, DTensor) else full_tensor(new))
 
 
 def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

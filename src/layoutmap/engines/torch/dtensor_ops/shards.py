@@ -10,9 +10,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced, replicated
 from layoutmap.engines.torch.placing import from_shards, shard_of
 
 
@@ -39,30 +39,26 @@ def kept_axes(
         taken: Mesh dims over which other tensors stay sharded.
     """
     kept: dict[int, int] = {}
+    num_shards: dict[int, int] = {}
+    placements = [each.placements for each in tensors if isinstance(each, DTensor)]
     for dim in range(mesh.ndim):
-        sharded = (_sharded_axis(tensor, dim) for tensor in tensors)
-        axis = next((axis for axis in sharded if axis is not None and axis in free), None)
-        if axis is None or dim in taken:
+        axes = [of[dim].dim for of in placements if type(of[dim]) is Shard and of[dim].dim in free]
+        if not axes or dim in taken:
             continue
-        shards = mesh.size(dim)
-        for other in (other for other, also in kept.items() if also == axis):
-            shards *= mesh.size(other)
-        sizes = [tensor.shape[axis] for tensor in tensors]
-        if all(size % shards == 0 or (broadcast and size == 1) for size in sizes):
-            kept[dim] = axis
+        axis = axes[0]
+        number = num_shards.get(axis, 1) * mesh.size(dim)
+        if all(each.shape[axis] % number == 0 or (broadcast and each.shape[axis] == 1) for each in tensors):
+            kept[dim], num_shards[axis] = axis, number
     return kept
 
 
-def _sharded_axis(tensor: Any, dim: int) -> int | None:
-    """The axis of a DTensor that is sharded over a mesh dim; `None`: none, or not in the mesh's order."""
-    placement = tensor.placements[dim] if isinstance(tensor, DTensor) else None
-    return placement.dim if type(placement) is Shard else None
-
-
-def shard_placements(mesh: Any, axes: Mapping[int, int | None]) -> list[Any]:
+def shard_placements(mesh: Any, axes: Mapping[int, int | None]) -> tuple[Any, ...]:
     """The placements that shard some axes, by the number of the mesh dim."""
-    found = (axes.get(dim) for dim in range(mesh.ndim))
-    return [Replicate() if axis is None else Shard(axis) for axis in found]
+    placements = replicated(mesh)
+    for dim, axis in axes.items():
+        if axis is not None:
+            placements[dim] = Shard(axis)
+    return tuple(placements)
 
 
 def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: Iterable[int]) -> Any:
@@ -75,13 +71,16 @@ def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: I
         apart: The mesh dims over which devices compute different things. A tensor that is replicated over one has a
             part of its gradient on each.
     """
-    tensor = reduced(tensor) if isinstance(tensor, DTensor) else everywhere(tensor, mesh)
-    placements, apart = shard_placements(mesh, axes), set(apart)
-    gradient = [
-        Partial() if dim in apart and placement.is_replicate() else placement
-        for dim, placement in enumerate(placements)
-    ]
-    return shard_of(placed(tensor, placements), gradient)
+    placements = shard_placements(mesh, axes)
+    if not isinstance(tensor, DTensor):
+        tensor = everywhere(tensor, mesh)
+    if tensor.placements != placements:
+        tensor = placed(reduced(tensor), placements)
+    gradient = list(placements)
+    for dim in apart:
+        if placements[dim].is_replicate():
+            gradient[dim] = Partial()
+    return shard_of(tensor, gradient)
 
 
 def join(local: Any, mesh: Any, axes: Mapping[int, int | None]) -> Any:
