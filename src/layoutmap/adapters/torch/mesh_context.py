@@ -53,7 +53,7 @@ def running(home: ScopeContext) -> Generator[None]:
     before = here.home
     here.home = home
     try:
-        with _CHECKPOINTS.used(), _with_versions(), home.engine.run_on(home.policy.mesh):
+        with _CHECKPOINTS.used(), _with_versions(), home.engine.run_on(home.policy.mesh, home.draws):
             yield
     finally:
         here.home = before
