@@ -1,11 +1,11 @@
 """What a dropout keeps, for `draws="tiles"`: each device draws its part of one mask, which is the same on every mesh.
 
-A call takes one number from the generator of the program. An element is kept if a hash of that number and of the
+A call takes one number from the generator of the program. An element is kept if a hash of that number plus the
 element's place in the global tensor is large enough, so a part of a mask can be computed alone, on any device and in a
-graph. The hash is SplitMix64: numbers that are a constant apart, mixed in rounds.
+graph. The hash is that of SplitMix64, which mixes numbers that follow each other.
 
 References:
-    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, figure 17.
+    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; its mix64variant13.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.private import cached_by_mesh, dtensor, spec_of_tensor
 
-_APART = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # one more changes bits that decide nothing
 _PIECE = 1 << 16  # elements that are mixed at once, on a CPU in its cache
 _LARGE_PIECE = 1 << 22  # on other devices
@@ -50,7 +49,7 @@ def sharded_mask(
         over: What the ones are divided by, where there are any.
     """
     size, placements, over = torch.Size(shape), tuple(placements), over or 1.0
-    seed = torch.randint(0, (1 << 63) - 1, (), device=device)
+    seed = torch.randint(-(1 << 62), (1 << 62) - 1, (), device=device)
     made: dict[Places, torch.Tensor] = {}
     pieces: dict[int, torch.Tensor] = {}
     for rank, places in _places_here(size, mesh, placements).items():
@@ -96,7 +95,7 @@ def _mask(
     places: Places, shape: torch.Size, seed: torch.Tensor, p: float, dtype: torch.dtype, over: float
 ) -> torch.Tensor:
     """The elements at some places of a mask of a shape."""
-    steps = [_APART * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     most_dropped = max(int(p * 2.0**64) - 1, 0) - (1 << 63)
     if type(seed) is not torch.Tensor:  # it is recorded, for a graph: what compiles that divides it
         return (_mixed(seed, places, steps) > most_dropped).to(dtype).div_(over)
@@ -119,14 +118,15 @@ def _mask(
 
 def _mixed(seed: torch.Tensor, places: Places, steps: Sequence[int]) -> torch.Tensor:
     """The hash at some places, evenly distributed over all int64."""
+    # Up to the first round nothing may overflow: inductor computes with loop counters, and C++ takes their overflow
+    # for impossible, so for a reason to leave out the end of a loop.
     mixed = seed.clone()
     for axis in range(len(places) - 1, -1, -1):
-        mixed = mixed + _numbers(places[axis], seed.device).mul_(_signed(steps[axis])).view(
-            -1, *[1] * (len(places) - 1 - axis)
-        )
+        along = _numbers(places[axis], seed.device).mul_(steps[axis])
+        mixed = mixed + along.view(-1, *[1] * (len(places) - 1 - axis))
     for shift, factor in _ROUNDS:
         mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-        mixed *= _signed(factor)
+        mixed *= factor - (1 << 64)
     return mixed
 
 
@@ -134,8 +134,3 @@ def _numbers(places: Sequence[int], device: torch.device) -> torch.Tensor:
     if isinstance(places, range):
         return torch.arange(places.start, places.stop, device=device)
     return torch.tensor(places, dtype=torch.int64, device=device)
-
-
-def _signed(number: int) -> int:
-    """The number in 64 bits with a sign that has the same bits as one without."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
