@@ -2,15 +2,19 @@
 
     python benchmarks/torch_operators.py            all operators: a minute
     python benchmarks/torch_operators.py view add
+    python benchmarks/torch_operators.py --dropout 64
 
 CPU time of one call of the forward pass, in microseconds, on mesh batch=2,model=2 of a process group whose other
 processes do not exist: collectives return at once. Ways take turns in each of a few rounds; the least counts. The
-column "corrected" says of which operators DTensor alone computes other numbers, or none.
+column "corrected" says of which operators DTensor alone computes other numbers, or none. With `--dropout`, dropout of a
+batch over so many devices: what one device takes by `draws="exact"`, by `draws="tiles"`, and for its shard as a plain
+tensor.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import time
 import warnings
 from collections.abc import Callable
@@ -61,14 +65,44 @@ def cost(call: Callable[[], Any]) -> float:
     return (time.process_time() - start) / number
 
 
+def dropout_over(number: int) -> None:
+    """Print what dropout of a batch over some devices takes on one of them, beside that of its shard alone."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    mesh = lm.create_mesh({"batch": number})
+    shard = torch.randn(8, 128, 512)
+    row = lm.dtensor.relayout(torch.zeros(number, 1, 1), lm.Layout(ROWS, mesh))
+    placed = DTensor.from_local(shard, row.device_mesh, row.placements)  # whose global tensor is nowhere
+    ways: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "its shard alone": (shard, nullcontext),
+        'draws="tiles"': (placed, lambda: lm.dtensor.run_on(mesh, draws="tiles")),
+        'draws="exact"': (placed, lambda: lm.dtensor.run_on(mesh)),
+    }
+    print(f"dropout of {tuple(placed.shape)}, over {number} devices    CPU ms  times  peak MiB more")
+    seconds, more = dict.fromkeys(ways, float("inf")), dict.fromkeys(ways, 0.0)
+    for _ in range(ROUNDS):  # memory in the first round: each way takes more than the one before
+        for way, (tensor, context) in ways.items():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with context():
+                seconds[way] = min(seconds[way], cost(lambda tensor=tensor: F.dropout(tensor, 0.1)))
+            more[way] += (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    for way, each in seconds.items():
+        print(f"{way:<51} {1e3 * each:>8.1f} {each / seconds['its shard alone']:>6.1f} {more[way]:>14.0f}")
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("operators", nargs="*", metavar="operator")
-    chosen = parser.parse_args().operators or OPERATORS
+    parser.add_argument("--dropout", type=int, metavar="devices", help="dropout over so many devices alone")
+    given = parser.parse_args()
+    chosen = given.operators or OPERATORS
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if given.dropout:
+        dropout_over(given.dropout)
+        return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = lm.create_mesh("batch=2,model=2")
     print("operator         plain  DTensor  layoutmap   over DTensor  ratio  corrected")

@@ -234,6 +234,13 @@ def test_computing_on_a_mesh_that_is_not_there_is_refused():
         pass
 
 
+def test_a_way_to_draw_that_an_engine_has_not_is_refused():
+    """An unknown way is, and by all but torch that by tiles; the error says which there are."""
+    for draws in ["fast"] if ENGINE == "torch" else ["fast", "tiles"]:
+        with pytest.raises(EngineError, match='draws="exact"'), run_on(GRID, engine=ENGINE, draws=draws):  # type: ignore[arg-type]
+            pass
+
+
 def test_what_is_no_layout_is_refused():
     """Specs without a mesh, and a text, are no layout."""
     for wrong in (["x"], "x", None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -222,7 +222,9 @@ def call_with_layout(
 
 
 @contextmanager
-def run_on(mesh: Mesh, *, engine: str | None = None) -> Generator[None]:
+def run_on(
+    mesh: Mesh, *, engine: str | None = None, draws: Literal["exact", "tiles"] = "exact"
+) -> Generator[None]:
     """While open, what is computed from plain values is computed on a mesh, each of its devices having all of it.
 
     Such scopes nest, the innermost counts, and an exception closes them.
@@ -230,10 +232,12 @@ def run_on(mesh: Mesh, *, engine: str | None = None) -> Generator[None]:
     Args:
         mesh: The mesh.
         engine: The engine that is to compute; `None` means the framework that is in use.
+        draws: `"tiles"`, for torch only: each device draws just its part of what dropout drops; see `layoutmap.scope`.
+            A model that a scope has laid out draws as its scope says.
 
     Raises:
         MeshError: The machine does not have the mesh's devices.
-        EngineError: No framework is in use, or several are.
+        EngineError: No framework is in use, or several are, or it does not draw so.
 
     Example:
         >>> import jax.numpy as jnp
@@ -247,7 +251,7 @@ def run_on(mesh: Mesh, *, engine: str | None = None) -> Generator[None]:
         `tf.experimental.dtensor.run_on`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/run_on
     """
-    with _engine_for(None, engine).run_on(as_mesh(mesh)):
+    with _engine_for(None, engine).run_on(as_mesh(mesh), draws):
         yield
 
 

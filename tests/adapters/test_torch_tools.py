@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch_pairs import X, Y, assert_close, make_map, pair
+from torch_pairs import X, Y, assert_close, make_map, pair, seeded
 
 import layoutmap as lm
 from layoutmap.adapters.torch import train_with
@@ -29,7 +29,11 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         for block in self.body:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+            x = (
+                block(x)
+                if self.use_reentrant is None
+                else checkpoint(block, x, use_reentrant=self.use_reentrant)
+            )
         return x
 
 
@@ -69,6 +73,25 @@ class TestTools:
 
         for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             assert_close(expected.grad, parameter.grad)
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_activation_checkpointing_where_draws_are_by_tiles(self, use_reentrant):
+        """Activations that are computed again have dropped what was dropped before."""
+        layout_map = make_map({r"body\.\d\.0\.weight": ("model", "batch")})
+        gradients = []
+        for how in (None, use_reentrant):
+            model = layout_map.build(
+                lambda how=how: seeded(partial(Checkpointed, how)),
+                batch_dim="batch",
+                library="torch",
+                draws="tiles",
+            )
+            torch.manual_seed(5)
+            F.mse_loss(model(X.clone().requires_grad_()), Y).backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+
+        for one, other in zip(*gradients, strict=True):
+            assert_close(one, other)
 
     def test_autocast(self):
         """Under autocast the loss is that of one device under autocast, to the precision of bfloat16."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch_models import Lion, Transformer, batch, token_loss
+from torch_models import RULES, Lion, Transformer, batch, token_loss
 from torch_pairs import (
     BY_BATCH,
     CUT,
@@ -18,7 +18,9 @@ from torch_pairs import (
     Y,
     assert_close,
     assert_trains_as_plain,
+    make_map,
     pair,
+    seeded,
     whole,
 )
 
@@ -135,6 +137,43 @@ class TestSteps:
 
         assert_close(*losses)
         assert torch.equal(torch.rand(1), after)
+
+    @pytest.mark.parametrize("rows", [7, 8])
+    def test_dropout_by_tiles_is_that_of_any_mesh(self, rows):
+        """The same seed gives the same gradients on every mesh, also for a batch that does not divide."""
+        tokens, targets = (torch.from_numpy(each)[:rows, :8] for each in batch("transformer"))
+        models = []
+        for mesh in ("batch=1,model=1", "batch=2,model=4"):
+            models.append(
+                make_map(RULES["transformer"], mesh).build(
+                    lambda: seeded(partial(Transformer, depth=1)),
+                    batch_dim="batch",
+                    library="torch",
+                    draws="tiles",
+                )
+            )
+            token_loss(models[-1](tokens), targets).backward()
+
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert_close(one.grad, other.grad)
+
+    def test_a_model_that_exists_can_draw_by_tiles(self):
+        """What is laid out with values of its own keeps them, and drops the same on every mesh."""
+        found = []
+        for mesh in ("batch=1", "batch=8"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+            kept = model[0].weight.detach().clone()
+            make_map({}, mesh).apply(model, batch_dim="batch", draws="tiles")
+            torch.manual_seed(1)
+            found.append(model(X))
+            torch.manual_seed(1)
+
+            assert torch.equal(kept, whole(model[0].weight.detach()))
+        plain = F.dropout(torch.ones_like(X), 0.5)
+
+        assert_close(*found)
+        assert not torch.equal(found[0] == 0, plain == 0)
 
 
 def num_tensors_of(shapes):

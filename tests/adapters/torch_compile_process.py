@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch_compiled_numbers as numbers
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch_models import RULES, Perceptron, Transformer, batch, token_loss
@@ -129,7 +130,7 @@ def differences(plain, model, call, losses_of):
             losses.append(loss.item())
     dist.all_gather_single = original
     values = [
-        (a.detach().numpy() - get_engine("torch").to_numpy(b))
+        (get_engine("torch").to_numpy(a.detach()) - get_engine("torch").to_numpy(b))
         for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True)
     ]
     return {
@@ -153,6 +154,19 @@ def train(name, mesh, compiled):
     model = layout_map.build(make, batch_dim="batch" if "batch" in mesh else None)
     loss = token_loss if name == "transformer" else F.mse_loss
     return differences(plain, model, compiled(model), lambda called: loss(called(x), y))
+
+
+def by_tiles(backend):
+    """A model that draws by tiles, with compiled blocks, beside the same model as it is."""
+    x, y = map(torch.from_numpy, batch("transformer"))
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=2"), RULES["transformer"])
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(layout_map.build(lambda: transformer(1), batch_dim="batch", draws="tiles"))
+    each_block(models[1], backend)
+    with inductor_config.patch(fallback_random=True):  # the numbers of torch
+        return differences(*models, models[1], lambda called: token_loss(called(x), y))
 
 
 def of_transformers(name, compiled=layers):
@@ -254,6 +268,8 @@ def one_graph():
 def find(case):
     if case in CASES:
         return train(*CASES[case])
+    if case.startswith("by tiles, "):
+        return by_tiles(case.removeprefix("by tiles, "))
     if case == "one graph":
         return one_graph()
     if case in numbers.CASES:

@@ -59,7 +59,7 @@ class ScopeContext(Protocol):
     """Whether processes compare the data that they bring, where it must be the same in all of them."""
 
     draws: str
-    """How initial values are computed: `"exact"`, or one of the adapter's `other_inits`."""
+    """How random numbers are drawn: `"exact"`, or one of the adapter's `other_draws`."""
 
     gathering: str
     """How weights that the batch's dim shards are gathered: `"fully_shard"`, where torch's can, or `"own"`."""
@@ -183,8 +183,8 @@ class Adapter(Protocol):
 
     name: str
 
-    other_inits: Sequence[str]
-    """Ways to initialize whose values are not those of the plain model, by name."""
+    other_draws: Sequence[str]
+    """Ways to draw random numbers that are not those of the plain model, by name."""
 
     check_fully_shard: Callable[[Mapping[str, Any]], None] | None
     """Refuses options of torch's `fully_shard` that cannot be passed on; `None`: models are not gathered by it."""

@@ -197,6 +197,29 @@ def processes_differ(what: str, facts: Mapping[str, object] | None = None) -> En
     )
 
 
+# -- random numbers
+
+
+def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> None:
+    """Refuse a way to draw random numbers that an engine does not know.
+
+    Args:
+        engine: Its name.
+        draws: The way.
+        ways: Those that it knows.
+
+    Raises:
+        EngineError: It is none of them.
+    """
+    if draws not in ways:
+        raise EngineError(
+            f"draws={draws!r}: {engine} does not draw random numbers so",
+            facts={"ways": ", ".join(map(repr, ways))},
+            why='"exact" draws what the framework draws; an engine may offer other ways, for many devices',
+            fix='leave draws out, or draws="exact"',
+        )
+
+
 # -- what is known of programs
 
 

@@ -163,8 +163,17 @@ class Engine(Protocol):
         """
         ...
 
-    def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
-        """While open, what is computed from plain values is computed on a mesh, replicated."""
+    def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
+        """While open, what is computed from plain values is computed on a mesh, replicated.
+
+        Args:
+            mesh: The mesh.
+            draws: How random numbers are drawn; every engine knows `"exact"`.
+
+        Raises:
+            EngineError: The engine does not draw so.
+            MeshError: The machine does not have the mesh's devices.
+        """
         ...
 
     def canonical(self, values: NumpyArray) -> NumpyArray:

@@ -58,9 +58,11 @@ def scope(
         batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
         library: The model library, as in `"keras"`; `None` means the one that is imported.
         progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
-        draws: `"exact"`: first values are those of the plain model, bit for bit. `"tiles"`, for torch only: a device
-            draws just what it holds, from a seed for each tile of 256 by 256: the same values on every mesh, and not
-            those of the plain model. For models so large that to draw one stream of numbers takes too long.
+        draws: `"exact"`: first values are those of the plain model, bit for bit, and dropout drops what it drops there.
+            `"tiles"`, for torch only: a device draws just what it holds, the same numbers on every mesh, and not those
+            of the plain model: first values from a seed for each tile of 256 by 256, what dropout drops from a hash of
+            each element's place. For models so large that to draw one stream of numbers takes too long, and for so many
+            devices that to draw the masks of the global batch does.
         check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
             them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
             checksum of the batch (a second for each GB) and a few bytes between the processes.
@@ -271,6 +273,7 @@ def apply(
     strict: bool = False,
     batch_dim: str | None = None,
     progress: bool | None = None,
+    draws: Literal["exact", "tiles"] = "exact",
     check_batches: bool = True,
     gather: Literal["fully_shard", "own"] = "fully_shard",
     fully_shard: Mapping[str, Any] | None = None,
@@ -283,6 +286,7 @@ def apply(
         strict: See `scope`.
         batch_dim: See `scope`.
         progress: See `scope`.
+        draws: What dropout draws; see `scope`.
         check_batches: See `scope`.
         gather: See `scope`.
         fully_shard: See `scope`.
@@ -302,7 +306,7 @@ def apply(
     """
     check_model(model, layout_map)
     adapter = adapter_of_model(model)
-    options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress}
+    options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
     options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     return _open(layout_map, adapter, **options).session.take(model)
 
@@ -329,11 +333,11 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
         # Before they are looked at: what is wrong in one process only must be an error in all.
         compared = {name: value for name, value in options.items() if name != "progress"}
         check_options({"library": adapter.name} | compared, opened.gather)
-    if opened.draws not in ("exact", *adapter.other_inits):
+    if opened.draws not in ("exact", *adapter.other_draws):
         raise ScopeError(
-            f"draws={opened.draws!r}: {adapter.name} models cannot be initialized so",
-            facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_inits)))},
-            why='"exact" gives the values of the plain model; a library may offer others, for very large models',
+            f"draws={opened.draws!r}: {adapter.name} models do not draw random numbers so",
+            facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_draws)))},
+            why='"exact" draws what the plain model draws; a library may offer other ways, for very large models',
             fix='leave draws out, or draws="exact"',
         )
     if opened.gathering not in _GATHER:

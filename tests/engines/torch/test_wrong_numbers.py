@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from engines import several_processes
 from engines.torch.dtensors import alone, place, run_on, whole
+from engines.torch.masked import drawn_on
 from torch import nn
 
 from layoutmap.core.errors import EngineError
@@ -296,3 +297,6 @@ def test_real_processes(tmp_path):
         assert [28.0] * 5 == told["read"]
         assert 28.0 != told["read alone"], MENDED
         assert 28.0 == told["read later"], "a loss is read when the mesh is left"
+        for name, drawn in told["drawn by tiles"].items():
+            for found, expected in zip(drawn, drawn_on("batch=1", (), name), strict=True):
+                torch.testing.assert_close(torch.tensor(found, dtype=expected.dtype), expected)

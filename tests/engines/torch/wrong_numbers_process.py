@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engines.torch.dtensors import alone, place, run_on, whole
+from engines.torch.masked import drawn_on
 
 ATTEND = F.scaled_dot_product_attention
 
@@ -65,6 +66,7 @@ MORE = {
     "group_norm": (lambda x: F.group_norm(x, 2), [(normal(8, 4, 6), ("batch", "model", None))]),
     "cdist": (torch.cdist, [(X, ROWS), (Y, ROWS)]),
 }
+BY_TILES = ("dropout", "dropout2d", "attention")
 
 
 def outcome(function, tensors):
@@ -119,6 +121,10 @@ def main():
     told = {"read": read, "read later": made_inside.item()}
     with alone():
         told["read alone"] = total.item()
+    told["drawn by tiles"] = {
+        name: [each.tolist() for each in drawn_on("batch=2,model=2", ("batch", "model"), name)]
+        for name in BY_TILES
+    }
     (folder / f"{number}.json").write_text(json.dumps({"compared": found, **told}))
     np.savez(folder / f"{number}.npz")
     dist.destroy_process_group()

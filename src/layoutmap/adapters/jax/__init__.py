@@ -29,7 +29,7 @@ class JaxAdapter:
     """Knows flax.nnx and pytrees; see `layoutmap.adapters.protocol`."""
 
     name = "jax"
-    other_inits = ()
+    other_draws = ()
     check_fully_shard = None
     engine_name = "jax"
 

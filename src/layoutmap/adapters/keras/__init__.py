@@ -27,7 +27,7 @@ class KerasAdapter:
     """Knows Keras 3; see `layoutmap.adapters.protocol`."""
 
     name = "keras"
-    other_inits = ()
+    other_draws = ()
     check_fully_shard = None
 
     @property

@@ -40,7 +40,7 @@ class TorchAdapter:
     """Knows `torch.nn`; see `layoutmap.adapters.protocol`."""
 
     name = "torch"
-    other_inits = ("tiles",)
+    other_draws = ("tiles",)
     check_fully_shard = staticmethod(check_fully_shard)
     engine_name = "torch"
 

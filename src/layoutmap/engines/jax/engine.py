@@ -31,6 +31,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.checks import (
+    check_draws,
     check_initial_value,
     check_initializers,
     check_one_result,
@@ -188,8 +189,9 @@ class JaxEngine:
         """Return the values of each process that has a device of the mesh, one row each; they must all ask."""
         return gathered(values, bound_devices(mesh))
 
-    def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
+    def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
         """While open, arrays made from plain values are on the mesh, replicated."""
+        check_draws(self.name, draws)
         return jax.set_mesh(self.native(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
 
     def call(

@@ -27,6 +27,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.checks import (
+    check_draws,
     check_initial_value,
     check_initializers,
     check_one_result,
@@ -160,11 +161,12 @@ class TensorFlowEngine:
         """Return the values of each process, one row each; they must all ask."""
         return gathered(values)
 
-    def run_on(self, mesh: Mesh) -> AbstractContextManager[Any]:
+    def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
         """While open, operations on plain tensors run on the mesh, replicated.
 
         It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
         """
+        check_draws(self.name, draws)
         return run_on(native_of(Layout.replicated(mesh, 0)).mesh)
 
     @tf.autograph.experimental.do_not_convert

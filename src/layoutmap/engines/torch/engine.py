@@ -28,7 +28,13 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.checks import check_initial_value, check_initializers, check_one_result, check_shard
+from layoutmap.engines.checks import (
+    check_draws,
+    check_initial_value,
+    check_initializers,
+    check_one_result,
+    check_shard,
+)
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
     check_placed,
@@ -173,13 +179,15 @@ class TorchEngine:
         return gathered(values)
 
     @contextmanager
-    def run_on(self, mesh: Mesh) -> Generator[None]:
+    def run_on(self, mesh: Mesh, draws: str = "exact") -> Generator[None]:
         """While open, what is computed from plain tensors is on the mesh, replicated.
 
         What DTensor alone would compute wrongly is computed right, or refused: see `dtensor_ops.mode`.
         """
+        check_draws(self.name, draws, ("exact", "tiles"))
         native = self.native(Layout.replicated(mesh, 0), 0)[0]
-        with simulation.on_mesh(native), _OnMesh(mesh), computing(native):
+        by_shards = draws == "tiles"
+        with simulation.on_mesh(native), _OnMesh(mesh), computing(native, by_shards=by_shards):
             yield
 
     def call(

@@ -105,8 +105,8 @@ def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
     moves = [(spec.placements[dim], placements[dim]) for dim in changed]
     if len(changed) == 1 and type(moves[0][0]) is Partial and moves[0][1].is_replicate():
         dim = changed[0]
-        if spec.mesh.size(dim) > 1:
-            local = summed_over(local, spec.mesh, dim, moves[0][0].reduce_op)
+        is_sum = spec.mesh.size(dim) > 1
+        local = summed_over(local, spec.mesh, dim, moves[0][0].reduce_op) if is_sum else local.detach()
     elif not simulation.is_simulated() and _is_taken_apart(spec, placements, moves):
         coordinates: Any = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):

@@ -86,6 +86,11 @@ class ComputingLaws(EngineCases):
             array = self.make_array(values)
             assert self.engine.layout_of(array + array) is None
 
+    def test_a_way_to_draw_that_is_not_known_is_refused(self):
+        """Computing on a mesh with another way to draw random numbers is refused, with the ways that there are."""
+        with pytest.raises(EngineError, match=r"ways +'exact'"), self.engine.run_on(self.mesh("x=2"), "fast"):
+            pass
+
     @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
     def test_canonical_says_what_becomes_of_numpy_values(self, dtype: str):
         """An array made from numpy values has the element type of their canonical form, which is its own."""

@@ -5,6 +5,7 @@ Attention over an axis that is sharded otherwise, along the sequence or inside a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -13,13 +14,21 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
+from layoutmap.engines.torch.dtensor_ops.shards import (
+    join,
+    kept_axes,
+    local_shard,
+    mesh_of,
+    shard_placements,
+)
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
+from layoutmap.engines.torch.private import local_of
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _attend(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _attend(draw: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     tensors = [given.pop(name) for name in _NAMES[:3]]
     mask = given.pop("attn_mask", None)
@@ -36,10 +45,8 @@ def _attend(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leading = query.shape[:-2]
         if not given.get("enable_gqa", False):
             leading = torch.broadcast_shapes(leading, key.shape[:-2])
-        drawn = _drawn(
-            (*leading, query.shape[-2], key.shape[-2]), _wide(query.dtype), query.device, dropout_p
-        )
-        drawn = local_shard(drawn, mesh, kept, kept)
+        shape = (*leading, query.shape[-2], key.shape[-2])
+        drawn = draw(shape, _wide(query.dtype), query.device, dropout_p, mesh, kept)
         local = _with_mask(shards, mask, drawn, **given)
     else:
         local = function(*shards, mask, **given)
@@ -56,9 +63,22 @@ def _of(tensor: Any, kept: dict[int, int], rank: int) -> dict[int, int]:
     }
 
 
-def _drawn(shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float) -> torch.Tensor:
-    """What the weights are multiplied by for dropout: all of it is drawn."""
-    return torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
+def _draw(
+    shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept: dict[int, int]
+) -> torch.Tensor:
+    """What this device multiplies its weights by for dropout: all of it is drawn."""
+    drawn = torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
+    return local_shard(drawn, mesh, kept, kept)
+
+
+def _draw_by_shards(
+    shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept: dict[int, int]
+) -> torch.Tensor:
+    """The same, of which each device draws its part."""
+    if p > 1:  # an error of torch
+        return _draw(shape, dtype, device, p, mesh, kept)
+    placements = shard_placements(mesh, kept)
+    return local_of(sharded_mask(shape, dtype, device, p, mesh, placements, over=1 - p))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -92,7 +112,9 @@ def _with_mask(
     return ((weights * drawn) @ value).to(dtype)
 
 
-def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _attend_with_projections(
+    draw: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Attention with all its projections: each device has its part of the batch, and the weights are gathered."""
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
@@ -102,16 +124,16 @@ def _attend_with_projections(function: Callable[..., Any], args: Any, kwargs: An
     mesh = mesh_of(tensors.values())
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     kept = kept_axes(batched, mesh, [1])
-    drawn = _drawn_for_projected(given)
+    of_weights = dict.fromkeys(kept, 0)
+    drops = given["training"] and given["dropout_p"] > 0
+    mask = draw(*_weights_of(given), given["dropout_p"], mesh, of_weights) if drops else None
     shards: dict[int, Any] = {}  # one for what is given twice: attention to oneself is projected at once
     for name, each in tensors.items():
         if id(each) not in shards:
             axes = dict.fromkeys(kept, _batch_axis(name, each))
             shards[id(each)] = local_shard(each, mesh, axes, kept)
         given[name] = shards[id(each)]
-    of_weights = dict.fromkeys(kept, 0)
-    if drawn is not None:
-        mask = local_shard(drawn, mesh, of_weights, kept)
+    if mask is not None:
         attend = unwrapped(
             function,
             dropout=lambda weights, p: weights * mask,
@@ -134,23 +156,25 @@ def _batch_axis(name: str, tensor: Any) -> int | None:
     return None
 
 
-def _drawn_for_projected(given: dict[str, Any]) -> torch.Tensor | None:
-    """What the scores are multiplied by for dropout, all of which is drawn; `None` if there is none."""
-    if not given["training"] or given["dropout_p"] == 0:
-        return None
+def _weights_of(given: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype, Any]:
+    """The shape, element type and device of the weights that dropout drops some of."""
     query, key = given["query"], given["key"]
     batch, heads = (query.shape[1] if query.ndim == 3 else 1), given["num_heads"]
     source = key.shape[0] if given["static_k"] is None else given["static_k"].shape[1]
     source += (given["bias_k"] is not None) + given["add_zero_attn"]
     shape = (query.shape[0], source)
     if given["need_weights"]:
-        return _drawn((batch * heads, *shape), query.dtype, query.device, given["dropout_p"])
-    return _drawn((batch, heads, *shape), _wide(query.dtype), query.device, given["dropout_p"])
+        return (batch * heads, *shape), query.dtype, query.device
+    return (batch, heads, *shape), _wide(query.dtype), query.device
 
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
-ATTENTION = {
+_HOW = {
     F.scaled_dot_product_attention: _attend,
     F.multi_head_attention_forward: _attend_with_projections,
+}
+ATTENTION = {function: functools.partial(attend, _draw) for function, attend in _HOW.items()}
+ATTENTION_BY_SHARDS = {
+    function: functools.partial(attend, _draw_by_shards) for function, attend in _HOW.items()
 }

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION
+from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, reduced
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
 from layoutmap.engines.torch.dtensor_ops.gathered import (
@@ -48,7 +48,7 @@ from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
-from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM
+from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM, RANDOM_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
 from layoutmap.engines.torch.dtensor_ops.rows import ROWS
 from layoutmap.engines.torch.dtensor_ops.slices import (
@@ -86,23 +86,25 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.__setitem__: assign,
 }
 _HANDLERS = {function: plainly(handler) for function, handler in _HANDLERS.items()}
+_BY_SHARDS = {f: plainly(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()}
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
 
 
 @contextmanager
-def computing(device_mesh: DeviceMesh) -> Generator[None]:
+def computing(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[None]:
     """While open on this thread, DTensors compute what plain tensors would.
 
     It can be opened again inside of itself, and changes nothing for plain tensors among themselves.
 
     Args:
         device_mesh: The mesh of the DTensors.
+        by_shards: Whether each device draws its part of what a dropout drops, which plain tensors do not.
     """
     guard(device_mesh)
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)
     try:
-        with _Computing():
+        with _Computing(by_shards):
             yield
     finally:
         set_replicates_plain_tensors(before)
@@ -111,12 +113,16 @@ def computing(device_mesh: DeviceMesh) -> Generator[None]:
 class _Computing(TorchFunctionMode):
     """Looks each function up that is called with a DTensor."""
 
+    def __init__(self, by_shards: bool) -> None:
+        super().__init__()
+        self._by_shards = by_shards
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in _QUESTIONS) and type(args[0]) is DTensor:
             with outside_of_modes():  # it computes nothing: no mode has to see it
                 return func(*args, **kwargs)
-        known = _known(func)
+        known = _known(func, self._by_shards)
         if known.is_backward:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.
             with without_function_modes(), self:
@@ -169,9 +175,10 @@ class _Known:
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(func: Any) -> _Known:
+def _known(func: Any, by_shards: bool) -> _Known:
+    handler = _BY_SHARDS.get(func) if by_shards else None
     return _Known(
-        handler=_HANDLERS.get(func),
+        handler=handler or _HANDLERS.get(func),
         in_place=changes_in_place(func),
         indexes=func in _INDEXING,
         joins=func in JOINS,

@@ -1,23 +1,28 @@
 """Random numbers for DTensors: all of them are drawn, as the plain program draws them, then sharded.
 
 So dropout and its like give the numbers of one device on any mesh, and the default generator ends in the same state.
-All processes must have seeded alike; `same_draws` compares what they draw from.
+With `draws="tiles"` a device draws its part of a dropout's mask alone: see `masks`. All processes must have seeded
+alike; `same_draws` compares what they draw from.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, like, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
+from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
+from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import tree_map
 
 
@@ -52,24 +57,49 @@ def _state(kind: str) -> int:
     return checksum(*(state.numpy() for state in states))
 
 
-def drawn_mask(function: Callable[..., Any], tensor: Any, p: float) -> torch.Tensor:
-    """What a dropout multiplies a tensor by, as a plain tensor of the global shape."""
-    return function(_in_memory_as(tensor).fill_(1), p, True)
-
-
 def _in_memory_as(tensor: Any) -> torch.Tensor:
     """A plain tensor without values, of a DTensor's shape, strides and type: the order of draws follows the strides."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _dropout(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
-    x = given["input"]
-    if not given["train"] or given["p"] == 0:
+    x, p, train = _given(*args, **kwargs)
+    if not train or p == 0:
         return x
     plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
-    mask = like(drawn_mask(plain, x, given["p"]), x)
+    mask = like(plain(_in_memory_as(x).fill_(1), p, True), x)
     return x.mul_(mask) if changes_in_place(function) else x * mask
+
+
+def _given(input: Any, p: float, train: bool) -> tuple[Any, float, bool]:
+    """The arguments of a dropout."""
+    return input, p, train
+
+
+def _dropout_by_shards(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A dropout of which each device draws its part."""
+    x, p, train = _given(*args, **kwargs)
+    of_channels = "feature" in function.__name__
+    if not train or not 0 < p <= 1 or not x.numel() or (of_channels and x.ndim < 2):  # or it is an error
+        return RANDOM[function](function, args, kwargs)
+    in_place = changes_in_place(function)
+    axes = 2 if of_channels else x.ndim
+    shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]
+    placements = [
+        each if getattr(each, "dim", axes) < axes else Replicate() for each in summed_placements(x.placements)
+    ]
+    draw = functools.partial(sharded_mask, shape, x.dtype, x.device, p, x.device_mesh, placements)
+    if "alpha" not in function.__name__ or p == 1:
+        mask = draw(over=1 - p)
+        return x.mul_(mask) if in_place else x * mask
+    # What is dropped becomes the least value of SELU; mean and variance are kept.
+    mask, scale = draw(), 1 / math.sqrt((_SELU * _SELU * p + 1) * (1 - p))
+    shift = mask.add(-1).mul_(_SELU * scale).add_(_SELU * scale * p)
+    mask.mul_(scale)
+    return x.mul_(mask).add_(shift) if in_place else reduced(x) * mask + shift
+
+
+_SELU = 1.7580993408473766
 
 
 def _when_training(place: int) -> Callable[..., Any]:
@@ -107,8 +137,12 @@ def global_init(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 _METHODS = (
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
 )
+_DROPOUTS = (torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_)
+_ALPHA_DROPOUTS = (
+    *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+)
 RANDOM: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_), _dropout),
+    **dict.fromkeys(_DROPOUTS, _dropout),
     **{getattr(torch.Tensor, name): _filled for name in _METHODS},
     **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _alike),
     **dict.fromkeys(
@@ -126,14 +160,7 @@ RANDOM: dict[Any, Callable[..., Any]] = {
         ),
         global_init,
     ),
-    **dict.fromkeys(
-        (
-            torch.alpha_dropout,
-            torch.alpha_dropout_,
-            torch.feature_alpha_dropout,
-            torch.feature_alpha_dropout_,
-        ),
-        _when_training(2),
-    ),
+    **dict.fromkeys(_ALPHA_DROPOUTS, _when_training(2)),
     **dict.fromkeys((torch.rrelu, torch.rrelu_), _when_training(3)),
 }
+RANDOM_BY_SHARDS = dict.fromkeys((*_DROPOUTS, *_ALPHA_DROPOUTS), _dropout_by_shards)

@@ -1,0 +1,136 @@
+"""What a dropout keeps, for `draws="tiles"`: each device draws its part of one mask, which is the same on every mesh.
+
+A call takes one number from the generator of the program. An element is kept if a hash of that number plus the
+element's place in the global tensor is large enough, so a part of a mask can be computed alone, on any device and in a
+graph. The hash is that of SplitMix64, which mixes numbers that follow each other.
+
+References:
+    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; its mix64variant13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.private import cached_by_mesh, dtensor, spec_of_tensor
+
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # one more changes bits that decide nothing
+_PIECE = 1 << 16  # elements that are mixed at once, on a CPU in its cache
+_LARGE_PIECE = 1 << 22  # on other devices
+
+Places = tuple[Sequence[int], ...]  # along each axis
+
+
+def sharded_mask(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: Any,
+    p: float,
+    mesh: Any,
+    placements: Sequence[Any],
+    *,
+    over: float = 1.0,
+) -> Any:
+    """A DTensor of zeros and ones, or fractions of one, of which each device draws its part.
+
+    Args:
+        shape: The global shape.
+        dtype: The element type.
+        device: Where it is made, and whose generator gives a number.
+        p: The probability of a zero, between 0 and 1.
+        mesh: The `DeviceMesh`.
+        placements: How it is sharded; none is a sum.
+        over: What the ones are divided by, where there are any.
+    """
+    size, placements, over = torch.Size(shape), tuple(placements), over or 1.0
+    seed = torch.randint(-(1 << 62), (1 << 62) - 1, (), device=device)
+    made: dict[Places, torch.Tensor] = {}
+    pieces: dict[int, torch.Tensor] = {}
+    for rank, places in _places_here(size, mesh, placements).items():
+        if places in made:  # simulated devices with the same part, each in memory of its own
+            pieces[rank] = made[places].clone()
+        else:
+            pieces[rank] = made[places] = _mask(places, size, seed, p, dtype, over)
+    return dtensor(simulation.join(pieces, dtype), spec_of_tensor(mesh, placements, size, dtype))
+
+
+@cached_by_mesh
+def _places_here(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Mapping[int, Places]:
+    """Which elements the devices of this process have: along each axis, their places in the global tensor."""
+    ranks = simulation.ranks_of(mesh)
+    found: dict[int, Places] = {}
+    for rank in simulation.ranks_here(ranks):
+        coordinates = [int(each) for each in np.unravel_index(ranks.index(rank), mesh.shape)]
+        found[rank] = tuple(
+            _along(axis, size, mesh.shape, placements, coordinates) for axis, size in enumerate(shape)
+        )
+    return found
+
+
+def _along(
+    axis: int, size: int, mesh_shape: Sequence[int], placements: Sequence[Any], coordinates: Sequence[int]
+) -> Sequence[int]:
+    places: Sequence[int] = range(size)
+    for number, placement, coordinate in zip(mesh_shape, placements, coordinates, strict=True):
+        if getattr(placement, "dim", None) != axis:
+            continue
+        strides = getattr(placement, "split_factor", 1)
+        parts = [_part(_part(places, strides, each), number, coordinate) for each in range(strides)]
+        places = parts[0] if strides == 1 else tuple(place for part in parts for place in part)
+    return places
+
+
+def _part(places: Sequence[int], number: int, which: int) -> Sequence[int]:
+    length = -(-len(places) // number)
+    return places[which * length : (which + 1) * length]
+
+
+def _mask(
+    places: Places, shape: torch.Size, seed: torch.Tensor, p: float, dtype: torch.dtype, over: float
+) -> torch.Tensor:
+    """The elements at some places of a mask of a shape."""
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    most_dropped = max(int(p * 2.0**64) - 1, 0) - (1 << 63)
+    if type(seed) is not torch.Tensor:  # it is recorded, for a graph: what compiles that divides it
+        return (_mixed(seed, places, steps) > most_dropped).to(dtype).div_(over)
+    mask = torch.empty([len(each) for each in places], dtype=dtype, device=seed.device)
+    piece = _PIECE if seed.device.type == "cpu" else _LARGE_PIECE
+
+    def fill(part: torch.Tensor, places: Places) -> None:
+        if part.numel() <= piece:
+            part.copy_(_mixed(seed, places, steps) > most_dropped).div_(over)
+            return
+        axis = next(axis for axis, each in enumerate(places) if len(each) > 1)
+        half = len(places[axis]) // 2
+        for chosen, length in ((slice(half), half), (slice(half, None), len(places[axis]) - half)):
+            inner = (*places[:axis], places[axis][chosen], *places[axis + 1 :])
+            fill(part.narrow(axis, chosen.start or 0, length), inner)
+
+    fill(mask, places)
+    return mask
+
+
+def _mixed(seed: torch.Tensor, places: Places, steps: Sequence[int]) -> torch.Tensor:
+    """The hash at some places, evenly distributed over all int64."""
+    # Up to the first round nothing may overflow: inductor computes with loop counters, and C++ takes their overflow
+    # for impossible, so for a reason to leave out the end of a loop.
+    mixed = seed.clone()
+    for axis in range(len(places) - 1, -1, -1):
+        along = _numbers(places[axis], seed.device).mul_(steps[axis])
+        mixed = mixed + along.view(-1, *[1] * (len(places) - 1 - axis))
+    for shift, factor in _ROUNDS:
+        mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        mixed *= factor - (1 << 64)
+    return mixed
+
+
+def _numbers(places: Sequence[int], device: torch.device) -> torch.Tensor:
+    if isinstance(places, range):
+        return torch.arange(places.start, places.stop, device=device)
+    return torch.tensor(places, dtype=torch.int64, device=device)
