@@ -404,7 +404,10 @@ _DISPATCHER = DTensor._op_dispatcher
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
 if not hasattr(_DISPATCHER, _PROPAGATE) or not hasattr(_DISPATCHER, "_custom_op_handlers"):
     raise unsupported("torch", f"DTensor._op_dispatcher: {_PROPAGATE}, _custom_op_handlers")
-_HANDLED = ("convolution.default", "convolution_backward.default", "as_strided.default")
+_HANDLED = (
+    *("convolution.default", "convolution_backward.default", "as_strided.default"),
+    *("argmax.default", "argmin.default"),
+)
 
 
 def guard_operators(answer: Callable[..., Any]) -> None:

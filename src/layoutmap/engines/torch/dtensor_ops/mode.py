@@ -54,9 +54,10 @@ from layoutmap.engines.torch.dtensor_ops.rows import ROWS
 from layoutmap.engines.torch.dtensor_ops.slices import (
     VIEWS,
     assign,
-    check_no_copy,
+    copies,
+    follow,
     keep_gradient,
-    mark_copies,
+    note_copies,
 )
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.private import (
@@ -115,7 +116,10 @@ class _Computing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if type(func) is _PROPERTY:
-            return _read(func, args) if type(args[0]) is DTensor else func(*args, **kwargs)
+            if type(args[0]) is not DTensor:
+                return func(*args, **kwargs)
+            result = _read(func, args)
+            return note_copies(func, args, kwargs, result) if copies and func in VIEWS else result
         if func in _QUESTIONS and type(args[0]) is DTensor:
             return _read(func, args, kwargs)
         mesh, is_mixed = _survey(args)
@@ -130,10 +134,8 @@ class _Computing(TorchFunctionMode):
         if mesh is None:
             return func(*args, **kwargs)
         in_place = known.in_place and bool(args)
-        if in_place:
-            check_no_copy(func, args[0])
-            if not _are_dtensors(args[0]):
-                return plainly(on_gathered)(func, args, kwargs)
+        if in_place and not _are_dtensors(args[0]):
+            return plainly(on_gathered)(func, args, kwargs)
         if known.indexes:
             args = (args[0], _index(args[1]), *args[2:])
             is_mixed = True
@@ -147,7 +149,9 @@ class _Computing(TorchFunctionMode):
         else:
             result = _compute(known, func, args, kwargs, in_place)
         if known.is_view:
-            mark_copies(args[0] if args else kwargs.get("input"), result)
+            return note_copies(func, args, kwargs, result)
+        if copies and (in_place or "out" in kwargs):
+            follow(func, kwargs.get("out", args[0]))
         return result
 
 
