@@ -38,6 +38,7 @@ STATE = {
     "engines.tensorflow.engine.engine": "the engine: its traced programs",
     "engines.torch.engine.engine": "the engine: what is known of programs",
     "adapters.keras.pending._classes": "the class of variables without a value, for each class of Keras's",
+    "engines.torch.dtensor_ops.slices.copies": "slices in use that a change of their tensor is written to; weak",
     "engines.torch.dtensor_ops.guard._meshes": "the meshes on which DTensor asks what it may compute",
     "engines.torch.private._of_meshes": "the caches of what is known of meshes, emptied as DTensor's are",
     "engines.torch.dtensor_ops.gathered._warned": "each function is warned of once in a process",

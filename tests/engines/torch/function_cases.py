@@ -479,3 +479,38 @@ WRONG_ONCE = list(CASES)[_before:]
 # Last, since each case draws its tensors after the one before it.
 for _name in ("relu", "hardtanh", "relu6", "hardswish", "hardsigmoid"):
     add(f"{_name}, in place", lambda x, name=_name: getattr(F, name)(x * 1, inplace=True), x=normal(8, 4, 6))
+
+# What random programs found.
+for _name in ("argmax", "argmin", "cumsum", "cumprod", "logcumsumexp", "softmax", "diff"):
+    add(f"{_name} from the end", lambda x, name=_name: getattr(x.view(8, 2, 3), name)(dim=-2), x=normal(8, 6))
+add("argmax of few", lambda x: (x[:, :2].argmax(-1), x.view(4, 2, 6).argmin(-2)), x=normal(8, 6))
+add(
+    "select from the end",
+    lambda x: (x.mT.select(-2, -1) * x.select(-2, 1).sum(), x.narrow(-1, 1, 2)),
+    x=normal(8, 6),
+)
+add(
+    "linear with a bias of two axes",
+    lambda x, w, w2: F.linear(x, w, w2),
+    x=normal(8, 6),
+    w=normal(4, 6),
+    w2=normal(8, 4),
+)
+add(
+    "linear of one vector",
+    lambda x, w: F.linear(x.sum(0), w) + x.mean(0) @ w.t(),
+    x=normal(8, 6),
+    w=normal(4, 6),
+)
+add(
+    "linear of one sum", lambda x, w: F.linear(x, w, w[:, 0]) + x @ w.t() + w @ x, x=normal(6), w=normal(4, 6)
+)
+add("det", lambda x: torch.linalg.det(x), x=normal(8, 8))
+add("a maximum that is filled", lambda t: (t * 1).amax(0, keepdim=True).fill_(2), t=normal(8, 6))
+add("a count that is filled", lambda t: (t > 0).sum(0).fill_(3).add_(1), t=normal(8, 6))
+add(
+    "a sum less rows",
+    lambda x, t: (x * 1).sum(0).sub_(t.view(8, 6).mean(0), alpha=2),
+    x=normal(8, 6),
+    t=normal(8, 6),
+)

@@ -97,6 +97,25 @@ def test_the_gradient_of_a_scatter():
     assert torch.equal(plain.grad, whole(source.grad))
 
 
+@pytest.mark.parametrize("specs", [spec for spec, _ in LAYOUTS])
+@pytest.mark.parametrize("name", ["embedding", "gather", "take_along_dim"])
+def test_gradients_of_gradients(name, specs):
+    """The gradient of a lookup's gradient is what it is on one device, on all layouts."""
+    x, other = torch.arange(48.0).reshape(8, 6).cos(), torch.arange(6.0).sin()
+    index = torch.tensor([0, 5, 3, 1, 4, 4, 2, 0])
+
+    def second(x, other, index):
+        value = (LOOKUPS[name][0](x, index) * other[:1] * other).sum()
+        first = torch.autograd.grad(value, x, create_graph=True)[0]
+        return torch.autograd.grad((first * first).sum(), other)[0]
+
+    expected = second(x.clone().requires_grad_(), other.clone().requires_grad_(), index)
+    with run_on():
+        found = second(place(x, *specs).requires_grad_(), place(other, None).requires_grad_(), index)
+
+    assert torch.allclose(whole(found), expected)
+
+
 def test_the_error_of_a_lookup():
     """An index that is out of range is an IndexError that names the function, the axis and its size."""
     with run_on(), pytest.raises(IndexError, match="embedding: index out of range: axis 0 has size 8"):

@@ -170,7 +170,7 @@ def gather(array: Any) -> torch.Tensor:
     detached: Any = array.detach()
     array = detached
     ranks = simulation.ranks_of(array.device_mesh)
-    if any(placement.is_partial() for placement in array.placements):
+    if layout_of(array) is None:
         with simulation.on_ranks(ranks):
             array = redistributed(array, [Replicate()] * array.device_mesh.ndim)
     if not simulation.is_simulated():

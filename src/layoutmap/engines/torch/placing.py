@@ -36,7 +36,7 @@ def shard_of(tensor: Any, of_gradient: Sequence[Any]) -> torch.Tensor:
 
 
 def from_shards(local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
-    """The DTensor of all devices' shards, which are of equal size; gradients pass."""
+    """The DTensor of all devices' shards, which are of equal size, or summands; gradients pass."""
     return _FromShards.of(local, mesh, tuple(placements))
 
 
@@ -88,13 +88,15 @@ class _Shard(OwnGradient):
 class _FromShards(OwnGradient):
     @staticmethod
     def forward(ctx: Any, local: Any, mesh: Any, placements: Any) -> Any:
-        ctx.placements = summed_placements(placements)
+        ctx.placements = placements
         spec = spec_of_shards(mesh, placements, local.shape, local.stride(), local.dtype)
         return dtensor(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return shard_of(redistributed(upstream[0], ctx.placements), ctx.placements), None, None
+        # A summand's gradient is the sum's; what devices make of it differs, and so does what comes back from that.
+        given = redistributed(upstream[0], summed_placements(ctx.placements))
+        return shard_of(given, ctx.placements), None, None
 
 
 def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:

@@ -40,6 +40,8 @@ from layoutmap.engines.torch.private import (
 )
 
 _meshes: set[DeviceMesh] = set()
+_FROM_THE_START = {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
+"""The place of an axis that DTensor takes for another one if it counts from the end, as cumsum, or fails for."""
 
 
 def guard(device_mesh: DeviceMesh) -> None:
@@ -67,13 +69,22 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if name in ALONG and name != full_name and isinstance(args[0], DTensor) and not _waits(args[0]):
         return args[0].copy_(getattr(getattr(torch.ops.aten, name), overload_name(op))(*args, **kwargs))
-    if name == "cumsum" and args[1] < 0:  # DTensor takes no axis for it, and sums up each shard by itself
-        return op(args[0], args[1] % max(args[0].ndim, 1), *args[2:], **kwargs)
+    place = _FROM_THE_START.get(name, len(args))
+    if place < len(args) and args[place] is not None and args[place] < 0:
+        rank = args[0].ndim if place == 1 else len(args[1])
+        return op(*args[:place], args[place] % max(rank, 1), *args[place + 1 :], **kwargs)
     tensors = _dtensors((args, kwargs))
+    written = {id(each) for each in _written(op, args, kwargs)}
+    # DTensor would have the others wait for the same sum, which it cannot.
+    is_filled = any(
+        _waits(each) and any(other.placements != each.placements for other in tensors)
+        for each in tensors
+        if id(each) in written
+    )
     why = "DTensor's own way is not known to be right"
     # How axes are split and joined, DTensor seeks for ever where there is no element.
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
-    if _is_proven(op, name, args, kwargs) and _may_pass(tensors, name) and not is_empty:
+    if _is_proven(op, name, args, kwargs) and _may_pass(tensors, name) and not (is_empty or is_filled):
         try:
             answer = own()
         except (NotImplementedError, RuntimeError) as error:
@@ -82,7 +93,6 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
             if all(map(_is_even, specs_of_answer(answer))) or not all(map(_is_even, tensors)):
                 return answer
             why = "DTensor would shard its arguments unevenly"
-    written = {id(each) for each in _written(op, args, kwargs)}
     if any(_waits(each) and id(each) not in written for each in tensors):
         args, kwargs = tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
         return op(*args, **kwargs)
@@ -216,8 +226,12 @@ def _write(op: Any, old: Any, new: Any) -> None:
             why="its shards lie in memory of their size",
             fix="use what the operation returns: x = operation(x)",
         )
-    if any(p.is_partial() for p in old.placements):
-        local_of(old).zero_()
-        old.add_(everywhere(new, old.device_mesh))
-    else:
-        old.copy_(like(new, old))
+    mesh, values = old.device_mesh, local_of(like(new, old))
+    for dim, placement in enumerate(old.placements):
+        if placement.is_partial(
+            "sum"
+        ):  # of other kinds, what is the same everywhere is its own mean or maximum
+            is_first = everywhere(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
+            axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
+            values = values.where(local_of(placed(is_first, axes)), 0)
+    local_of(old).copy_(values)

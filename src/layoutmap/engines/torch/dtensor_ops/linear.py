@@ -30,6 +30,9 @@ def _linear(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     plan = None
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
         plan = _plan(*(None if each is None else spec_of(each) for each in tensors))
+    if plan is None and tensors[0].ndim == 1:  # torch would change the shape of the result in place
+        result = _linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
+        return result if tensors[2] is None else result + tensors[2]
     if plan is None:
         result = function(*args, **kwargs)
         return result if result.ndim else reduced(result)
@@ -57,7 +60,8 @@ def _plan(x: Any, weight: Any, bias: Any) -> _Plan | None:
     """How to multiply on shards; `None`: an argument is needed in another layout, or is no matrix."""
     mesh, last = x.mesh, len(x.shape) - 1
     dtypes = {each.tensor_meta.dtype for each in (x, weight, bias) if each is not None}
-    if len(weight.shape) != 2 or last < 0 or len(dtypes) > 1 or not all(map(_is_even, (x, weight))):
+    ranks = len(weight.shape), 1 if bias is None else len(bias.shape)
+    if ranks != (2, 1) or last < 0 or len(dtypes) > 1 or not all(map(_is_even, (x, weight))):
         return None
     of_result: list[Any] = []
     of_gradients: list[list[Any]] = [[], [], []]
@@ -145,4 +149,12 @@ def _by_operators(gradient: Any, x: Any, weight: Any, wanted: Sequence[bool]) ->
     )
 
 
-LINEAR = {F.linear: _linear}
+def _matmul(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # as in `_linear`
+        return function(args[0].unsqueeze(0), args[1]).squeeze(0)
+    result = function(*args, **kwargs)
+    return result if result.ndim else reduced(result)
+
+
+_MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+LINEAR = {F.linear: _linear, **dict.fromkeys(_MATMUL, _matmul)}

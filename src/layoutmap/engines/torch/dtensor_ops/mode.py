@@ -54,9 +54,10 @@ from layoutmap.engines.torch.dtensor_ops.rows import ROWS
 from layoutmap.engines.torch.dtensor_ops.slices import (
     VIEWS,
     assign,
-    check_no_copy,
+    copies,
+    follow,
     keep_gradient,
-    mark_copies,
+    note_copies,
 )
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.private import (
@@ -121,7 +122,8 @@ class _Computing(TorchFunctionMode):
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in _QUESTIONS) and type(args[0]) is DTensor:
             with outside_of_modes():  # it computes nothing: no mode has to see it
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            return note_copies(func, args, kwargs, result) if copies and func in VIEWS else result
         known = _known(func, self._by_shards)
         if known.is_backward:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.
@@ -130,10 +132,9 @@ class _Computing(TorchFunctionMode):
         found, is_mixed = _survey((*args, *kwargs.values()) if kwargs else args)
         if found is None:
             return func(*args, **kwargs)
-        if known.in_place and args:
-            check_no_copy(func, args[0])
-            if not _are_dtensors(args[0]):
-                return plainly(on_gathered)(func, args, kwargs)
+        in_place = known.in_place and bool(args)
+        if in_place and not _are_dtensors(args[0]):
+            return plainly(on_gathered)(func, args, kwargs)
         if known.indexes:
             args = (args[0], _index(args[1]), *args[2:])
             is_mixed = _survey(args)[1]
@@ -147,7 +148,9 @@ class _Computing(TorchFunctionMode):
         else:
             result = _compute(known, func, args, kwargs)
         if known.is_view:
-            mark_copies(args[0] if args else kwargs.get("input"), result)
+            return note_copies(func, args, kwargs, result)
+        if copies and (in_place or "out" in kwargs):
+            follow(func, kwargs.get("out", args[0]))
         return result
 
 

@@ -1,56 +1,168 @@
-"""Changes in place of parts of DTensors.
+"""Changes in place of DTensors and of their slices.
 
-Torch's slices are views: what changes them changes the tensor. DTensor's slices along a sharded axis are copies,
-and a change of one is lost without a word. Here `x[...] = y` is made right, and any other such change is refused. Where
-a slice is a view, its gradient goes through a view again, of a gradient that has the layout of the tensor.
+Torch's slices are views: what changes one changes the tensor, and the other way round. DTensor's slices along a sharded
+axis are copies, and such a change is lost without a word. Here each of them knows what it is a slice of: a change of it
+is written there, and a change there is written to the slices that are still in use. Where a slice is a view, its
+gradient goes through a view again, of a gradient that has the layout of the tensor.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_gathered
-from layoutmap.engines.torch.private import base_of, tree_leaves
+from layoutmap.engines.torch.private import (
+    base_of,
+    dtensor,
+    local_of,
+    plainly,
+    spec_of,
+    storage_key,
+    tree_leaves,
+    tree_map,
+)
 
-_COPY = "_layoutmap_copy_of_slice"
+_SLICE = "_layoutmap_slice"
+copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The slices in use that are copies, by their ids."""
 
 
-def check_no_copy(function: Callable[..., Any], target: Any) -> None:
-    """Refuse to change a slice that is a copy.
+class _Slice(NamedTuple):
+    """What a copy is a slice of.
 
-    Raises:
-        EngineError: It is one.
+    Attributes:
+        source: The tensor, which is no such copy.
+        memory: Where that is.
+        view: Takes the slice of a tensor like it.
+        is_tracked: Whether gradients pass between them.
     """
-    if getattr(target, _COPY, False):
+
+    source: Any
+    memory: int
+    view: Callable[[Any], Any]
+    is_tracked: bool
+
+
+@plainly
+def note_copies(function: Callable[..., Any], args: Any, kwargs: Any, results: Any) -> Any:
+    """The results of a function, of which those are noted that are copies here, and views on one device."""
+    named = dict(kwargs)
+    source, *rest = args or [named.pop("input", None)]
+    of: _Slice | None = getattr(source, _SLICE, None)
+    if not isinstance(source, DTensor):
+        return results
+    if of is None and type(results) is DTensor and results.placements == source.placements:
+        return results
+    memory = _memory(source)
+    rest, named = tree_map(_off_mesh, (rest, named))
+
+    def view(number: int, tensor: Any) -> Any:
+        return tree_leaves(function(tensor, *rest, **named))[number]
+
+    numbers = itertools.count()
+
+    def noted(each: Any) -> Any:
+        take = functools.partial(view, next(numbers))
+        if not isinstance(each, DTensor) or each is source or (of is None and _memory(each) == memory):
+            return each
+        if not _is_view(function, source, take, rest):
+            return each
+        copy = _Copy.apply(each).requires_grad_(each.requires_grad)  # also a view that is taken under no_grad
+        is_tracked = torch.is_grad_enabled() and function not in _DETACHING
+        found = _Slice(source, memory, take, is_tracked)
+        if of is not None:
+            found = of._replace(view=_then(of.view, take), is_tracked=is_tracked and of.is_tracked)
+        setattr(copy, _SLICE, found)
+        copies[id(copy)] = copy
+        return copy
+
+    return tree_map(noted, results)
+
+
+class _Copy(torch.autograd.Function):
+    """The same tensor, and for autograd no view: it would have gradients of changes pass through views of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Any) -> Any:
+        return dtensor(local_of(view), spec_of(view))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return upstream[0]
+
+
+def _memory(tensor: Any) -> int:
+    return storage_key(simulation.plain(local_of(tensor)))
+
+
+def _off_mesh(value: Any) -> Any:
+    """An argument of a view that any tensor like the first one can be passed with: numbers, or another's shape."""
+    if not isinstance(value, DTensor):
+        return value
+    return (
+        torch.empty(value.shape, dtype=value.dtype, device="meta") if value.ndim else int(full_tensor(value))
+    )
+
+
+def _is_view(function: Callable[..., Any], source: Any, take: Callable[[Any], Any], rest: Any) -> bool:
+    """Whether the result of a function is a view on one device."""
+    if function is torch.Tensor.__getitem__:
+        parts = rest[0] if isinstance(rest[0], tuple) else rest
+        return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
+    if function not in _MAYBE:
+        return True
+    like_source = torch.empty_strided(source.shape, source.stride(), device="meta")
+    return storage_key(take(like_source)) == storage_key(like_source)
+
+
+def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda tensor: second(first(tensor))
+
+
+@plainly
+def follow(function: Callable[..., Any], changed: Any) -> None:
+    """Write what a function changed in place to what it is a slice of, and to the slices of that."""
+    for target in tree_leaves(changed):
+        if not isinstance(target, DTensor):
+            continue
+        of: _Slice | None = getattr(target, _SLICE, None)
+        memory = _memory(target) if of is None else of.memory
+        if of is not None:
+            _write_back(function, target, of)
+        for each in list(copies.values()):
+            its: _Slice = getattr(each, _SLICE)
+            if each is not target and its.memory == memory:
+                is_tracked = its.is_tracked and not (each.is_leaf and each.requires_grad)
+                with torch.set_grad_enabled(torch.is_grad_enabled() and is_tracked):
+                    each.copy_(its.view(its.source))
+
+
+def _write_back(function: Callable[..., Any], target: Any, of: _Slice) -> None:
+    """Change what a tensor is a slice of, as the slice was changed."""
+    source = of.source
+    if target.dtype != source.dtype:
         raise EngineError(
-            f"{name_of(function)}: a slice along a sharded axis, changed in place",
-            facts={"shape": tuple(target.shape)},
-            why="such a slice is a copy, so the tensor that it was taken from would not change",
-            fix="assign to the tensor itself: x[...] = x[...] + values",
+            f"{name_of(function)}: bits of a tensor on a mesh, changed in place",
+            facts={"type": target.dtype, "type of the tensor": source.dtype},
+            why="they are a copy, so the tensor that they were taken from would not change",
+            fix="change a plain tensor, and lay it out then",
         )
-
-
-def mark_copies(tensor: Any, views: Any) -> None:
-    """Mark those of the views of a DTensor that became copies on the way."""
-    if not isinstance(tensor, DTensor):
-        return
-    if type(views) is DTensor and views.placements == tensor.placements and not hasattr(tensor, _COPY):
-        return
-    sharded = _num_sharded(tensor)
-    for each in tree_leaves(views):
-        if isinstance(each, DTensor) and (getattr(tensor, _COPY, False) or _num_sharded(each) < sharded):
-            setattr(each, _COPY, True)
-
-
-def _num_sharded(tensor: Any) -> int:
-    return sum(not placement.is_replicate() for placement in tensor.placements)
+    places = of.view(torch.arange(source.numel()).view(source.shape)).to(source.device)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and of.is_tracked):
+        values = full_tensor(source).reshape(-1).index_put((places,), full_tensor(target))
+        source.copy_(like(values.view(source.shape), source))
+    keep_gradient(source)
 
 
 def keep_gradient(changed: Any) -> None:
@@ -95,19 +207,17 @@ def _is_replicated_where_indexed(target: Any, index: Any) -> bool:
 _NAMES = (
     *("__getitem__", "narrow", "select", "split", "chunk", "unbind", "tensor_split", "diagonal", "unfold"),
     *("hsplit", "vsplit", "dsplit", "view", "view_as", "unflatten", "squeeze", "unsqueeze", "transpose"),
-    *(
-        "permute",
-        "t",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "expand",
-        "expand_as",
-        "split_with_sizes",
-    ),
+    *("permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "expand", "expand_as"),
+    *("split_with_sizes", "broadcast_to", "as_strided", "detach"),
 )
+_HOMES = (torch.Tensor, torch)
 
-VIEWS = frozenset(
-    getattr(home, name) for home in (torch.Tensor, torch) for name in _NAMES if hasattr(home, name)
-)
+
+def _named(*names: str) -> frozenset[Any]:
+    return frozenset(getattr(home, name) for home in _HOMES for name in names if hasattr(home, name))
+
+
+_MAYBE = _named("reshape", "reshape_as", "flatten", "ravel")
+_PROPERTIES = {name: getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data")}
+_DETACHING = frozenset((torch.Tensor.detach, torch.detach, _PROPERTIES["data"]))
+VIEWS = _named(*_NAMES) | _MAYBE | frozenset(_PROPERTIES.values())

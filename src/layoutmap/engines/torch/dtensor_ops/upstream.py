@@ -96,7 +96,8 @@ CORRECTIONS = {
     ),
     "views without elements": Correction("dtensor_ops.guard", "the search for a view's axes never ends"),
     "axes from the end": Correction(
-        "dtensor_ops.guard", "cumsum along axis -1 sums up each shard by itself, where that axis is sharded"
+        "dtensor_ops.guard",
+        "cumsum along axis -1 sums up each shard by itself, where that axis is sharded; argmax fails",
     ),
     "narrow indices": Correction(
         "dtensor_ops.guard", "gather shards an index and a tensor whose sizes differ, and takes other numbers"

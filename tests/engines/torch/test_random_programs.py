@@ -1,0 +1,45 @@
+"""Random programs give on DTensors what they give on plain tensors, on any layouts; see `random_programs`."""
+
+from dataclasses import replace
+
+import pytest
+from engines.torch.random_programs import Program, shrunk, verdict
+
+PROCESSES = ("torch",)
+# Of plain tensors: sizes that broadcast, views whose names are to go.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+QUICK, PARTS, LONG = 12, 4, 200
+
+
+def assert_right(seeds):
+    """Fail with the shortest program of the first seed that is wrong or fails; a refusal says why, and is none."""
+    for seed in seeds:
+        program = Program.random(seed)
+        if verdict(program).split(":")[0] in ("wrong", "failed"):
+            program = shrunk(program)
+            pytest.fail(f"{verdict(program)}\n{program}", pytrace=False)
+
+
+def test_some_programs():
+    """They give the same values, types, changes in place and gradients."""
+    assert_right(range(QUICK))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_more_programs(part):
+    """They do, too."""
+    assert_right(range(QUICK + part, QUICK + LONG, PARTS))
+
+
+def test_the_search_can_fail():
+    """A program that gives something else on DTensors is found, and what does not matter is left out of it."""
+    program = Program.random(0)
+    lines = ("v8 = v0.sin()", "v9 = v0.cos() + hasattr(v0, 'placements')")
+    inputs = tuple(replace(each, layout=(None,) * len(each.shape)) for each in program.inputs)
+    program = replace(program, inputs=inputs, lines=(*lines, "v10 = v0 * 2"))
+
+    assert "wrong: v9: another value" == verdict(program)
+    assert lines[1:] == shrunk(program).lines
