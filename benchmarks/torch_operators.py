@@ -77,9 +77,9 @@ def dropout_over(number: int) -> None:
         'draws="tiles"': (placed, lambda: lm.dtensor.run_on(mesh, draws="tiles")),
         'draws="exact"': (placed, lambda: lm.dtensor.run_on(mesh)),
     }
-    print(f"dropout of {tuple(placed.shape)}, over {number} devices    CPU ms  times  peak MiB more")
+    print(f"dropout of {tuple(placed.shape)}, over {number} devices    CPU ms  times  more peak MiB")
     seconds, more = dict.fromkeys(ways, float("inf")), dict.fromkeys(ways, 0.0)
-    for _ in range(ROUNDS):  # memory in the first round: each way takes more than the one before
+    for _ in range(ROUNDS):  # of memory, what a way takes more than those before
         for way, (tensor, context) in ways.items():
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             with context():
