@@ -3,7 +3,7 @@
 Operators that DTensor is not known to compute right are computed on gathered tensors: see `guard`. These functions are
 looked up in tables before they come to that, and computed without a gather, or with what one device draws:
 
-linear        products of shards, which DTensor computes right, but slowly
+linear        products of shards, which DTensor computes right, but slowly; of a vector, which fail
 losses        means over shards, labels that are ignored
 norms         statistics of a batch that is sharded
 attention     sharded along the batch or the heads
@@ -12,7 +12,7 @@ recurrent     sharded along the batch
 randomness    dropout and its like draw what the plain program draws
 rows          what treats images or elements apart, and has no rule for its gradient
 lookups       rows and elements by their number, along a sharded axis
-slices        assignments to a part of a tensor
+slices        changes in place of a part of a tensor, which may be a copy
 gathered      values that are read, and what changes the shape of a tensor in place on its way
 
 Plain tensors that meet DTensors count as replicated.

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, reduced
-from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.private import (
     base_of,
     dtensor,
@@ -108,11 +108,9 @@ def _memory(tensor: Any) -> int:
 
 def _off_mesh(value: Any) -> Any:
     """An argument of a view that any tensor like the first one can be passed with: numbers, or another's shape."""
-    if not isinstance(value, DTensor):
+    if not isinstance(value, DTensor) or value.dtype == torch.bool:
         return value
-    return (
-        torch.empty(value.shape, dtype=value.dtype, device="meta") if value.ndim else int(full_tensor(value))
-    )
+    return torch.empty(value.shape, device="meta") if value.ndim else int(full_tensor(value))
 
 
 def _is_view(function: Callable[..., Any], source: Any, take: Callable[[Any], Any], rest: Any) -> bool:
@@ -158,6 +156,9 @@ def _write_back(function: Callable[..., Any], target: Any, of: _Slice) -> None:
             why="they are a copy, so the tensor that they were taken from would not change",
             fix="change a plain tensor, and lay it out then",
         )
+    warn_of_gathering(
+        f"{name_of(function)} of a slice", "along a sharded axis it is a copy, and is written back"
+    )
     places = of.view(torch.arange(source.numel()).view(source.shape)).to(source.device)
     with torch.set_grad_enabled(torch.is_grad_enabled() and of.is_tracked):
         values = full_tensor(source).reshape(-1).index_put((places,), full_tensor(target))

@@ -73,7 +73,9 @@ CORRECTIONS = {
     ),
     "assignments": Correction("dtensor_ops.slices", "x[...] = y is lost along a sharded axis", "#139735"),
     "changes of views": Correction(
-        "dtensor_ops.slices", "a view along a sharded axis is a copy, and a change of it is lost", "#147570"
+        "dtensor_ops.slices",
+        "a view along a sharded axis is a copy: a change of it is lost, and so is one of its tensor",
+        "#147570",
     ),
     "gradients of changed views": Correction(
         "dtensor_ops.slices", "a gradient that comes in another layout is not that of the view"
