@@ -5,10 +5,13 @@
     python benchmarks/torch_operators.py --dropout 64
 
 CPU time of one call of the forward pass, in microseconds, on mesh batch=2,model=2 of a process group whose other
-processes do not exist: collectives return at once. Ways take turns in each of a few rounds; the least counts. The
-column "corrected" says of which operators DTensor alone computes other numbers, or none. With `--dropout`, dropout of a
-batch over so many devices: what one device takes by `draws="exact"`, by `draws="tiles"`, and for its shard as a plain
-tensor.
+processes do not exist: collectives return at once. Ways take turns in each of a few rounds; the least counts.
+
+"summed" is DTensor with the sum over the mesh made, which it leaves to whoever uses the value, where layoutmap makes
+it at once; differences and ratios are to that where it is there. "a mode" is DTensor in a function mode that does
+nothing: what torch takes for any. "corrected": DTensor alone computes other numbers, or none. With
+`--dropout`, dropout of a batch over so many devices: what one device takes by `draws="exact"`, by `draws="tiles"`, and
+for its shard as a plain tensor.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import layoutmap as lm
@@ -42,18 +46,35 @@ OPERATORS: dict[str, tuple[Callable[..., Any], list[Any], bool]] = {
     "shape": (lambda x: x.shape, [(X, ROWS)], False),
     "size": (lambda x: x.size(1), [(X, ROWS)], False),
     "view": (lambda x: x.view(4, 16, 4, 16), [(X, ROWS)], False),
+    "getitem": (lambda x: x[:, 2], [(X, ROWS)], False),
     "transpose": (lambda x: x.transpose(1, 2), [(X, ROWS)], False),
     "add": (torch.add, [(X, ROWS), (Y, ROWS)], False),
     "mul": (lambda x, y: x * y, [(X, ROWS), (Y, ROWS)], False),
     "gelu": (F.gelu, [(X, ROWS)], False),
     "softmax": (lambda x: F.softmax(x, -1), [(X, ROWS)], False),
     "layer_norm": (lambda x: F.layer_norm(x, (64,)), [(X, ROWS)], False),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), [(X, ROWS)], True),
     "linear": (F.linear, [(X, ROWS), (WEIGHT, ("model", None)), (BIAS, ("model",))], False),
     "mean": (lambda x: x.mean(), [(X, ROWS)], False),
     "dropout": (lambda x: F.dropout(x, 0.1), [(X, ROWS)], True),
     "cross_entropy": (F.cross_entropy, [(LOGITS, ("batch", None)), (LABELS, ("batch",))], True),
     "sdpa": (F.scaled_dot_product_attention, [(HEADS, ("batch", "model", None, None))] * 3, True),
 }
+# Of what DTensor leaves the sum over the mesh to whoever uses the value; layoutmap makes it at once.
+SUMS = ("mean", "cross_entropy")
+
+
+class Idle(TorchFunctionMode):
+    """A mode that does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+def summed(call: Callable[[], Any]) -> Any:
+    """What DTensor computes, and the sum over the mesh that it has left to be made."""
+    return call().redistribute(placements=[Replicate(), Replicate()])
 
 
 def cost(call: Callable[[], Any]) -> float:
@@ -105,7 +126,7 @@ def main() -> None:
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = lm.create_mesh("batch=2,model=2")
-    print("operator         plain  DTensor  layoutmap   over DTensor  ratio  corrected")
+    print("operator         plain  DTensor  summed  a mode  layoutmap   over DTensor  ratio  corrected")
     for name in chosen:
         function, arguments, is_corrected = OPERATORS[name]
         plain = [tensor for tensor, _ in arguments]
@@ -113,23 +134,28 @@ def main() -> None:
         # On a mesh that nobody has computed on, DTensor does as it likes.
         other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         own = [DTensor.from_local(each.to_local(), other, each.placements) for each in placed]
-        ways = {
-            "plain": (plain, nullcontext),
-            "DTensor": (own, nullcontext),
-            "layoutmap": (placed, lambda: lm.dtensor.run_on(mesh)),
+        alone = partial(function, *own)
+        ways: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+            "plain": (partial(function, *plain), nullcontext),
+            "DTensor": (alone, nullcontext),
+            "a mode": (alone, Idle),
+            "layoutmap": (partial(function, *placed), lambda: lm.dtensor.run_on(mesh)),
         }
+        if name in SUMS:
+            ways["summed"] = (partial(summed, alone), nullcontext)
         least = dict.fromkeys(ways, float("inf"))
         for _ in range(ROUNDS):
-            for way, (tensors, context) in ways.items():
+            for way, (call, context) in ways.items():
                 with context():
                     try:
-                        least[way] = min(least[way], 1e6 * cost(partial(function, *tensors)))
+                        least[way] = min(least[way], 1e6 * cost(call))
                     except (RuntimeError, NotImplementedError):  # DTensor has no rule
                         continue
-        more, ratio = least["layoutmap"] - least["DTensor"], least["layoutmap"] / least["DTensor"]
+        alike = least.get("summed", least["DTensor"])
         print(
-            f"{name:<15} {least['plain']:>6.0f} {least['DTensor']:>8.0f} {least['layoutmap']:>10.0f}"
-            f" {more:>14.0f} {ratio:>6.2f}  {'yes' if is_corrected else ''}"
+            f"{name:<15} {least['plain']:>6.0f} {least['DTensor']:>8.0f} "
+            f"{format(alike, '.0f') if name in SUMS else '':>7} {least['a mode']:>7.0f} {least['layoutmap']:>10.0f}"
+            f" {least['layoutmap'] - alike:>14.0f} {least['layoutmap'] / alike:>6.2f}  {'yes' if is_corrected else ''}"
         )
     dist.destroy_process_group()
 

@@ -193,6 +193,22 @@ def test_what_is_apart_moves_nothing(name):
     assert {} == collectives(function)
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "expected"),
+    [("batch_norm", "batch", 2), ("cross_entropy", "batch", 1), ("cross_entropy", None, 0)],
+)
+def test_each_statistic_is_one_sum(name, batch, expected):
+    """What is summed up along a sharded batch takes one collective, and none where nothing is sharded."""
+    x, labels = place(torch.randn(8, 4), batch, None), place(torch.arange(8) % 4, batch)
+    running = [place(torch.ones(4), None) for _ in range(2)]
+    function = {
+        "batch_norm": lambda: F.batch_norm(x, *running, training=True),
+        "cross_entropy": lambda: F.cross_entropy(x, labels),
+    }[name]
+
+    assert expected == sum(collectives(function).values())
+
+
 def test_what_has_no_rule_is_computed_gathered(monkeypatch):
     """A function that nobody has a rule for is computed on global tensors, and a warning says so once."""
     monkeypatch.setattr(gathered, "_warned", set())

@@ -19,6 +19,7 @@ from layoutmap.engines.torch.private import (
     dtensor,
     local_of,
     placed_as,
+    plainly,
     spec_of,
     spec_of_shards,
     summed_over,
@@ -46,9 +47,16 @@ def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class OwnGradient(torch.autograd.Function):
-    """A function of a tensor with a gradient of its own; torch hears of it only where there is to be one."""
+    """A function of a tensor with a gradient of its own, of which torch hears only where there is to be one.
+
+    No function mode sees what it calls, forwards or backwards.
+    """
+
+    def __init_subclass__(cls) -> None:
+        cls.backward = staticmethod(plainly(cls.backward))
 
     @classmethod
+    @plainly
     def of(cls, tensor: torch.Tensor, *others: Any) -> Any:
         """The function's result."""
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -95,8 +103,10 @@ class _FromShards(OwnGradient):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         # A summand's gradient is the sum's; what devices make of it differs, and so does what comes back from that.
-        given = redistributed(upstream[0], summed_placements(ctx.placements))
-        return shard_of(given, ctx.placements), None, None
+        gradient, wanted = upstream[0], summed_placements(ctx.placements)
+        if gradient.placements != wanted:
+            gradient = redistributed(gradient, wanted)
+        return shard_of(gradient, ctx.placements), None, None
 
 
 def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:

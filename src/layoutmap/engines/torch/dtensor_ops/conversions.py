@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.placing import OwnGradient, redistributed, summed_placements
-from layoutmap.engines.torch.private import dtensor, plainly, spec_of_shards
+from layoutmap.engines.torch.private import dtensor, spec_of_shards
 
 
 def replicated(mesh: Any) -> list[Any]:
@@ -31,7 +31,6 @@ def placed(tensor: Any, placements: Sequence[Any]) -> Any:
         return redistributed(tensor, placements)
 
 
-@plainly
 def reduced(value: Any) -> Any:
     """A DTensor whose sums over the mesh are made; anything else as it is."""
     if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):

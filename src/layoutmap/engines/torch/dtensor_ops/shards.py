@@ -40,7 +40,7 @@ def kept_axes(
     """
     kept: dict[int, int] = {}
     num_shards: dict[int, int] = {}
-    placements = [each.placements for each in tensors if isinstance(each, DTensor)]
+    placements: list[Any] = [each.placements for each in tensors if isinstance(each, DTensor)]
     for dim in range(mesh.ndim):
         axes = [of[dim].dim for of in placements if type(of[dim]) is Shard and of[dim].dim in free]
         if not axes or dim in taken:
