@@ -78,13 +78,18 @@ class _Shard(torch.autograd.Function):
 class _FromShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Any, mesh: Any, placements: Any) -> Any:
-        ctx.placements = summed_placements(placements)
+        ctx.placements = placements
         spec = spec_of_shards(mesh, placements, local.shape, local.stride(), local.dtype)
         return dtensor(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return shard_of(redistributed(upstream[0], ctx.placements), ctx.placements), None, None
+        gradient = redistributed(upstream[0], summed_placements(ctx.placements))
+        return (
+            shard_of(gradient, ctx.placements),
+            None,
+            None,
+        )  # the gradient of a summand's is a sum to be made
 
 
 def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:

@@ -12,7 +12,8 @@ torch.distributed._local_tensor         LocalTensor, LocalTensorMode, LocalIntNo
                                         that are active, of the process or of each thread
 torch.distributed.DeviceMesh            _rank_map: all ranks of the mesh that a mesh was taken from
 torch.distributed.tensor.DTensor        _op_dispatcher: _propagate_op_sharding_dispatch_slow_path, asked about operators
-                                        of which it does not know yet what to do, and _custom_op_handlers
+                                        of which it does not know yet what to do, _dispatch_fast_path_python_tail,
+                                        which makes what they return, and _custom_op_handlers
 torch.distributed.tensor._op_schema     OutputSharding: what it does about one
 torch.distributed.tensor._dtensor_spec  DTensorSpec: _convert_shard_order_to_StridedShard and its inverse;
                                         ShardOrderEntry: one axis that is sharded over several mesh dims, in any order;
@@ -54,6 +55,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as _of_modules
 
+from layoutmap.core.errors import EngineError
 from layoutmap.core.patches import Attribute
 from layoutmap.core.tested import unsupported
 
@@ -113,6 +115,11 @@ def assert_async(is_true: torch.Tensor, message: str) -> None:
 def local_of(array: Any) -> torch.Tensor:
     """The local tensor of a `DTensor`, without a step of autograd."""
     return array._local_tensor
+
+
+def set_pieces(array: Any, local: torch.Tensor, spec: Any) -> None:
+    """Have a `DTensor` hold another local tensor, placed as a spec says."""
+    array._local_tensor, array._spec = local, spec
 
 
 def spec_of(array: Any) -> Any:
@@ -401,9 +408,9 @@ def without_function_modes() -> Generator[None]:
 
 
 _DISPATCHER = DTensor._op_dispatcher
-_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
-if not hasattr(_DISPATCHER, _PROPAGATE) or not hasattr(_DISPATCHER, "_custom_op_handlers"):
-    raise unsupported("torch", f"DTensor._op_dispatcher: {_PROPAGATE}, _custom_op_handlers")
+_PROPAGATE, _TAIL = "_propagate_op_sharding_dispatch_slow_path", "_dispatch_fast_path_python_tail"
+if not all(hasattr(_DISPATCHER, name) for name in (_PROPAGATE, _TAIL, "_custom_op_handlers")):
+    raise unsupported("torch", f"DTensor._op_dispatcher: {_PROPAGATE}, {_TAIL}, _custom_op_handlers")
 _HANDLED = ("convolution.default", "convolution_backward.default", "as_strided.default")
 
 
@@ -420,6 +427,7 @@ def guard_operators(answer: Callable[..., Any]) -> None:
         return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
 
     setattr(_DISPATCHER, _PROPAGATE, propagate)
+    setattr(_DISPATCHER, _TAIL, _tail)
     for name in _HANDLED:  # decided in Python, and not by rules
         op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
         handler = _HANDLERS_OF_DTENSOR[op]
@@ -430,6 +438,25 @@ def guard_operators(answer: Callable[..., Any]) -> None:
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
 
 
+_own_tail: Any = getattr(_DISPATCHER, _TAIL)
+
+
+def _tail(op: Any, args: Any, kwargs: Any, *others: Any) -> Any:
+    """What `DTensor` returns of an operator; one that has changed a plain tensor is refused, but for a copy."""
+    is_inplace, is_out = others[-2:]
+    if is_inplace or is_out:
+        changed = tree_leaves(args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)])
+        if not all(isinstance(each, DTensor) for each in changed):
+            if op is torch.ops.aten.copy_.default:
+                return args[0]
+            raise EngineError(
+                f"{op}: a plain tensor would be changed by tensors on a mesh",
+                why="each device would change it, or a copy of it",
+                fix="pass their values: tensor.full_tensor()",
+            )
+    return _own_tail(op, args, kwargs, *others)
+
+
 def _answered(
     answer: Callable[..., Any], handler: Callable[..., Any], op: Any, args: Any, kwargs: Any
 ) -> Any:
@@ -437,9 +464,24 @@ def _answered(
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)
 
 
+def take_assignments(data: Callable[..., None], part: Callable[..., None]) -> None:
+    """Have `DTensor`s assigned to by other functions, from now on.
+
+    Args:
+        data: Does `tensor.data = value`: called with what torch does, the tensor and the value.
+        part: Does `tensor[index] = value`: called with what torch does, the tensor, the index and the value.
+    """
+    owner: Any = DTensor
+    of_data: Any = torch.Tensor.data
+    of_part = torch.Tensor.__setitem__
+    owner.data = property(of_data.__get__, lambda tensor, value: data(of_data.__set__, tensor, value))
+    owner.__setitem__ = functools.wraps(of_part)(lambda *args: part(of_part, *args))
+
+
 def stop_guarding_operators() -> None:
     """Have `DTensor` decide for itself again."""
     vars(_DISPATCHER).pop(_PROPAGATE, None)
+    vars(_DISPATCHER).pop(_TAIL, None)
     _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
     _forget_answers()
 
@@ -454,10 +496,14 @@ def specs_of_answer(answer: Any) -> list[Any]:
     """The specs of arguments and results in what `DTensor` would do about an operator."""
     if not isinstance(answer, OutputSharding):
         return []
-    schema = answer.redistribute_schema
-    found = tree_leaves(
-        (answer.output_spec, () if schema is None else (schema.args_schema, schema.kwargs_schema))
-    )
+    found = [each for each in tree_leaves(answer.output_spec) if isinstance(each, DTensorSpec)]
+    return found + specs_of_arguments(answer)
+
+
+def specs_of_arguments(answer: Any) -> list[Any]:
+    """The specs that `DTensor` would give the arguments of an operator first; none if they stay as they are."""
+    schema = answer.redistribute_schema if isinstance(answer, OutputSharding) else None
+    found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))
     return [each for each in found if isinstance(each, DTensorSpec)]
 
 

@@ -96,7 +96,10 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return placed(everywhere(upstream[0], ctx.mesh), ctx.placements)
+        gradient = upstream[0]
+        return placed(
+            gradient if isinstance(gradient, DTensor) else everywhere(gradient, ctx.mesh), ctx.placements
+        )
 
 
 class _Everywhere(torch.autograd.Function):

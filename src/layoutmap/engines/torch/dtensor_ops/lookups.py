@@ -18,6 +18,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.conversions import reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import kept_axes, local_shard, shard_placements
+from layoutmap.engines.torch.placing import from_shards
 from layoutmap.engines.torch.private import assert_async, local_of
 
 
@@ -100,7 +101,7 @@ def _sum_up(local: Any, mesh: Any, axes: Mapping[int, int], dims: Collection[int
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(shard_placements(mesh, axes))
     ]
-    return reduced(DTensor.from_local(local, mesh, placements, run_check=False))
+    return reduced(from_shards(local, mesh, placements))
 
 
 def _take_along_dim(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
