@@ -464,17 +464,22 @@ def _answered(
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)
 
 
-def take_assignments(data: Callable[..., None], part: Callable[..., None]) -> None:
-    """Have `DTensor`s assigned to by other functions, from now on.
+def take_assignments(
+    data: Callable[..., None], part: Callable[..., None], copied: Callable[..., Any]
+) -> None:
+    """Have `DTensor`s assigned to and copied by other functions, from now on.
 
     Args:
         data: Does `tensor.data = value`: called with what torch does, the tensor and the value.
         part: Does `tensor[index] = value`: called with what torch does, the tensor, the index and the value.
+        copied: Returns `copy.deepcopy(tensor)`: called with what torch does, the tensor and what was copied so far.
     """
     owner: Any = DTensor
     of_data: Any = torch.Tensor.data
     of_part = torch.Tensor.__setitem__
     owner.data = property(of_data.__get__, lambda tensor, value: data(of_data.__set__, tensor, value))
+    of_copy = torch.Tensor.__deepcopy__
+    owner.__deepcopy__ = functools.wraps(of_copy)(lambda tensor, memo: copied(of_copy, tensor, memo))
     owner.__setitem__ = functools.wraps(of_part)(lambda *args: part(of_part, *args))
 
 

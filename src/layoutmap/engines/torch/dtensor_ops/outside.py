@@ -4,6 +4,7 @@ From the first tensor on a mesh on, operators are guarded, plain tensors count a
 
 tensor.data = value      torch assigns to the shell of a DTensor only, which goes on with the values that it had
 tensor[index] = value    torch changes a copy where the axis is sharded
+copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def look_after(device_mesh: DeviceMesh) -> None:
 
 @functools.cache
 def _take_assignments() -> None:
-    take_assignments(_assign_data, _assign_part)
+    take_assignments(_assign_data, _assign_part, _copied)
 
 
 @plainly
@@ -75,3 +76,11 @@ def _assign_part(own: Callable[..., None], tensor: Any, index: Any, value: Any) 
         return
     with simulation.on_mesh(tensor.device_mesh), computing(tensor.device_mesh):
         own(tensor, index, value)
+
+
+def _copied(own: Callable[..., Any], tensor: Any, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy(tensor)`."""
+    if id(tensor) in memo or not is_guarded(tensor.device_mesh) or not tensor.storage_offset():
+        return own(tensor, memo)
+    made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return made
