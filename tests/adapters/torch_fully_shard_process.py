@@ -427,6 +427,9 @@ def copies_and_conversions():
     copied = copy.deepcopy(model)
     passes(plain, copied)
     found["copied"] = apart(plain, copied, gradient)
+    found["copied with gradients"] = apart(plain, copy.deepcopy(copied), gradient)
+    passes(model)
+    found["copied with gradients of fully_shard"] = apart(model, copy.deepcopy(model), gradient)
     for each in (plain, model):
         each.zero_grad()
         each.double()

@@ -104,6 +104,12 @@ def order_of_dims():
     return same(X, whole(distribute_tensor(X, *engine().native(layout, 2))))
 
 
+def data_of_a_tensor():
+    changed = place(X, "batch", None)
+    changed.data = place(X * 2, "batch", None)
+    return same(X * 2, whole(changed))
+
+
 # A case of `function_cases` and its layout, or what says whether DTensor is right.
 PROBES = {
     "means of losses": ("mse_loss mean", BATCH),
@@ -138,6 +144,7 @@ PROBES = {
     "narrow indices": narrow_index,
     "changes at an index": ("index_add_", BATCH),
     "gradients of the largest": ("vector_norm inf", BATCH),
+    "data of a tensor": data_of_a_tensor,
     "orders of mesh dims": order_of_dims,
 }
 SLOW = {"group norm", "attention", "multi-head attention", "recurrent layers", "changes of shape"}
@@ -179,6 +186,7 @@ HERE = (
     assignment,
     axis_from_the_end,
     changed_gradient,
+    data_of_a_tensor,
     joined,
     narrow_index,
     out_of_range,

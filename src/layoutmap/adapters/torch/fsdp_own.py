@@ -46,7 +46,7 @@ class Weight:
 
     @property
     def held(self) -> Any:
-        """What the module holds there now."""
+        """What the module holds there now; `None`: nothing, as where the weight was parametrized or pruned."""
         return self.place.held
 
     @property
@@ -151,7 +151,7 @@ class Own:
 
     def held(self) -> list[tuple[Weight, Any]]:
         """Each weight, with what its module holds."""
-        return [(weight, weight.held) for weight in self._weights]
+        return [(weight, held) for weight in self._weights if (held := weight.held) is not None]
 
     @contextmanager
     def gathered(self, home: ScopeContext) -> Generator[None]:
@@ -224,7 +224,7 @@ class _Asked:
 
     def is_of(self, held: Sequence[tuple[Weight, Any]]) -> bool:
         """Whether these are the weights that were asked for, with the values that they had."""
-        return all(
+        return len(held) == len(self.held) and all(
             now is tensor and version_of(now) == self._versions.get(id(now), version_of(now))
             for (_, now), (_, tensor) in zip(held, self.held, strict=True)
         )

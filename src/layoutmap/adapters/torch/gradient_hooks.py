@@ -37,7 +37,7 @@ class Watch:
         new: dict[int, tuple[Any, Callable[[], Any]]] = {}
         for parameters, name, holder in self._held:
             parameter = parameters.get(name)
-            if parameter is None or not parameter.requires_grad or not isinstance(parameter, DTensor):
+            if not isinstance(parameter, DTensor) or not (parameter.requires_grad and parameter.is_leaf):
                 continue
             if vars(parameter).get(_WATCHED) != id(parameter):
                 setattr(parameter, _WATCHED, id(parameter))

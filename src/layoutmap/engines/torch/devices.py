@@ -25,6 +25,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.outside import look_after
 from layoutmap.engines.torch.private import ShardOrderEntry, order_of_placements, placements_of_order
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
@@ -118,7 +119,9 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
     with _lock:
         if key not in _device_meshes:
             with simulation.on_ranks(ranks.flat):
-                _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
+                made = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
+            look_after(made)
+            _device_meshes[key] = made
         return _device_meshes[key]
 
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _of_modules
 
+from layoutmap.core.errors import EngineError
 from layoutmap.core.patches import Attribute
 from layoutmap.core.tested import unsupported
 
@@ -67,10 +68,11 @@ except (ImportError, AttributeError) as error:
     raise unsupported("torch", str(error)) from error
 
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # asked about operators that are not known yet
+_TAIL = "_dispatch_fast_path_python_tail"  # makes what operators return
 _NAMES: list[tuple[Any, str]] = [
     (DTensor, "_local_tensor _spec"),
     (DTensorSpec, "_convert_shard_order_to_StridedShard _maybe_convert_StridedShard_to_shard_order"),
-    (_DISPATCHER, f"{_PROPAGATE} _custom_op_handlers"),
+    (_DISPATCHER, f"{_PROPAGATE} {_TAIL} _custom_op_handlers"),
     (DeviceMesh, "_rank_map"),
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
     (LocalTensor, "_local_tensors _ranks"),
@@ -138,6 +140,11 @@ spec_of = attrgetter("_spec")
 
 ranks_of_local = attrgetter("_ranks")
 """The simulated ranks that have a local tensor."""
+
+
+def set_pieces(array: Any, local: torch.Tensor, spec: Any) -> None:
+    """Have a `DTensor` hold another local tensor, placed as a spec says."""
+    array._local_tensor, array._spec = local, spec
 
 
 def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
@@ -393,6 +400,7 @@ def guard_operators(answer: Callable[..., Any]) -> None:
         return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
 
     setattr(_DISPATCHER, _PROPAGATE, propagate)
+    setattr(_DISPATCHER, _TAIL, _tail)
     for name in _HANDLED:  # decided in Python, and not by rules
         op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
         handler = _HANDLERS_OF_DTENSOR[op]
@@ -403,6 +411,25 @@ def guard_operators(answer: Callable[..., Any]) -> None:
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
 
 
+_own_tail: Any = getattr(_DISPATCHER, _TAIL)
+
+
+def _tail(op: Any, args: Any, kwargs: Any, *others: Any) -> Any:
+    """What `DTensor` returns of an operator; one that has changed a plain tensor is refused, but for a copy."""
+    is_inplace, is_out = others[-2:]
+    if is_inplace or is_out:
+        changed = tree_leaves(args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)])
+        if not all(isinstance(each, DTensor) for each in changed):
+            if op is torch.ops.aten.copy_.default:
+                return args[0]
+            raise EngineError(
+                f"{op}: a plain tensor would be changed by tensors on a mesh",
+                why="each device would change it, or a copy of it",
+                fix="pass their values: tensor.full_tensor()",
+            )
+    return _own_tail(op, args, kwargs, *others)
+
+
 def _answered(
     answer: Callable[..., Any], handler: Callable[..., Any], op: Any, args: Any, kwargs: Any
 ) -> Any:
@@ -410,9 +437,29 @@ def _answered(
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)
 
 
+def take_assignments(
+    data: Callable[..., None], part: Callable[..., None], copied: Callable[..., Any]
+) -> None:
+    """Have `DTensor`s assigned to and copied by other functions, from now on.
+
+    Args:
+        data: Does `tensor.data = value`: called with what torch does, the tensor and the value.
+        part: Does `tensor[index] = value`: called with what torch does, the tensor, the index and the value.
+        copied: Returns `copy.deepcopy(tensor)`: called with what torch does, the tensor and what was copied so far.
+    """
+    owner: Any = DTensor
+    of_data: Any = torch.Tensor.data
+    of_part = torch.Tensor.__setitem__
+    owner.data = property(of_data.__get__, lambda tensor, value: data(of_data.__set__, tensor, value))
+    of_copy = torch.Tensor.__deepcopy__
+    owner.__deepcopy__ = functools.wraps(of_copy)(lambda tensor, memo: copied(of_copy, tensor, memo))
+    owner.__setitem__ = functools.wraps(of_part)(lambda *args: part(of_part, *args))
+
+
 def stop_guarding_operators() -> None:
     """Have `DTensor` decide for itself again."""
     vars(_DISPATCHER).pop(_PROPAGATE, None)
+    vars(_DISPATCHER).pop(_TAIL, None)
     _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
     _forget_answers()
 
@@ -427,10 +474,14 @@ def specs_of_answer(answer: Any) -> list[Any]:
     """The specs of arguments and results in what `DTensor` would do about an operator."""
     if not isinstance(answer, OutputSharding):
         return []
-    schema = answer.redistribute_schema
-    found = tree_leaves(
-        (answer.output_spec, () if schema is None else (schema.args_schema, schema.kwargs_schema))
-    )
+    found = [each for each in tree_leaves(answer.output_spec) if isinstance(each, DTensorSpec)]
+    return found + specs_of_arguments(answer)
+
+
+def specs_of_arguments(answer: Any) -> list[Any]:
+    """The specs that `DTensor` would give the arguments of an operator first; none if they stay as they are."""
+    schema = answer.redistribute_schema if isinstance(answer, OutputSharding) else None
+    found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))
     return [each for each in found if isinstance(each, DTensorSpec)]
 
 

@@ -85,7 +85,10 @@ class _FullTensor(OwnGradient):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return placed(everywhere(upstream[0], ctx.mesh), ctx.placements)
+        gradient = upstream[0]
+        return placed(
+            gradient if isinstance(gradient, DTensor) else everywhere(gradient, ctx.mesh), ctx.placements
+        )
 
 
 class _Everywhere(OwnGradient):

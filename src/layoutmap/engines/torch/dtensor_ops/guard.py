@@ -34,6 +34,7 @@ from layoutmap.engines.torch.private import (
     overload_name,
     plainly,
     specs_of_answer,
+    specs_of_arguments,
     tree_leaves,
     tree_map,
     written_arguments,
@@ -49,6 +50,11 @@ def guard(device_mesh: DeviceMesh) -> None:
     if device_mesh not in _meshes:
         _meshes.add(device_mesh)
         guard_operators(_answer)
+
+
+def is_guarded(device_mesh: DeviceMesh) -> bool:
+    """Whether DTensor computes on a mesh only what is proven."""
+    return device_mesh in _meshes
 
 
 @plainly
@@ -90,7 +96,8 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
         else:
-            if all(map(_is_even, specs_of_answer(answer))) or not all(map(_is_even, tensors)):
+            is_even = all(map(_is_even, specs_of_answer(answer))) or not all(map(_is_even, tensors))
+            if is_even and not _become_sums(tensors, specs_of_arguments(answer)):
                 return answer
             why = "DTensor would shard its arguments unevenly"
     if any(_waits(each) and id(each) not in written for each in tensors):
@@ -134,6 +141,15 @@ def _may_pass(tensors: list[Any], name: str) -> bool:
     others = waiting - sums
     return (not sums or (name in SUMS_PASS and len(sums) == 1)) and (
         not others or (name in ANY_ORDER and not any(p.is_partial() for p in others))
+    )
+
+
+def _become_sums(tensors: list[Any], specs: list[Any]) -> bool:
+    """Whether a tensor that is sharded would become one that waits for a sum, which DTensor cannot make of it."""
+    return len(tensors) == len(specs) and any(
+        type(now) is Shard and then.is_partial()
+        for tensor, spec in zip(tensors, specs, strict=True)
+        for now, then in zip(tensor.placements, spec.placements, strict=True)
     )
 
 

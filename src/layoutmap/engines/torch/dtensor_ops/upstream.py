@@ -108,6 +108,9 @@ CORRECTIONS = {
     "gradients of the largest": Correction(
         "dtensor_ops.guard", "amax and the infinity norm: each device divides by the count in its shard"
     ),
+    "data of a tensor": Correction(
+        "dtensor_ops.outside", "tensor.data = value changes no value that it computes with"
+    ),
     "orders of mesh dims": Correction(
         "arrays",
         "distribute_tensor: two dims on an axis, in another order than the mesh's, give other values",

@@ -1,0 +1,86 @@
+"""DTensors outside of a model's calls, where no function mode looks: a program reads and changes weights there.
+
+From the first tensor on a mesh on, operators are guarded, plain tensors count as replicated, and these are right:
+
+tensor.data = value      torch assigns to the shell of a DTensor only, which goes on with the values that it had
+tensor[index] = value    torch changes a copy where the axis is sharded
+copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, like, placed
+from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
+from layoutmap.engines.torch.dtensor_ops.mode import computing
+from layoutmap.engines.torch.placing import summed_placements
+from layoutmap.engines.torch.private import (
+    local_of,
+    plainly,
+    set_pieces,
+    set_replicates_plain_tensors,
+    spec_of,
+    take_assignments,
+)
+
+
+def look_after(device_mesh: DeviceMesh) -> None:
+    """Have the DTensors on a mesh compute right outside of `computing`, too, from now on; plain tensors on this thread.
+
+    Args:
+        device_mesh: The mesh.
+    """
+    guard(device_mesh)
+    _take_assignments()
+    set_replicates_plain_tensors(True)
+
+
+@functools.cache
+def _take_assignments() -> None:
+    take_assignments(_assign_data, _assign_part, _copied)
+
+
+@plainly
+@torch.no_grad()
+def _assign_data(own: Callable[..., None], tensor: Any, value: Any) -> None:
+    """`tensor.data = value`: the tensor has these values from now on, in the layout that it has."""
+    if is_guarded(tensor.device_mesh):
+        if value.shape != tensor.shape:
+            raise EngineError(
+                "tensor.data = value: a tensor on a mesh would change its shape",
+                facts={"from": tuple(tensor.shape), "to": tuple(value.shape)},
+                why="its layout was made for the shape that it has",
+                fix="give the module another parameter: module.weight = torch.nn.Parameter(value)",
+            )
+        if isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh:
+            value = placed(value, summed_placements(tensor.placements))
+        else:
+            value = like(full_tensor(value), tensor)
+        set_pieces(tensor, local_of(value), spec_of(value))
+    own(tensor, value)
+
+
+def _assign_part(own: Callable[..., None], tensor: Any, index: Any, value: Any) -> None:
+    """`tensor[index] = value`, as `computing` makes it."""
+    if not is_guarded(tensor.device_mesh):
+        own(tensor, index, value)
+        return
+    with simulation.on_mesh(tensor.device_mesh), computing(tensor.device_mesh):
+        own(tensor, index, value)
+
+
+def _copied(own: Callable[..., Any], tensor: Any, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy(tensor)`."""
+    if id(tensor) in memo or not is_guarded(tensor.device_mesh) or not tensor.storage_offset():
+        return own(tensor, memo)
+    made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return made
