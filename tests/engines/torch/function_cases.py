@@ -514,3 +514,8 @@ add(
     x=normal(8, 6),
     t=normal(8, 6),
 )
+add(
+    "any, times a number",
+    lambda x: ((x > -1).any(1) * 2.5, (x > -1).any(0) * x, (x < 1).all(1) * 1.5),
+    x=normal(8, 6),
+)

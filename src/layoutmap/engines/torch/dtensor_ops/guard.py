@@ -136,6 +136,8 @@ def _is_aligned(target: Any, axis: int, tensors: Any) -> bool:
 
 def _may_pass(tensors: list[Any], name: str) -> bool:
     """Whether DTensor's own way is right for the placements of these tensors."""
+    if any(each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors):
+        return False  # such a sum is made by `or`, and a product with numbers would be by addition
     waiting = {p for tensor in tensors for p in tensor.placements if not _is_plain(p)}
     sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}
     others = waiting - sums

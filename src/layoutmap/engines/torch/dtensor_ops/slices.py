@@ -149,12 +149,12 @@ def follow(function: Callable[..., Any], changed: Any) -> None:
 def _write_back(function: Callable[..., Any], target: Any, of: _Slice) -> None:
     """Change what a tensor is a slice of, as the slice was changed."""
     source = of.source
-    if target.dtype != source.dtype:
+    if target.dtype != source.dtype or 0 in source.stride():
         raise EngineError(
-            f"{name_of(function)}: bits of a tensor on a mesh, changed in place",
-            facts={"type": target.dtype, "type of the tensor": source.dtype},
-            why="they are a copy, so the tensor that they were taken from would not change",
-            fix="change a plain tensor, and lay it out then",
+            f"{name_of(function)}: a slice along a sharded axis, changed in place",
+            facts={"type": target.dtype, "type of the tensor": source.dtype, "its strides": source.stride()},
+            why="it is a copy, of bits or of an expanded tensor, and cannot be written back",
+            fix="clone the tensor first, and keep its type: x = x.clone()",
         )
     warn_of_gathering(
         f"{name_of(function)} of a slice", "along a sharded axis it is a copy, and is written back"
