@@ -40,6 +40,7 @@ STATE = {
     "adapters.keras.pending._classes": "the class of variables without a value, for each class of Keras's",
     "engines.torch.dtensor_ops.slices.copies": "slices in use that a change of their tensor is written to; weak",
     "engines.torch.dtensor_ops.guard._meshes": "the meshes on which DTensor asks what it may compute",
+    "engines.torch.dtensor_ops.outside._take_assignments": "DTensor's methods that assign and copy, replaced once",
     "engines.torch.private._of_meshes": "the caches of what is known of meshes, emptied as DTensor's are",
     "engines.torch.dtensor_ops.gathered._warned": "each function is warned of once in a process",
     "engines.torch.deferred_init.streams._rooms": "memory for random numbers, one piece on each thread",
