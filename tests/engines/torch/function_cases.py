@@ -519,3 +519,8 @@ add(
     lambda x: ((x > -1).any(1) * 2.5, (x > -1).any(0) * x, (x < 1).all(1) * 1.5),
     x=normal(8, 6),
 )
+add(
+    "initializers of kaiming",
+    lambda x: nn.init.kaiming_normal_(nn.init.kaiming_uniform_(torch.empty_like(x), a=1), mode="fan_out"),
+    x=normal(8, 6),
+)

@@ -6,6 +6,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 _MODULES = ("torch.nn.functional", "torch.functional", "torch.nn.init")
 _QUESTION = "has_torch_function"
 
@@ -28,6 +30,8 @@ def unwrapped(function: Any, **replaced: Any) -> Callable[..., Any]:
     """
     questions = [name for name in function.__code__.co_names if name.startswith(_QUESTION)]
     scope = {**function.__globals__, **dict.fromkeys(questions, _no), **replaced}
+    if "overrides" in function.__code__.co_names:  # `torch.nn.init` asks `torch.overrides`
+        scope["torch"] = _TORCH
     made = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
@@ -37,3 +41,19 @@ def unwrapped(function: Any, **replaced: Any) -> Callable[..., Any]:
 
 def _no(*args: Any) -> bool:
     return False
+
+
+class _Unasked:
+    """Torch, or `torch.overrides`, without the question."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if found is torch.overrides:
+            return _Unasked(found)
+        return _no if name.startswith(_QUESTION) else found
+
+
+_TORCH = _Unasked(torch)
