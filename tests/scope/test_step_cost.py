@@ -1,6 +1,7 @@
 """What a training step costs, from shapes: the collectives that theory says, and XLA's own figures."""
 
 import importlib.util
+import types
 from collections import Counter
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from flax import nnx
 
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
+from layoutmap.core.stacks import plain_attributes
 from layoutmap.core.variables import itemsize
 from layoutmap.engines.jax.cost import hlo
 from layoutmap.engines.jax.cost.targets import TARGETS
@@ -249,9 +251,39 @@ def test_modules_that_compute_something_else_are_not_equal():
     def of_lambdas(rngs):
         return Stack(rngs, [lambda x, slope=slope: x * slope, lambda x: -x] * 2)
 
+    def of_one_lambda(rngs):
+        return Stack(rngs, [lambda x, slope=slope: x * slope for slope in (2.0, 3.0)] * 2)
+
+    def of_one_lambda_by_name(rngs):
+        return Stack(rngs, [lambda x, *, slope=slope: x * slope for slope in (2.0, 3.0)] * 2)
+
+    def of_functions(rngs):
+        def applied(function):
+            return lambda x: function(x)
+
+        return Stack(rngs, [applied(function) for function in (nnx.gelu, nnx.relu)] * 2)
+
     slope = 2.0
-    for make in (mixed, of_lambdas):
+    for make in (mixed, of_lambdas, of_one_lambda, of_one_lambda_by_name, of_functions):
         assert [] == [stack for stack in lowered(make).step.blocks if "blocks.0" in stack]
+
+
+def test_functions_of_any_kind_are_settings():
+    """A function may refer to itself, or to a name that has no value yet."""
+
+    def of(*functions):
+        return [plain_attributes(types.SimpleNamespace(call=function)) for function in functions]
+
+    def refers(is_complete):
+        def function():
+            return function, value
+
+        if is_complete:
+            value = 1
+        return function
+
+    empty, same, complete = of(refers(False), refers(False), refers(True))
+    assert (True, False) == (empty == same, empty == complete)
 
 
 def test_what_gradients_are_made_of_is_held_until_the_backward_pass_is_through():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -74,14 +73,23 @@ def plain_attributes(layer: Any, without: Collection[str] = ()) -> tuple[tuple[s
     return tuple(each for each in found if each[1] is not _ABSENT)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, within: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, tuple | list):
-        inner = tuple(map(_plain, cast("Sequence[Any]", value)))
+        inner = tuple(_plain(each, within) for each in cast("Sequence[Any]", value))
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, types.FunctionType):  # two lambdas have one name
-        held = inspect.getclosurevars(value).nonlocals.items()
-        settings = tuple((name, each) for name, each in held if isinstance(each, bool | int | float | str))
-        return value.__code__, settings
+        if value in within:  # it calls itself
+            return within.index(value)
+        by_name = sorted((value.__kwdefaults__ or {}).items())
+        held = *map(_content, value.__closure__ or ()), *(value.__defaults__ or ()), *(e for _, e in by_name)
+        return value.__code__, *(_plain(each, (*within, value)) for each in held)
     return getattr(value, "__qualname__", _ABSENT)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned to the name yet
+        return _ABSENT
