@@ -4,6 +4,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
+from engines.torch import test_slices
 from engines.torch import test_wrong_numbers as tables
 from engines.torch import wrong_numbers_process as others
 from engines.torch.dtensors import place
@@ -113,7 +114,7 @@ CASES = {
         f"drawn: {name}": (draw, [(normal(8, 4, 6), ("batch", "model", None))])
         for name, draw in tables.DRAWS.items()
     },
-    **{f"a change of {name}": changes(change) for name, change in tables.CHANGES.items()},
+    **{f"a change of {name}": changes(change) for name, change in test_slices.CHANGES.items()},
     **others.CASES,
     **others.MORE,
 }

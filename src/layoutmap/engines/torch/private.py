@@ -20,6 +20,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _dispatch as _of_dispatch
 from torch.nn.modules import module as _of_modules
 
 from layoutmap.core.errors import EngineError
@@ -68,11 +69,12 @@ except (ImportError, AttributeError) as error:
     raise unsupported("torch", str(error)) from error
 
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # asked about operators that are not known yet
-_TAIL = "_dispatch_fast_path_python_tail"  # makes what operators return
+_TAIL = "_dispatch_fast_path_python_tail"  # makes what operators return that change tensors
+_RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on arguments that it redistributes
 _NAMES: list[tuple[Any, str]] = [
     (DTensor, "_local_tensor _spec"),
     (DTensorSpec, "_convert_shard_order_to_StridedShard _maybe_convert_StridedShard_to_shard_order"),
-    (_DISPATCHER, f"{_PROPAGATE} {_TAIL} _custom_op_handlers"),
+    (_DISPATCHER, f"{_PROPAGATE} {_TAIL} {_RESULTS} _custom_op_handlers"),
     (DeviceMesh, "_rank_map"),
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
     (LocalTensor, "_local_tensors _ranks"),
@@ -83,7 +85,8 @@ _NAMES: list[tuple[Any, str]] = [
     (torch.nn.Module, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"),
     (_of_modules, "_global_module_registration_hooks _global_parameter_registration_hooks"),
     (_of_modules, "_global_buffer_registration_hooks"),
-    (torch.Tensor, "_base _is_view _version _backward_hooks _post_accumulate_grad_hooks"),
+    (torch.Tensor, "_base _is_view _view_func_unsafe _version"),
+    (torch.Tensor, "_backward_hooks _post_accumulate_grad_hooks"),
     (torch.UntypedStorage, "_cdata"),
     (torch.ops.aten.add.Tensor, "_schema _overloadname"),
     (torch.ops.aten, "_assert_async"),
@@ -340,6 +343,12 @@ def is_view(op: Any) -> bool:
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
+@functools.cache
+def only_views(op: Any) -> bool:
+    """Whether that is so, and the operation leaves its arguments as they are."""
+    return is_view(op) and not written_arguments(op)
+
+
 overload_name = attrgetter("_overloadname")
 """Which overload of its name an operation is."""
 
@@ -387,12 +396,16 @@ _HANDLED = (
 )
 
 
-def guard_operators(answer: Callable[..., Any]) -> None:
+def guard_operators(
+    answer: Callable[..., Any], changed: Callable[..., Any], taken: Callable[..., Any]
+) -> None:
     """Have `answer` decide what `DTensor` does about operators, from now on; what it has decided is forgotten.
 
     Args:
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
             and by name, and their mesh. It returns that, which is then kept, or the operator's result.
+        changed: Called with an operator and the DTensors that `DTensor` has changed by it.
+        taken: Called with a DTensor and the local tensors of its slice, or slices, that are copies.
     """
     own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
 
@@ -400,7 +413,10 @@ def guard_operators(answer: Callable[..., Any]) -> None:
         return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
 
     setattr(_DISPATCHER, _PROPAGATE, propagate)
-    setattr(_DISPATCHER, _TAIL, _tail)
+    _DISPATCHER.layoutmap_tail = functools.partial(_tail, changed)
+    _DISPATCHER.layoutmap_results = functools.partial(_results, taken)
+    for name, instead in _INSTEAD.items():
+        getattr(type(_DISPATCHER), name).__code__ = instead.__code__
     for name in _HANDLED:  # decided in Python, and not by rules
         op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
         handler = _HANDLERS_OF_DTENSOR[op]
@@ -411,23 +427,32 @@ def guard_operators(answer: Callable[..., Any]) -> None:
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
 
 
-_own_tail: Any = getattr(_DISPATCHER, _TAIL)
+# Torch's C++ keeps these methods as it finds them first, be it before we are imported: their code is replaced.
+_OF_TORCH = {name: getattr(type(_DISPATCHER), name).__code__ for name in (_TAIL, _RESULTS)}
+_OWN = {name: FunctionType(code, _of_dispatch.__dict__) for name, code in _OF_TORCH.items()}
+_INSTEAD: dict[str, Any] = {
+    _TAIL: lambda self, *args: self.layoutmap_tail(*args),
+    _RESULTS: lambda self, *args: self.layoutmap_results(*args),
+}
 
 
-def _tail(op: Any, args: Any, kwargs: Any, *others: Any) -> Any:
-    """What `DTensor` returns of an operator; one that has changed a plain tensor is refused, but for a copy."""
+def _results(taken: Callable[..., Any], op: Any, args: Any, info: Any) -> Any:
+    """The local tensors that an operator returns."""
+    results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
+    if only_views(op):
+        taken(args[0], results)
+    return results
+
+
+def _tail(then: Callable[..., Any], op: Any, args: Any, kwargs: Any, *others: Any) -> Any:
+    """What `DTensor` returns of an operator that changes tensors, of which some may be plain."""
     is_inplace, is_out = others[-2:]
     if is_inplace or is_out:
         changed = tree_leaves(args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)])
-        if not all(isinstance(each, DTensor) for each in changed):
-            if op is torch.ops.aten.copy_.default:
-                return args[0]
-            raise EngineError(
-                f"{op}: a plain tensor would be changed by tensors on a mesh",
-                why="each device would change it, or a copy of it",
-                fix="pass their values: tensor.full_tensor()",
-            )
-    return _own_tail(op, args, kwargs, *others)
+        then(op, [each for each in changed if isinstance(each, DTensor)])
+        if is_inplace and changed and not isinstance(changed[0], DTensor):
+            return args[0]
+    return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 
 
 def _answered(
@@ -438,19 +463,28 @@ def _answered(
 
 
 def take_assignments(
-    data: Callable[..., None], part: Callable[..., None], copied: Callable[..., Any]
+    data: Callable[..., None],
+    part: Callable[..., None],
+    copied: Callable[..., Any],
+    detached: Callable[..., Any],
 ) -> None:
-    """Have `DTensor`s assigned to and copied by other functions, from now on.
+    """Have `DTensor`s assigned to, copied and detached by other functions, from now on.
 
     Args:
         data: Does `tensor.data = value`: called with what torch does, the tensor and the value.
         part: Does `tensor[index] = value`: called with what torch does, the tensor, the index and the value.
         copied: Returns `copy.deepcopy(tensor)`: called with what torch does, the tensor and what was copied so far.
+        detached: Returns `tensor.detach()`: called with the tensor, and with what torch returns.
     """
     owner: Any = DTensor
     of_data: Any = torch.Tensor.data
     of_part = torch.Tensor.__setitem__
-    owner.data = property(of_data.__get__, lambda tensor, value: data(of_data.__set__, tensor, value))
+    owner.data = property(
+        lambda tensor: detached(tensor, of_data.__get__(tensor)),
+        lambda tensor, value: data(of_data.__set__, tensor, value),
+    )
+    of_detach = torch.Tensor.detach
+    owner.detach = functools.wraps(of_detach)(lambda tensor: detached(tensor, of_detach(tensor)))
     of_copy = torch.Tensor.__deepcopy__
     owner.__deepcopy__ = functools.wraps(of_copy)(lambda tensor, memo: copied(of_copy, tensor, memo))
     owner.__setitem__ = functools.wraps(of_part)(lambda *args: part(of_part, *args))
@@ -459,7 +493,8 @@ def take_assignments(
 def stop_guarding_operators() -> None:
     """Have `DTensor` decide for itself again."""
     vars(_DISPATCHER).pop(_PROPAGATE, None)
-    vars(_DISPATCHER).pop(_TAIL, None)
+    for name, code in _OF_TORCH.items():
+        getattr(type(_DISPATCHER), name).__code__ = code
     _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
     _forget_answers()
 
@@ -697,6 +732,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a tensor is a view of; itself if it is none."""
     return tensor if tensor._base is None else tensor._base
 
+
+view_again = torch.Tensor._view_func_unsafe
+"""Takes of another tensor the view that a tensor is of its base."""
 
 is_view_of_another = torch.Tensor._is_view
 """Whether a tensor is a view of another."""

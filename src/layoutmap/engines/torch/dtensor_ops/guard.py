@@ -25,12 +25,13 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     REDUCTIONS,
     SUMS_PASS,
 )
+from layoutmap.engines.torch.dtensor_ops.slices import note_taken, write_to_base
 from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,
     guard_operators,
-    is_view,
     local_of,
+    only_views,
     overload_name,
     plainly,
     specs_of_answer,
@@ -42,14 +43,26 @@ from layoutmap.engines.torch.private import (
 
 _meshes: set[DeviceMesh] = set()
 _FROM_THE_START = {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
-"""The place of an axis that DTensor takes for another one if it counts from the end, as cumsum, or fails for."""
+"""Operators whose axis DTensor takes for another one if it is negative, or fails for: its place among the arguments."""
 
 
 def guard(device_mesh: DeviceMesh) -> None:
     """Have DTensor compute on a mesh only what is proven, from now on; on other meshes it does as it likes."""
     if device_mesh not in _meshes:
         _meshes.add(device_mesh)
-        guard_operators(_answer)
+        guard_operators(_answer, _changed, _taken)
+
+
+@plainly
+@torch.no_grad()
+def _changed(op: Any, changed: list[Any]) -> None:
+    """What is known of the tensors that DTensor has changed."""
+    write_to_base(op, [each for each in changed if each.device_mesh in _meshes])
+
+
+def _taken(source: Any, parts: Any) -> None:
+    if source.device_mesh in _meshes:
+        note_taken(source, parts)
 
 
 def is_guarded(device_mesh: DeviceMesh) -> bool:
@@ -71,6 +84,28 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
     """
     if mesh not in _meshes:
         return own()
+    _refuse_plain(op, args, kwargs)
+    answer = _decided(own, op, args, kwargs, mesh)
+    if only_views(op):
+        note_taken(args[0], [local_of(each) for each in _dtensors(answer)])
+    return answer
+
+
+def _refuse_plain(op: Any, args: Any, kwargs: Any) -> None:
+    """Refuse an operator that would change a plain tensor, but for a copy of values to it."""
+    for place, name in written_arguments(op):
+        for each in tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
+            plain = isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
+            if plain and op is not torch.ops.aten.copy_.default:
+                raise EngineError(
+                    f"{op}: a plain tensor would be changed by tensors on a mesh",
+                    facts={"shape": tuple(each.shape)},
+                    why="each device would change it, or a copy of it",
+                    fix="pass their values: tensor.full_tensor()",
+                )
+
+
+def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     full_name = op.overloadpacket.__name__
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if name in ALONG and name != full_name and isinstance(args[0], DTensor) and not _waits(args[0]):
@@ -97,16 +132,18 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
         else:
             is_even = all(map(_is_even, specs_of_answer(answer))) or not all(map(_is_even, tensors))
-            if is_even and not _become_sums(tensors, specs_of_arguments(answer)):
+            becomes_sum = _become_sums(tensors, specs_of_arguments(answer))
+            if is_even and not becomes_sum:
                 return answer
-            why = "DTensor would shard its arguments unevenly"
+            what = "make a sum of a sharded argument" if becomes_sum else "shard its arguments unevenly"
+            why = f"DTensor would {what}"
     if any(_waits(each) and id(each) not in written for each in tensors):
         args, kwargs = tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
         return op(*args, **kwargs)
     inner = decomposed(op, args, kwargs)
     if inner is not NotImplemented:
         return inner
-    if is_view(op) and not written and all(map(_is_everywhere, tensors)):
+    if only_views(op) and all(map(_is_everywhere, tensors)):
         return _on_local(op, args, kwargs, mesh)
     result = _gathered(op, args, kwargs, mesh)
     is_filled = any(_waits(each) for each in tensors if id(each) in written)
@@ -246,10 +283,10 @@ def _write(op: Any, old: Any, new: Any) -> None:
         )
     mesh, values = old.device_mesh, local_of(like(new, old))
     for dim, placement in enumerate(old.placements):
-        if placement.is_partial(
-            "sum"
-        ):  # of other kinds, what is the same everywhere is its own mean or maximum
+        # Of other kinds, what is the same everywhere is its own mean or maximum.
+        if placement.is_partial("sum"):
             is_first = everywhere(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
             values = values.where(local_of(placed(is_first, axes)), 0)
     local_of(old).copy_(values)
+    write_to_base(op, old)

@@ -56,6 +56,7 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
     assign,
     copies,
     follow,
+    following,
     keep_gradient,
     note_copies,
 )
@@ -105,7 +106,7 @@ def computing(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)
     try:
-        with _Computing(by_shards):
+        with following(), _Computing(by_shards):
             yield
     finally:
         set_replicates_plain_tensors(before)
@@ -150,7 +151,7 @@ class _Computing(TorchFunctionMode):
         if known.is_view:
             return note_copies(func, args, kwargs, result)
         if copies and (in_place or "out" in kwargs):
-            follow(func, kwargs.get("out", args[0]))
+            follow(func, kwargs["out"] if "out" in kwargs else args[0])
         return result
 
 

@@ -1,0 +1,228 @@
+"""Slices that are copies on a mesh, and views on one device: what is changed in place is changed there, too."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from engines.torch.dtensors import alone, place, run_on, whole
+from engines.torch.test_wrong_numbers import MENDED, normal
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.dtensor_ops import slices
+from layoutmap.engines.torch.dtensor_ops.outside import look_after
+
+PROCESSES = ("torch",)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::layoutmap.LayoutMapWarning"
+)  # what is written back is gathered
+WORKER = Path(__file__).with_name("slices_process.py")
+
+
+CHANGES = {
+    "rows": lambda x: x[2:4].zero_(),
+    "a row": lambda x: x[0].mul_(2),
+    "columns": lambda x: x.narrow(1, 1, 3).add_(1),
+    "columns of rows": lambda x: x[1:3][:, 2].fill_(1),
+    "a view": lambda x: x.view(-1)[3].zero_(),
+    "a piece": lambda x: x.chunk(4)[0].neg_(),
+    "the diagonal": lambda x: x.diagonal().zero_(),
+    "reshaped": lambda x: x.reshape(3, 16)[:, ::2].mul_(3),
+    "transposed": lambda x: x[1:3].T.sub_(1),
+    "detached": lambda x: x[1:].detach().exp_(),
+    "with out=": lambda x: torch.add(x[:, 0], 1, out=x[:, 0]),
+    "with out= and names": lambda x: torch.add(input=x[:, 0], other=x[:, 1], out=x[:, 0]),
+    "twice": lambda x: x[3:].add_(1)[:, 2].mul_(x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_slices_that_are_copies(name):
+    """A slice along a sharded axis is a copy, and a change of it changes the tensor; alone it is lost."""
+    expected, laid_out = normal(8, 6), place(normal(8, 6), "batch", "model")
+    CHANGES[name](expected)
+
+    with run_on():
+        CHANGES[name](laid_out)
+    torch.testing.assert_close(whole(laid_out), expected)
+    laid_out = place(normal(8, 6), "batch", "model")
+    with alone(), suppress(RuntimeError):
+        CHANGES[name](laid_out)
+    assert not torch.equal(expected, whole(laid_out)), MENDED
+
+
+SLICES = {
+    "a row": lambda x: x[0],
+    "columns": lambda x: x[:, 1:3],
+    "pieces": lambda x: torch.stack(x.chunk(2, -1)),
+    "the diagonal": lambda x: x.diagonal(),
+    "of a slice": lambda x: x[1:][:, -1],
+    "reshaped": lambda x: x.reshape(-1),
+    "detached": lambda x: x[2:].detach(),
+    "by a list, which is a copy": lambda x: x[[1, 0]],
+    "by a mask, which is a copy": lambda x: x[x[:, 0] > 0],
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_in_use_follow_a_change(name):
+    """What is changed in place is seen in slices that were taken before, with gradients, and only there."""
+
+    def run(x):
+        x = x.detach().requires_grad_()
+        changed = x * 1
+        part = SLICES[name](changed)
+        changed.mul_(2)
+        changed[1:3] = 1
+        part.add_(3)
+        ((changed * changed).sum() + part.sum()).backward()
+        return changed.detach(), part.detach(), x.grad
+
+    expected = run(normal(8, 6))
+    with run_on():
+        found = run(place(normal(8, 6), "batch", "model"))
+
+    torch.testing.assert_close([whole(each) for each in found], list(expected))
+
+
+def test_a_slice_under_no_grad():
+    """It requires gradients if its tensor does, as views do."""
+    plain, laid_out = normal(8, 6).requires_grad_(), place(normal(8, 6), "batch", None).requires_grad_()
+    with run_on(), torch.no_grad():
+        assert [each[0].requires_grad for each in (plain, laid_out)] == [True, True]
+
+
+def test_slices_are_not_kept():
+    """A slice that nobody uses is not followed."""
+    with run_on():
+        x = place(normal(8, 6), "batch", "model")
+        part = x[1:]
+        assert [part] == [each for each in slices.copies.values() if each is part]
+        del part
+        assert [] == list(slices.copies.values())
+
+
+def outside():
+    """A tensor whose axes are sharded, and on which no function mode looks."""
+    laid_out = place(normal(8, 6), "batch", "model")
+    look_after(laid_out.device_mesh)  # `alone` may have been open before
+    return laid_out
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_slices_outside_of_calls(name):
+    """Where no function mode looks, operators tell what they have changed."""
+    expected, laid_out = normal(8, 6), outside()
+    CHANGES[name](expected)
+    CHANGES[name](laid_out)
+
+    torch.testing.assert_close(whole(laid_out), expected)
+
+
+BY_NAME = {
+    "several at once": lambda x: torch._foreach_mul_([x[2:4], x[5:, 1]], 2.0),
+    "initialized": lambda x: torch.nn.init.constant_(x[2:4], 2.0),
+    "by an index": lambda x: x[:4].index_copy_(0, torch.tensor([3, 1]), torch.ones(2, 6)),
+    "by a mask": lambda x: x[:, 3:].masked_fill_(x[:, 3:] > 0, 1),
+    "copied to": lambda x: x[2:4].copy_(torch.ones(2, 6)),
+    "computed on gathered tensors": lambda x: x[2:7].cumsum_(0),
+    "by a view of another name": lambda x: torch.einsum("ij->ji", x[2:7]).mul_(3),
+    "data": lambda x: x.data[1:].detach().data[:, 3:].T.exp_(),
+    "one row after the other": lambda x: [row.mul_(number) for number, row in enumerate(x)],
+    "one piece after the other": lambda x: [
+        *(each.fill_(1) for each in torch.chunk(x, 3)),
+        *(each.add_(2) for each in x.T.split(4)),
+    ],
+    "one piece, twice": lambda x: (lambda part: part.add_(1).data.mul_(part[0].clone()))(x[1:5]),
+    "pieces in turn": lambda x: (lambda a, b: [a.zero_(), b.mul_(2), a.add_(3), b.T[1].mul_(4)])(
+        x[:, :3], x[:, 4:]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_more_changes_of_slices_outside_of_calls(name):
+    """So do operators that are no methods, views that are no slices, and slices that were taken together."""
+    expected, laid_out = normal(8, 6), outside()
+    BY_NAME[name](expected)
+    BY_NAME[name](laid_out)
+
+    torch.testing.assert_close(whole(laid_out), expected)
+
+
+@pytest.mark.parametrize("name", ["rows", "a row", "columns of rows", "a view", "the diagonal", "transposed"])
+def test_gradients_of_changes_outside_of_calls(name):
+    """Gradients pass through what was changed as on one device."""
+
+    def run(x):
+        x.requires_grad_()
+        changed = x * 1.5
+        CHANGES[name](changed)
+        (changed * changed.detach().sin()).sum().backward()
+        return [changed.detach(), x.grad]
+
+    expected = run(normal(8, 6))
+    torch.testing.assert_close([whole(each) for each in run(outside())], expected)
+
+
+def after_the_tensor(x):
+    part = x[:, 0]
+    x.mul_(2)
+    part.add_(1)
+
+
+def after_a_slice_across_it(x):
+    part, row = x[2:5], x[3].detach()
+    row.zero_()
+    part.add_(1)
+
+
+def several_that_overlap(x):
+    torch._foreach_mul_([x[2:4], x[:, 0]], 2.0)
+
+
+@pytest.mark.parametrize("change", [after_the_tensor, after_a_slice_across_it, several_that_overlap])
+def test_a_slice_with_former_values(change):
+    """A slice is not written back with values that its tensor no longer has; the tensor keeps what it has."""
+    laid_out, expected = outside(), normal(8, 6)
+    with pytest.raises(EngineError) as caught:
+        change(laid_out)
+
+    assert caught.value.facts["tensor"] == (8, 6)
+    assert "take the slice again after each change of the tensor" == caught.value.fix
+    with suppress(IndexError):
+        {
+            after_the_tensor: lambda: expected.mul_(2),
+            after_a_slice_across_it: lambda: expected[3].zero_(),
+            several_that_overlap: lambda: expected[2:4].mul_(2),
+        }[change]()
+    torch.testing.assert_close(whole(laid_out), expected)
+
+
+def test_a_slice_of_a_call_is_changed_after_it():
+    """It goes on to be a slice of its tensor, and a copy of it is not one."""
+    expected, laid_out = normal(8, 6), outside()
+    with run_on():
+        part = laid_out[:, 0]
+        laid_out.add_(1)
+    copied, stored = copy.deepcopy(part), pickle.loads(pickle.dumps(part))
+    copied.zero_()
+    stored.zero_()
+    part.mul_(2)
+    expected.add_(1)[:, 0].mul_(2)
+
+    torch.testing.assert_close(whole(laid_out), expected)
+    laid_out.add_(1)
+    with pytest.raises(EngineError, match="no longer has the values"):
+        part.mul_(2)
+
+
+def test_a_program_that_used_dtensor_before():
+    """Torch keeps some of DTensor's methods from their first call on, be it before this library is imported."""
+    done = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True)
+
+    assert (0, "[0.0, 0.0, 1.0, 1.0]\n") == (done.returncode, done.stdout), done.stderr
