@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
-from torch_pairs import CUT, Layers, X, Y, assert_close, assert_models_close, pair, whole
+from torch_pairs import BY_BATCH, CUT, Layers, X, Y, assert_close, assert_models_close, pair, whole
 
 import layoutmap as lm
 
@@ -107,10 +107,11 @@ BY_MODEL = {r".*\.0\.weight": ("model", None), r".*\.0\.bias": ("model",), r".*\
 
 
 @pytest.mark.long  # they take seconds each
+@pytest.mark.parametrize("rules", [BY_MODEL, BY_BATCH])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_reads_weights(name):
+def test_a_loss_that_reads_weights(name, rules):
     """A loss of the model's output and of its weights has the gradients of one device."""
-    models = pair(Layers, BY_MODEL)
+    models = pair(Layers, rules)
     losses = [LOSSES[name](each) for each in models]
     for each in losses:
         each.backward()

@@ -243,16 +243,19 @@ class TestWeightsCutByTheBatch:
         ]
 
     def test_a_graph_is_walked_twice(self):
-        """A graph that is kept gives its gradients again; a second derivative is refused, and not wrong."""
-        _, model = pair(Layers, rules=BY_BATCH)
-        loss = F.mse_loss(model(X), Y)
-        weight = model.body[0].weight
-        first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
-        again = torch.autograd.grad(loss, weight, create_graph=True)[0]
-
-        assert torch.equal(whole(first), whole(again.detach()))
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+        """A graph that is kept gives its gradients again, and those of its gradients."""
+        seconds = []
+        for model in pair(Layers, rules=BY_BATCH):
+            loss = F.mse_loss(model(X), Y)
+            weight = model.body[0].weight
+            first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+            again = torch.autograd.grad(loss, weight, create_graph=True)[0]
             again.square().sum().backward()
+            assert torch.equal(whole(first), whole(again.detach()))
+            seconds.append([each.grad for each in model.parameters() if each.grad is not None])
+
+        for expected, actual in zip(*seconds, strict=True):
+            assert_close(expected, actual)
 
     def test_what_is_outside_of_blocks_stays_while_the_model_runs(self):
         """Embeddings and heads are replicated from the model's call on; called by themselves they gather their own."""

@@ -384,6 +384,11 @@ def what_fully_shard_cannot():
                 found[f"{gather}: second"] = refusal(penalty)
                 each.zero_grad()
             results.append(torch.autograd.grad(each(given).square().sum(), given)[0])
+            if gather == "own":
+                each.zero_grad()
+                (penalty() * 0.1).square().mean().backward()
+        if gather == "own":
+            found["own: gradients of gradients"] = apart(plain, model, gradient)
         found[f"{gather}: by inputs"] = (results[0] - results[1]).abs().max().item()
         weights = [each.blocks[0].up.weight for each in (plain, model)]
         said = refusal(

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.private import dtensor, local_of, placed_as, placed_over, spec_of
+from layoutmap.engines.torch.private import dtensor, local_of, placed_as, placed_over, plainly, spec_of
 
 
 def can_gather(tensor: Any, mesh_dim: int) -> bool:
@@ -97,12 +96,22 @@ class _GatherOver(torch.autograd.Function):
         return tuple(place.gathered_of(part) for place, part in zip(gather.places, columns, strict=True))
 
     @staticmethod
-    @once_differentiable
+    @plainly
     def backward(ctx: Any, *upstream: Any) -> Any:
-        places, mesh_dim = ctx.gather.places, ctx.gather.mesh_dim
+        return None, *_ScatterOver.apply(ctx.gather, *upstream)
+
+
+class _ScatterOver(torch.autograd.Function):
+    """Gradients of gathered tensors, summed up over the mesh dim and sharded again."""
+
+    @staticmethod
+    def forward(ctx: Any, gather: Gather, *gradients: Any) -> Any:
+        places, mesh_dim = gather.places, gather.mesh_dim
+        ctx.set_materialize_grads(False)
+        ctx.gather, ctx.dtypes = gather, [None if each is None else each.dtype for each in gradients]
         given = [
             (place, as_sum(gradient, place.spec, mesh_dim))
-            for place, gradient in zip(places, upstream, strict=True)
+            for place, gradient in zip(places, gradients, strict=True)
             if gradient is not None
         ]
         results: dict[int, Any] = {}
@@ -110,12 +119,31 @@ class _GatherOver(torch.autograd.Function):
             some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
             flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
-            flat = flat.to(ctx.gather.reduce_dtype)
+            flat = flat.to(gather.reduce_dtype)
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
             getattr(dist, _REDUCE_SCATTER)(mine, flat, group=mesh.get_group(mesh_dim))
             parts = mine.split([place.local_size for place, _ in some])
             results |= {id(place): place.sharded(part) for (place, _), part in zip(some, parts, strict=True)}
-        return None, *(results.get(id(place)) for place in places)
+        return tuple(results.get(id(place)) for place in places)
+
+    @staticmethod
+    @plainly
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        results: list[Any] = [None] * len(upstream)
+        for kind in {
+            (d, each.dtype) for d, each in zip(ctx.dtypes, upstream, strict=True) if each is not None
+        }:
+            numbers = [
+                n
+                for n, each in enumerate(upstream)
+                if each is not None and (ctx.dtypes[n], each.dtype) == kind
+            ]
+            some = [redistributed(upstream[n], ctx.gather.places[n].spec.placements) for n in numbers]
+            for n, gathered in zip(
+                numbers, Gather(some, ctx.gather.mesh_dim, kind[0]).gathered(), strict=True
+            ):
+                results[n] = gathered
+        return None, *results
 
 
 class Cast(torch.autograd.Function):
@@ -128,10 +156,10 @@ class Cast(torch.autograd.Function):
         return _converted(tensor, dtype)
 
     @staticmethod
-    @once_differentiable
+    @plainly
     def backward(ctx: Any, *upstream: Any) -> Any:
         """See above."""
-        return _converted(upstream[0], ctx.dtype), None
+        return Cast.apply(upstream[0], ctx.dtype), None
 
 
 def _converted(tensor: Any, dtype: torch.dtype) -> Any:

@@ -92,11 +92,13 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
 
 
 def _refuse_plain(op: Any, args: Any, kwargs: Any) -> None:
-    """Refuse an operator that would change a plain tensor, but for a copy of values to it."""
+    """Refuse an operator whose result would be a plain tensor that it changes, but for a copy of values."""
+    if op is torch.ops.aten.copy_.default:
+        return
     for place, name in written_arguments(op):
-        for each in tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
-            plain = isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
-            if plain and op is not torch.ops.aten.copy_.default:
+        # Others are for the operator's own use, such as the steps of a fused optimizer.
+        for each in tree_leaves(args[0] if place == 0 else kwargs.get(name)):
+            if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
                 raise EngineError(
                     f"{op}: a plain tensor would be changed by tensors on a mesh",
                     facts={"shape": tuple(each.shape)},
