@@ -1,5 +1,7 @@
 """What the torch adapter refuses, by name, before anything is made; and what is left when it has refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -210,6 +212,34 @@ class TestActivations:
 
         with pytest.raises(lm.LayoutError, match=f"the output of 0: .*{said}"):
             model(torch.ones(3, 8))
+
+
+TRANSFORMS = {
+    "vmap": lambda function, x: torch.func.vmap(function)(x),
+    "grad": lambda function, x: torch.func.grad(lambda given: function(given).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_of_a_function(name):
+    """A module that torch.func calls is refused with what computes the same, which is right."""
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    model = copy.deepcopy(plain)
+    model = make_map({r"0\.weight": ("model", None)}).apply(model)
+    with pytest.raises(lm.EngineError) as caught:
+        TRANSFORMS[name](model, x)
+    assert str(caught.value).splitlines() == [
+        "Sequential: a module in layouts is called by torch.func",
+        f"  transform  {name}",
+        "  why        its moves between devices have gradients of their own, which torch.func cannot transform",
+        "  fix        call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
+    ]
+
+    torch.testing.assert_close(model(x), plain(x))
+    for compute in (torch.autograd.functional.jacobian, torch.autograd.functional.jvp):
+        given = (x, x) if compute is torch.autograd.functional.jvp else (x,)
+        torch.testing.assert_close(compute(model, *given), compute(plain, *given))
 
 
 class TestOtherLibraries:

@@ -26,11 +26,17 @@ from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
 from layoutmap.adapters.torch.mesh_context import compiling, here, is_running, running, summing_up
 from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import PlanError
+from layoutmap.core.errors import EngineError, PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
-from layoutmap.engines.torch.private import go_on_compiling, not_compiled, plainly, stop_compiling
+from layoutmap.engines.torch.private import (
+    go_on_compiling,
+    not_compiled,
+    plainly,
+    stop_compiling,
+    transform_of_functions,
+)
 
 _ATTRIBUTE = "forward"
 _ALONE = "a module in layouts is a graph of its own: call torch.compile(module) or module.compile()"
@@ -121,6 +127,7 @@ class Forward:
         Raises:
             PlanError: The model has no values.
             LayoutError: A rule of `LayoutMap.activations` does not fit what the module puts out.
+            EngineError: It is called inside of a transform of `torch.func`.
         """
         if self.valueless:
             raise PlanError(
@@ -151,6 +158,7 @@ class Forward:
         return self._run(args, kwargs) if is_running() else self._on_mesh(args, kwargs)
 
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
+        self._refuse_transforms()
         if torch.is_grad_enabled():
             self._watch = self._watch or self._first_watch()
             self._watch.look()
@@ -160,6 +168,16 @@ class Forward:
             with summing_up(not all(map(batch_divides, tensors_in((args, kwargs))))):
                 result = self._run(args, kwargs)
         return plain(result) if is_plain else summed_up(result)
+
+    def _refuse_transforms(self) -> None:
+        transform = transform_of_functions()
+        if transform is not None:
+            raise EngineError(
+                f"{type(self._the_module()).__name__}: a module in layouts is called by torch.func",
+                facts={"transform": transform.key().name.lower()},
+                why="its moves between devices have gradients of their own, which torch.func cannot transform",
+                fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
+            )
 
     def _first_watch(self) -> Watch:
         """The watch of a model that begins to train, after a look at what else it trains: adapters, for example."""

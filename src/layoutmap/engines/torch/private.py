@@ -33,6 +33,7 @@ try:
     from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
     from torch._C import _will_engine_execute_node as will_be_reached
     from torch._C._dynamo.eval_frame import set_eval_frame
+    from torch._C._functorch import peek_interpreter_stack as transform_of_functions
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import nonstrict_trace
     from torch._dynamo.convert_frame import ConvertFrameAssert
