@@ -524,3 +524,4 @@ add(
     lambda x: nn.init.kaiming_normal_(nn.init.kaiming_uniform_(torch.empty_like(x), a=1), mode="fan_out"),
     x=normal(8, 6),
 )
+add("split at places", lambda x: torch.tensor_split(x, torch.tensor([1, 5])), x=normal(8, 6))

@@ -368,3 +368,14 @@ def test_a_tensor_without_elements_is_reshaped(shape, specs, to):
         y.sum().backward()
 
     assert (to, shape) == (tuple(y.shape), tuple(x.grad.shape))
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+@pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": False}, {"size_average": True}])
+def test_losses_that_are_reduced_in_the_old_way(options):
+    """The names that reductions had before are understood."""
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    with run_on():
+        found = whole(F.mse_loss(place(x, "batch", "model"), place(y, "batch", None), **options))
+
+    torch.testing.assert_close(found, F.mse_loss(x, y, **options))

@@ -144,6 +144,7 @@ PROBES = {
     "narrow indices": narrow_index,
     "changes at an index": ("index_add_", BATCH),
     "gradients of the largest": ("vector_norm inf", BATCH),
+    "truths along a sharded axis": ("any, times a number", BATCH),
     "data of a tensor": data_of_a_tensor,
     "orders of mesh dims": order_of_dims,
 }

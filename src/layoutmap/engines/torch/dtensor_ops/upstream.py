@@ -108,6 +108,9 @@ CORRECTIONS = {
     "gradients of the largest": Correction(
         "dtensor_ops.guard", "amax and the infinity norm: each device divides by the count in its shard"
     ),
+    "truths along a sharded axis": Correction(
+        "dtensor_ops.guard", "any and all of it wait for an `or`, and a product with numbers adds them up"
+    ),
     "data of a tensor": Correction(
         "dtensor_ops.outside", "tensor.data = value changes no value that it computes with"
     ),
