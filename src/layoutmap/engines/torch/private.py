@@ -449,10 +449,11 @@ def _tail(then: Callable[..., Any], op: Any, args: Any, kwargs: Any, *others: An
     """What `DTensor` returns of an operator that changes tensors, of which some may be plain."""
     is_inplace, is_out = others[-2:]
     if is_inplace or is_out:
-        changed = tree_leaves(args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)])
-        then(op, [each for each in changed if isinstance(each, DTensor)])
-        if is_inplace and changed and not isinstance(changed[0], DTensor):
-            return args[0]
+        changed = args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)]
+        leaves = [changed] if isinstance(changed, torch.Tensor) else tree_leaves(changed)
+        then(op, [each for each in leaves if isinstance(each, DTensor)])
+        if is_inplace and leaves and not isinstance(leaves[0], DTensor):
+            return changed
     return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 
 

@@ -25,7 +25,7 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     REDUCTIONS,
     SUMS_PASS,
 )
-from layoutmap.engines.torch.dtensor_ops.slices import note_taken, write_to_base
+from layoutmap.engines.torch.dtensor_ops.slices import may_be_slice, note_taken, write_to_base
 from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,
@@ -53,11 +53,11 @@ def guard(device_mesh: DeviceMesh) -> None:
         guard_operators(_answer, _changed, _taken)
 
 
-@plainly
-@torch.no_grad()
 def _changed(op: Any, changed: list[Any]) -> None:
-    """What is known of the tensors that DTensor has changed."""
-    write_to_base(op, [each for each in changed if each.device_mesh in _meshes])
+    """Have slices among the tensors that DTensor has changed written back."""
+    some = [each for each in changed if may_be_slice(each) and each.device_mesh in _meshes]
+    if some:
+        write_to_base(op, some)
 
 
 def _taken(source: Any, parts: Any) -> None:

@@ -203,6 +203,13 @@ def _write_back(name: str, target: Any, of: _Slice) -> None:
         source.copy_(like(values, source))
 
 
+def may_be_slice(tensor: Any) -> bool:
+    """Whether a DTensor is a view of another, or was noted to be a slice; quick to ask."""
+    return base_of(tensor) is not tensor or hasattr(tensor, _SLICE)
+
+
+@plainly
+@torch.no_grad()
 def write_to_base(op: Any, changed: Any) -> None:
     """Write what an operator changed to what it is a view of on one device, if it is a copy of that here.
 
