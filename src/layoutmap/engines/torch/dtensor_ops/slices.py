@@ -4,6 +4,9 @@ Torch's slices are views: what changes one changes the tensor, and the other way
 axis are copies, and such a change is lost without a word. Here each of them knows what it is a slice of: a change of it
 is written there, and a change there is written to the slices that are still in use. Where a slice is a view, its
 gradient goes through a view again, of a gradient that has the layout of the tensor.
+
+Outside of calls no function is seen. There torch tells which operator has changed a tensor, and autograd of what that
+is a view; a slice whose tensor was changed meanwhile has former values, and a change of it is refused.
 """
 
 from __future__ import annotations
@@ -40,9 +43,7 @@ from layoutmap.engines.torch.private import (
 )
 
 _SLICE = "_layoutmap_slice"
-_CHANGES = (
-    "_layoutmap_changes"  # of a tensor: the part of it that was changed at each version, outside of calls
-)
+_CHANGES = "_layoutmap_changes"  # of a memory: which part was changed at each version, outside of calls
 _VERSION = "_layoutmap_version"  # of the memory of a copy: the version of the tensor whose values it has
 copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The slices in use that are copies, by their ids."""
