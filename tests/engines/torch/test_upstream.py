@@ -12,7 +12,7 @@ from cases import few
 from engines.torch.beside_plain import assert_as_plain
 from engines.torch.dtensors import MESH, alone, place, run_on, whole
 from engines.torch.function_cases import CASES
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops.upstream import CORRECTIONS
@@ -99,6 +99,13 @@ def axis_from_the_end():
     return same(X.cumsum(-1), whole(place(X, None, "model").cumsum(-1)))
 
 
+def placements_of_a_view():
+    flattened = place(torch.arange(96.0).view(3, 4, 8), None, None, ("batch", "model")).view(-1)
+    other = flattened.redistribute(placements=[Replicate(), Replicate()])
+    again = other.redistribute(placements=flattened.placements)
+    return same(torch.arange(96.0), whole(again.redistribute(placements=[Replicate(), Replicate()])))
+
+
 def order_of_dims():
     layout = Layout((("model", "batch"), None), MESH)
     return same(X, whole(distribute_tensor(X, *engine().native(layout, 2))))
@@ -146,6 +153,7 @@ PROBES = {
     "gradients of the largest": ("vector_norm inf", BATCH),
     "truths along a sharded axis": ("any, times a number", BATCH),
     "data of a tensor": data_of_a_tensor,
+    "placements of views": placements_of_a_view,
     "orders of mesh dims": order_of_dims,
 }
 SLOW = {"group norm", "attention", "multi-head attention", "recurrent layers", "changes of shape"}

@@ -226,6 +226,39 @@ def test_gradients_through_changed_views():
     )
 
 
+FLATTENED = {
+    "a quantile": lambda x: torch.quantile(x * x, 0.3) * x,
+    "changed in part": lambda x: (x * 1).index_fill_(0, torch.tensor([3, 17]), 2.0),
+    "changed through a view": lambda x: multiplied(x * 1),
+    "random numbers": lambda x: F.dropout(x, 0.5),
+}
+
+
+def multiplied(x):
+    x[3:20].mul_(2)
+    return x
+
+
+@pytest.mark.parametrize("name", FLATTENED)
+@pytest.mark.parametrize(
+    "specs", [(None, None, ("batch", "model")), (None, "batch", "model"), (None, "model", "batch")]
+)
+def test_gradients_of_what_is_flattened(name, specs):
+    """A flattened tensor is sharded as no other tensor can be asked to be, and its gradient need not be."""
+
+    def run(x):
+        torch.manual_seed(7)
+        x.requires_grad_()
+        result = FLATTENED[name](x.view(-1))
+        (result * result).sum().backward()
+        return [result.detach(), x.grad]
+
+    with run_on():
+        found = [whole(each) for each in run(place(normal(2, 4, 8), *specs))]
+
+    torch.testing.assert_close(found, run(normal(2, 4, 8)))
+
+
 DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.4),
     "rand_like": torch.rand_like,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.private import (
     dtensor,
+    is_of_view,
     local_of,
     placed_as,
     plainly,
@@ -46,6 +47,15 @@ def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(Replicate() if each.is_partial() else each for each in placements)
 
 
+def attainable_placements(tensor: Any) -> tuple[Any, ...]:
+    """Those of a DTensor that another tensor can be brought to: sums are made, what only views make is gathered."""
+    spec = spec_of(tensor)
+    placements = summed_placements(spec.placements)
+    if is_of_view(spec):
+        placements = tuple(each if type(each) is Shard else Replicate() for each in placements)
+    return placements
+
+
 class OwnGradient(torch.autograd.Function):
     """A function of a tensor with a gradient of its own, of which torch hears only where there is to be one.
 
@@ -67,7 +77,8 @@ class OwnGradient(torch.autograd.Function):
 class _Redistributed(OwnGradient):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: Any) -> Any:
-        ctx.before = spec_of(tensor).placements
+        now, attainable = spec_of(tensor).placements, attainable_placements(tensor)
+        ctx.before = tuple(p if p.is_partial() else a for p, a in zip(now, attainable, strict=True))
         return _redistributed(tensor, placements)
 
     @staticmethod

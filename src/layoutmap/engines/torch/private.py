@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import _dispatch as _of_dispatch
 from torch.nn.modules import module as _of_modules
 
@@ -236,7 +236,22 @@ _of_meshes: list[Any] = []
 @cached_by_mesh
 def placed_as(spec: Any, placements: tuple[Any, ...], dtype: torch.dtype) -> Any:
     """A spec with other placements, of another element type."""
-    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    keeps: dict[str, Any] = {_MEANING: False} if placements == spec.placements and is_of_view(spec) else {}
+    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype), **keeps)
+
+
+_MEANING = "use_strided_shard_as_shard_order"
+
+
+def is_of_view(spec: Any) -> bool:
+    """Whether the strided shards of a spec are those that views make, which another tensor cannot be brought to.
+
+    `redistribute` takes what it is asked for to be in another order of mesh dims, as those of layouts are.
+    """
+    return not getattr(spec, _MEANING, True) and any(
+        type(each) is not Shard and not each.is_replicate() and not each.is_partial()
+        for each in spec.placements
+    )
 
 
 def placed_over(spec: Any, mesh_dim: int, placement: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.placing import OwnGradient, redistributed, summed_placements
+from layoutmap.engines.torch.placing import OwnGradient, attainable_placements, redistributed
 from layoutmap.engines.torch.private import dtensor, spec_of_shards
 
 
@@ -55,7 +55,7 @@ def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
 
 def like(tensor: torch.Tensor, other: Any) -> Any:
     """A plain tensor, placed as a DTensor of its shape is; replicated where that one is a sum still to be made."""
-    return placed(everywhere(tensor, other.device_mesh), summed_placements(other.placements))
+    return placed(everywhere(tensor, other.device_mesh), attainable_placements(other))
 
 
 class _Reduced(OwnGradient):
@@ -64,7 +64,7 @@ class _Reduced(OwnGradient):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.mesh = tensor.device_mesh
-        return placed(tensor, summed_placements(tensor.placements))
+        return placed(tensor, attainable_placements(tensor))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -75,7 +75,7 @@ class _Reduced(OwnGradient):
 class _FullTensor(OwnGradient):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
-        ctx.mesh, ctx.placements = tensor.device_mesh, summed_placements(tensor.placements)
+        ctx.mesh, ctx.placements = tensor.device_mesh, attainable_placements(tensor)
         plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, replicated
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, placed, replicated
 from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.lookups import is_sharded
 from layoutmap.engines.torch.dtensor_ops.proven import (
@@ -26,6 +26,7 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     SUMS_PASS,
 )
 from layoutmap.engines.torch.dtensor_ops.slices import may_be_slice, note_taken, write_to_base
+from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,
@@ -283,7 +284,8 @@ def _write(op: Any, old: Any, new: Any) -> None:
             why="its shards lie in memory of their size",
             fix="use what the operation returns: x = operation(x)",
         )
-    mesh, values = old.device_mesh, local_of(like(new, old))
+    mesh = old.device_mesh
+    values = local_of(placed(everywhere(new, mesh), summed_placements(old.placements)))
     for dim, placement in enumerate(old.placements):
         # Of other kinds, what is the same everywhere is its own mean or maximum.
         if placement.is_partial("sum"):

@@ -22,7 +22,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, like, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
-from layoutmap.engines.torch.placing import summed_placements
+from layoutmap.engines.torch.placing import attainable_placements
 from layoutmap.engines.torch.private import tree_map
 
 
@@ -86,7 +86,7 @@ def _dropout_by_shards(function: Callable[..., Any], args: Any, kwargs: Any) -> 
     axes = 2 if of_channels else x.ndim
     shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]
     placements = [
-        each if getattr(each, "dim", axes) < axes else Replicate() for each in summed_placements(x.placements)
+        each if getattr(each, "dim", axes) < axes else Replicate() for each in attainable_placements(x)
     ]
     draw = functools.partial(sharded_mask, shape, x.dtype, x.device, p, x.device_mesh, placements)
     if "alpha" not in function.__name__ or p == 1:
@@ -131,7 +131,7 @@ def global_init(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     result = on_gathered(function, args, kwargs)
     if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
         return result
-    return placed(result, reduced(first.detach()).placements)
+    return placed(result, attainable_placements(first))
 
 
 _METHODS = (

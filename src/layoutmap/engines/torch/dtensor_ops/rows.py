@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.conversions import placed
 from layoutmap.engines.torch.dtensor_ops.shards import apart
-from layoutmap.engines.torch.placing import summed_placements
+from layoutmap.engines.torch.placing import attainable_placements
 
 
 def _rms_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def _in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _ALL(function, (), given)
     x = given["input"]
     result = _ALL(function, (), {**given, "input": x.clone()})  # the backward pass needs what was there
-    return x.copy_(placed(result, summed_placements(x.placements)))
+    return x.copy_(placed(result, attainable_placements(x)))
 
 
 _PARAMETERS: dict[Any, tuple[str, ...]] = {

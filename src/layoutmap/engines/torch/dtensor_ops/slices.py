@@ -29,6 +29,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_gathered, warn_of_gathering
+from layoutmap.engines.torch.placing import attainable_placements
 from layoutmap.engines.torch.private import (
     base_of,
     dtensor,
@@ -312,7 +313,7 @@ def keep_gradient(changed: Any) -> None:
     """Have the gradient of a DTensor of which a view was changed come in the layout in which that was a view."""
     base = base_of(changed)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
-        placements = reduced(base.detach()).placements
+        placements = attainable_placements(base)
         base.register_hook(lambda gradient: placed(reduced(gradient), placements))
 
 

@@ -114,6 +114,9 @@ CORRECTIONS = {
     "data of a tensor": Correction(
         "dtensor_ops.outside", "tensor.data = value changes no value that it computes with"
     ),
+    "placements of views": Correction(
+        "placing", "what is redistributed as a flattened tensor is gathered in another order of its elements"
+    ),
     "orders of mesh dims": Correction(
         "arrays",
         "distribute_tensor: two dims on an axis, in another order than the mesh's, give other values",
