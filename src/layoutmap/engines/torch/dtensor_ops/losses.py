@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Partial
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.conversions import replicated
@@ -85,10 +86,10 @@ class _Summed(OwnGradient):
 
     @staticmethod
     def forward(ctx: Any, total: Any, counts: Any, mesh: Any, dims: Iterable[int]) -> Any:
-        ctx.mesh = mesh
+        ctx.mesh, ctx.dims = mesh, list(dims)
         wide = torch.promote_types(total.dtype, torch.float32)
         sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))
-        for dim in dims:
+        for dim in ctx.dims:
             sums = summed_over(sums, mesh, dim, "sum")
         ctx.by = None
         if counts is not None:
@@ -99,8 +100,11 @@ class _Summed(OwnGradient):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        everywhere = replicated(ctx.mesh)
-        gradient = shard_of(redistributed(upstream[0], everywhere), everywhere)
+        # Each device goes on with it for its own rows: the gradient of it is the sum of theirs.
+        of_gradient = replicated(ctx.mesh)
+        for dim in ctx.dims:
+            of_gradient[dim] = Partial()
+        gradient = shard_of(redistributed(upstream[0], replicated(ctx.mesh)), of_gradient)
         return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None
 
 
