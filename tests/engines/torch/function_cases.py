@@ -525,3 +525,10 @@ add(
     x=normal(8, 6),
 )
 add("split at places", lambda x: torch.tensor_split(x, torch.tensor([1, 5])), x=normal(8, 6))
+add("group_norm of single values", lambda x: F.group_norm(x, 6), x=normal(8, 6))
+add(
+    "kron, changed",
+    lambda x, w: torch.kron(x, w).squeeze().mul_(2),
+    x=normal(2, 4),
+    w=normal(4, 2),
+)

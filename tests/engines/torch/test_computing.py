@@ -123,19 +123,32 @@ def test_backward_inside_and_outside():
     torch.testing.assert_close(gradients[1], (x.grad, y.grad))
 
 
-@pytest.mark.parametrize("name", ["attention", "conv1d", "group_norm", "prod", "batch_norm"])
+def changed_in_part(x):
+    changed = x * 1
+    changed[2:4].squeeze().mul_(3)
+    return changed * x.detach()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "conv1d", "group_norm", "prod", "batch_norm", "cross_entropy", "nll_loss", "changed"],
+)
 def test_gradients_of_gradients(name):
     """Gradients have gradients."""
     generator = torch.Generator().manual_seed(0)
     shape = (8, 4) if name == "batch_norm" else (8, 4, 6)
     x = torch.randn(*shape, generator=generator, dtype=torch.float64)
     weight = torch.randn(6, 4, 3, generator=generator, dtype=torch.float64)
+    labels = torch.arange(48).view(8, 6) % 4
     function = {
         "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
         "conv1d": lambda x: F.conv1d(x, weight),
         "group_norm": lambda x: F.group_norm(x, 2),
         "prod": lambda x: torch.prod(x, 1),
         "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+        "cross_entropy": lambda x: F.cross_entropy(x, labels, weight=torch.arange(1.0, 5.0).double()) * x,
+        "nll_loss": lambda x: F.nll_loss(x, labels, reduction="sum") * x,
+        "changed": changed_in_part,
     }[name]
 
     def penalty(x):

@@ -95,5 +95,14 @@ def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return _EACH(function, (x,), given)
 
 
+def _group_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
+    x = given.pop("input")
+    function(
+        torch.empty(x.shape, device="meta"), given["num_groups"]
+    )  # an error of torch, for too few values
+    return _EACH(torch.group_norm, (x,), given)
+
+
 _EACH = apart(lambda rank: range(1))
-NORMS = {F.batch_norm: _batch_norm, F.group_norm: _EACH, F.instance_norm: _instance_norm}
+NORMS = {F.batch_norm: _batch_norm, F.group_norm: _group_norm, F.instance_norm: _instance_norm}

@@ -313,8 +313,14 @@ def keep_gradient(changed: Any) -> None:
     """Have the gradient of a DTensor of which a view was changed come in the layout in which that was a view."""
     base = base_of(changed)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
-        placements = attainable_placements(base)
-        base.register_hook(lambda gradient: placed(reduced(gradient), placements))
+        mesh, placements = base.device_mesh, attainable_placements(base)
+
+        def place(gradient: Any) -> Any:
+            if not isinstance(gradient, DTensor):  # zeros that torch has made where there is no gradient
+                gradient = everywhere(gradient, mesh)
+            return placed(reduced(gradient), placements)
+
+        base.register_hook(place)
 
 
 def assign(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
