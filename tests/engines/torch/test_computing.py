@@ -129,6 +129,7 @@ def changed_in_part(x):
     return changed * x.detach()
 
 
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")  # some are gathered
 @pytest.mark.parametrize(
     "name",
     ["attention", "conv1d", "group_norm", "prod", "batch_norm", "cross_entropy", "nll_loss", "changed"],
