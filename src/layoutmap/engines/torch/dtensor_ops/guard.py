@@ -62,7 +62,8 @@ def _changed(op: Any, changed: list[Any]) -> None:
 
 
 def _taken(source: Any, parts: Any) -> None:
-    if source.device_mesh in _meshes:
+    """Note of what the local tensors of slices are copies."""
+    if isinstance(source, DTensor) and source.device_mesh in _meshes:
         note_taken(source, parts)
 
 
@@ -88,7 +89,7 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
     _refuse_plain(op, args, kwargs)
     answer = _decided(own, op, args, kwargs, mesh)
     if only_views(op):
-        note_taken(args[0], [local_of(each) for each in _dtensors(answer)])
+        _taken(args[0], [local_of(each) for each in _dtensors(answer)])
     return answer
 
 
