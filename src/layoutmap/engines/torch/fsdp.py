@@ -115,7 +115,7 @@ class _ScatterOver(torch.autograd.Function):
             if gradient is not None
         ]
         results: dict[int, Any] = {}
-        for dtype in {gradient.dtype for _, gradient in given}:
+        for dtype in dict.fromkeys(gradient.dtype for _, gradient in given):  # in one order in all processes
             some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
             flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
@@ -129,20 +129,16 @@ class _ScatterOver(torch.autograd.Function):
     @staticmethod
     @plainly
     def backward(ctx: Any, *upstream: Any) -> Any:
+        groups: dict[Any, list[int]] = {}  # in one order in all processes, as their collectives are
+        for number, each in enumerate(upstream):
+            if each is not None:
+                groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)
         results: list[Any] = [None] * len(upstream)
-        for kind in {
-            (d, each.dtype) for d, each in zip(ctx.dtypes, upstream, strict=True) if each is not None
-        }:
-            numbers = [
-                n
-                for n, each in enumerate(upstream)
-                if each is not None and (ctx.dtypes[n], each.dtype) == kind
-            ]
+        for (dtype, _), numbers in groups.items():
             some = [redistributed(upstream[n], ctx.gather.places[n].spec.placements) for n in numbers]
-            for n, gathered in zip(
-                numbers, Gather(some, ctx.gather.mesh_dim, kind[0]).gathered(), strict=True
-            ):
-                results[n] = gathered
+            gathered = Gather(some, ctx.gather.mesh_dim, dtype).gathered()
+            for number, each in zip(numbers, gathered, strict=True):
+                results[number] = each
         return None, *results
 
 

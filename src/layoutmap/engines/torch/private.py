@@ -467,7 +467,7 @@ def _tail(then: Callable[..., Any], op: Any, args: Any, kwargs: Any, *others: An
         changed = args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)]
         leaves = [changed] if isinstance(changed, torch.Tensor) else tree_leaves(changed)
         then(op, [each for each in leaves if isinstance(each, DTensor)])
-        if is_inplace and leaves and not isinstance(leaves[0], DTensor):
+        if op is torch.ops.aten.copy_.default and not isinstance(changed, DTensor):
             return changed
     return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 

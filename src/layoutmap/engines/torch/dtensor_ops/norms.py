@@ -98,9 +98,8 @@ def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _group_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
     x = given.pop("input")
-    function(
-        torch.empty(x.shape, device="meta"), given["num_groups"]
-    )  # an error of torch, for too few values
+    # Torch refuses too few values, and what it does not know, by the global batch.
+    function(torch.empty(x.shape, device="meta"), **{**given, "weight": None, "bias": None})
     return _EACH(torch.group_norm, (x,), given)
 
 

@@ -221,7 +221,8 @@ def write_to_base(op: Any, changed: Any) -> None:
     for target in tree_leaves(changed):
         of = _known_to_autograd(target)
         if of is not None:
-            _write_back_alone(op, target, of, counts)
+            _write_back_alone(op, target, of, counts)  # that changes the base, of which the same is asked
+            continue
         base = base_of(target)
         of = _slice_of(base)
         if of is not None and not getattr(_here, "follow", False):
@@ -237,7 +238,7 @@ def _write_back_alone(op: Any, target: Any, of: _Slice, counts: Counter[int]) ->
         of: What it is a slice of.
         counts: How often the operator has changed each tensor; torch counts that when it is done.
     """
-    name, source, box = f"torch.ops.aten.{op.overloadpacket.__name__}", of.source, _box(of)
+    name, source, box = f"torch.ops.{op.namespace}.{op.overloadpacket.__name__}", of.source, _box(of)
     version = version_of(source) + counts[id(source)]
     taken = getattr(_memory(target), _VERSION, -1)
     changes: dict[int, _Box] = vars(_memory(source)).setdefault(_CHANGES, {})
