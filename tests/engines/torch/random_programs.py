@@ -2,8 +2,9 @@
 
 A program is a few lines of Python over two or three inputs, made from templates: `Program.random(seed)` is always the
 same one. A line that fails on plain tensors is left out while it is made. `verdict(program)` runs it on plain tensors
-and on DTensors, and compares all variables afterwards, also those that were changed in place, whether they require
-gradients, the gradients of the inputs, and for some their gradients. `shrunk(program)` leaves out what does not matter.
+and on DTensors, as a model's call does or outside of one, and compares all variables afterwards, also those that were
+changed in place, whether they require gradients, the gradients of the inputs, and for some their gradients.
+`shrunk(program)` leaves out what does not matter.
 """
 
 from __future__ import annotations
@@ -323,14 +324,17 @@ class Program:
             values[f"v{number}"] = leaf.sum(0) if waits else leaf
         return values, leaves
 
-    def run(self, *, on_mesh: bool, noise: float = 0.0) -> tuple[dict[str, Any], list[Any]]:
+    def run(
+        self, *, on_mesh: bool, in_call: bool = True, noise: float = 0.0
+    ) -> tuple[dict[str, Any], list[Any]]:
         """What all variables are at the end, and the gradients of the inputs.
 
         Args:
             on_mesh: Whether on DTensors.
+            in_call: Whether as a model's call does.
             noise: How far to move what each line makes, as rounding does.
         """
-        with engine().run_on(self.mesh) if on_mesh else nullcontext():
+        with engine().run_on(self.mesh) if on_mesh and in_call else nullcontext():
             variables, leaves = self.variables(on_mesh=on_mesh)
             scope = {"torch": torch, "F": F, **variables}
             for number, line in enumerate(self.lines):
@@ -414,14 +418,14 @@ def _difference(plain: dict[str, Any], ours: dict[str, Any], scale: float = 1.0)
     return ""
 
 
-def verdict(program: Program) -> str:
+def verdict(program: Program, *, in_call: bool = True) -> str:
     """What became of a program: `right`, `gathered`, `refused: ...`, `failed: ...`, `wrong: ...` or `unstable`."""
     expected = _facts(program.run(on_mesh=False))
     gathered._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            actual = _facts(program.run(on_mesh=True))
+            actual = _facts(program.run(on_mesh=True, in_call=in_call))
             wrong = _difference(expected, actual)
         except LayoutMapError as error:
             return f"refused: {str(error).splitlines()[0]}"
@@ -443,13 +447,13 @@ def _kind(found: str) -> str:
     return re.sub(r"[\d(\[].*", "", found.split(": ")[0] if found.startswith("wrong") else found)
 
 
-def shrunk(program: Program) -> Program:
+def shrunk(program: Program, *, in_call: bool = True) -> Program:
     """The program without what does not matter to its verdict."""
-    kind = _kind(verdict(program))
+    kind = _kind(verdict(program, in_call=in_call))
 
     def is_same(candidate: Program) -> bool:
         try:
-            return _kind(verdict(candidate)) == kind
+            return _kind(verdict(candidate, in_call=in_call)) == kind
         except Exception:  # on plain tensors
             return False
 

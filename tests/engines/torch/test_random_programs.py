@@ -9,29 +9,37 @@ PROCESSES = ("torch",)
 # Of plain tensors: sizes that broadcast, views whose names are to go.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QUICK, PARTS, LONG = 12, 4, 200
+QUICK, PARTS, LONG = 10, 4, 160
+IN_CALL = pytest.mark.parametrize("in_call", [True, False], ids=["in a call", "outside of calls"])
 
 
-def assert_right(seeds):
+def assert_right(seeds, in_call):
     """Fail with the shortest program of the first seed that is wrong or fails; a refusal says why, and is none."""
     for seed in seeds:
         program = Program.random(seed)
-        if verdict(program).split(":")[0] in ("wrong", "failed"):
-            program = shrunk(program)
-            pytest.fail(f"{verdict(program)}\n{program}", pytrace=False)
+        if verdict(program, in_call=in_call).split(":")[0] in ("wrong", "failed"):
+            program = shrunk(program, in_call=in_call)
+            pytest.fail(f"{verdict(program, in_call=in_call)}\n{program}", pytrace=False)
 
 
-def test_some_programs():
+@IN_CALL
+def test_some_programs(in_call):
     """They give the same values, types, changes in place and gradients."""
-    assert_right(range(QUICK))
+    assert_right(range(QUICK), in_call)
+
+
+def test_programs_that_failed_outside_of_calls():
+    """Sums over the mesh of single values, changed in place; a lookup in a sharded table that is read twice."""
+    assert_right((8278, 8321, 8382), in_call=False)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@IN_CALL
 @pytest.mark.parametrize("part", range(PARTS))
-def test_more_programs(part):
+def test_more_programs(part, in_call):
     """They do, too."""
-    assert_right(range(QUICK + part, QUICK + LONG, PARTS))
+    assert_right(range(QUICK + part, QUICK + LONG, PARTS), in_call)
 
 
 def test_the_search_can_fail():

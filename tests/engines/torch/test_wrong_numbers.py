@@ -306,6 +306,8 @@ def test_real_processes(tmp_path):
         assert [28.0] * 5 == told["read"]
         assert 28.0 != told["read alone"], MENDED
         assert 28.0 == told["read later"], "a loss is read when the mesh is left"
+        assert [] == told["slices"]
+        assert 96.0 == told["kept by one"]
         for name, drawn in told["drawn by tiles"].items():
             for found, expected in zip(drawn, drawn_on("batch=1", (), name), strict=True):
                 torch.testing.assert_close(torch.tensor(found, dtype=expected.dtype), expected)

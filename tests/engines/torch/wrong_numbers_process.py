@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -11,8 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from engines.torch import test_slices
 from engines.torch.dtensors import alone, place, run_on, whole
 from engines.torch.masked import drawn_on
+
+import layoutmap as lm
 
 ATTEND = F.scaled_dot_product_attention
 
@@ -102,6 +106,34 @@ def compared(case, with_alone):
         return right, agree(expected, laid_out())
 
 
+def of_slices():
+    """Which changes and readings of slices outside of calls are not those of one device."""
+    wrong = []
+    for name, change in test_slices.OUTSIDE.items():
+        expected, laid_out = normal(8, 6), test_slices.outside()
+        change(expected)
+        change(laid_out)
+        wrong += [] if torch.allclose(expected, whole(laid_out)) else [name]
+    for name in test_slices.READ:
+        pairs = zip(
+            test_slices.read_slices(name, normal(8, 6)),
+            test_slices.read_slices(name, test_slices.outside()),
+            strict=True,
+        )
+        wrong += [] if all(torch.allclose(expected, whole(found)) for expected, found in pairs) else [name]
+    return wrong
+
+
+def kept_by_one_process():
+    """The sum of a tensor that was changed while one process, and no other, keeps a slice."""
+    laid_out = place(torch.ones(8, 6), "batch", "model")
+    part = laid_out[0]
+    kept = [part] if dist.get_rank() == 0 else []
+    del part
+    laid_out.mul_(2)
+    return laid_out.sum().item() + len(kept[1:])
+
+
 def main():
     number, folder, port = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -121,6 +153,10 @@ def main():
     told = {"read": read, "read later": made_inside.item()}
     with alone():
         told["read alone"] = total.item()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lm.LayoutMapWarning)  # what is written back is gathered
+        told["slices"] = of_slices()
+        told["kept by one"] = kept_by_one_process()
     told["drawn by tiles"] = {
         name: [each.tolist() for each in drawn_on("batch=2,model=2", ("batch", "model"), name)]
         for name in BY_TILES

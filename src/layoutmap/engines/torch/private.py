@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, MethodWrapperType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
@@ -86,13 +86,14 @@ _NAMES: list[tuple[Any, str]] = [
     (torch.nn.Module, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"),
     (_of_modules, "_global_module_registration_hooks _global_parameter_registration_hooks"),
     (_of_modules, "_global_buffer_registration_hooks"),
-    (torch.Tensor, "_base _is_view _view_func_unsafe _version"),
+    (torch.Tensor, "_base _is_view _version"),
     (torch.Tensor, "_backward_hooks _post_accumulate_grad_hooks"),
     (torch.UntypedStorage, "_cdata"),
     (torch.ops.aten.add.Tensor, "_schema _overloadname"),
     (torch.ops.aten, "_assert_async"),
     (torch.ops._c10d_functional, "all_reduce wait_tensor"),
     (torch._C, "_AutoDispatchBelowAutograd _clear_DTensor_sharding_propagator_cache"),
+    (torch._C, "_disabled_torch_function_impl"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (_SAVING, "_top_saved_tensors_default_hooks"),
     (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction _checkpoint_hook"),
@@ -413,7 +414,7 @@ _HANDLED = (
 
 
 def guard_operators(
-    answer: Callable[..., Any], changed: Callable[..., Any], taken: Callable[..., Any]
+    answer: Callable[..., Any], changed: Callable[..., Any], moved: Callable[..., Any]
 ) -> None:
     """Have `answer` decide what `DTensor` does about operators, from now on; what it has decided is forgotten.
 
@@ -421,7 +422,8 @@ def guard_operators(
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
             and by name, and their mesh. It returns that, which is then kept, or the operator's result.
         changed: Called with an operator and the DTensors that `DTensor` has changed by it.
-        taken: Called with a DTensor and the local tensors of its slice, or slices, that are copies.
+        moved: Called with a DTensor that was brought to another layout for a view of it, its local tensor there, and
+            the spec of that.
     """
     own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
 
@@ -430,7 +432,7 @@ def guard_operators(
 
     setattr(_DISPATCHER, _PROPAGATE, propagate)
     _DISPATCHER.layoutmap_tail = functools.partial(_tail, changed)
-    _DISPATCHER.layoutmap_results = functools.partial(_results, taken)
+    _DISPATCHER.layoutmap_results = functools.partial(_results, moved)
     for name, instead in _INSTEAD.items():
         getattr(type(_DISPATCHER), name).__code__ = instead.__code__
     for name in _HANDLED:  # decided in Python, and not by rules
@@ -452,11 +454,11 @@ _INSTEAD: dict[str, Any] = {
 }
 
 
-def _results(taken: Callable[..., Any], op: Any, args: Any, info: Any) -> Any:
+def _results(moved: Callable[..., Any], op: Any, args: Any, info: Any) -> Any:
     """The local tensors that an operator returns."""
     results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
-    if only_views(op):
-        taken(args[0], results)
+    if only_views(op) and (schema := info.output_sharding.redistribute_schema) is not None:
+        moved(args[0], info.local_args[0], schema.args_schema[0])
     return results
 
 
@@ -483,28 +485,61 @@ def take_assignments(
     data: Callable[..., None],
     part: Callable[..., None],
     copied: Callable[..., Any],
-    detached: Callable[..., Any],
 ) -> None:
-    """Have `DTensor`s assigned to, copied and detached by other functions, from now on.
+    """Have `DTensor`s assigned to and copied by other functions, from now on.
 
     Args:
         data: Does `tensor.data = value`: called with what torch does, the tensor and the value.
         part: Does `tensor[index] = value`: called with what torch does, the tensor, the index and the value.
         copied: Returns `copy.deepcopy(tensor)`: called with what torch does, the tensor and what was copied so far.
-        detached: Returns `tensor.detach()`: called with the tensor, and with what torch returns.
     """
     owner: Any = DTensor
     of_data: Any = torch.Tensor.data
     of_part = torch.Tensor.__setitem__
-    owner.data = property(
-        lambda tensor: detached(tensor, of_data.__get__(tensor)),
-        lambda tensor, value: data(of_data.__set__, tensor, value),
-    )
-    of_detach = torch.Tensor.detach
-    owner.detach = functools.wraps(of_detach)(lambda tensor: detached(tensor, of_detach(tensor)))
+    owner.data = property(of_data.__get__, lambda tensor, value: data(of_data.__set__, tensor, value))
     of_copy = torch.Tensor.__deepcopy__
     owner.__deepcopy__ = functools.wraps(of_copy)(lambda tensor, memo: copied(of_copy, tensor, memo))
     owner.__setitem__ = functools.wraps(of_part)(lambda *args: part(of_part, *args))
+
+
+def watch_functions(before: Callable[[Any], None]) -> None:
+    """Have a function called before each of torch's that is called with a DTensor, until `stop_watching_functions`.
+
+    Args:
+        before: Called with the arguments, of which some may be in lists. Questions for a property are left out.
+    """
+
+    def __torch_function__(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is not MethodWrapperType:
+            before((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    owner: Any = DTensor
+    owner.__torch_function__ = classmethod(__torch_function__)
+    for name, own in _CONVERSIONS.items():
+        setattr(owner, name, _after(before, own))
+
+
+def _after(before: Callable[[Any], None], own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def watched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        before(tensor)
+        return own(tensor, *args, **kwargs)
+
+    return watched
+
+
+def stop_watching_functions() -> None:
+    """Have the functions of torch called as they are."""
+    owner: Any = DTensor
+    owner.__torch_function__ = torch._C._disabled_torch_function_impl
+    for name, own in _CONVERSIONS.items():
+        setattr(owner, name, own)
+
+
+# For which torch calls no function that can be watched.
+_CONVERSIONS: dict[str, Any] = {name: getattr(DTensor, name) for name in ("to_local", "redistribute")}
 
 
 def stop_guarding_operators() -> None:
@@ -749,9 +784,6 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a tensor is a view of; itself if it is none."""
     return tensor if tensor._base is None else tensor._base
 
-
-view_again = torch.Tensor._view_func_unsafe
-"""Takes of another tensor the view that a tensor is of its base."""
 
 is_view_of_another = torch.Tensor._is_view
 """Whether a tensor is a view of another."""

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, placed, replicated
 from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
-from layoutmap.engines.torch.dtensor_ops.lookups import is_sharded
+from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
+from layoutmap.engines.torch.dtensor_ops.memories import copied, note_moved, spread
 from layoutmap.engines.torch.dtensor_ops.proven import (
     ALONG,
     ANY_ORDER,
@@ -25,11 +27,12 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     REDUCTIONS,
     SUMS_PASS,
 )
-from layoutmap.engines.torch.dtensor_ops.slices import may_be_slice, note_taken, write_to_base
+from layoutmap.engines.torch.dtensor_ops.slices import count_change
 from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,
+    dtensor,
     guard_operators,
     local_of,
     only_views,
@@ -51,20 +54,22 @@ def guard(device_mesh: DeviceMesh) -> None:
     """Have DTensor compute on a mesh only what is proven, from now on; on other meshes it does as it likes."""
     if device_mesh not in _meshes:
         _meshes.add(device_mesh)
-        guard_operators(_answer, _changed, _taken)
+        guard_operators(_answer, _changed, _moved)
 
 
 def _changed(op: Any, changed: list[Any]) -> None:
-    """Have slices among the tensors that DTensor has changed written back."""
-    some = [each for each in changed if may_be_slice(each) and each.device_mesh in _meshes]
+    """Have what DTensor has changed written to what it is a copy of."""
+    some = [each for each in changed if each.device_mesh in _meshes] if copied else []
     if some:
-        write_to_base(op, some)
+        spread(op, some)
+        for each in some:
+            count_change(each)
 
 
-def _taken(source: Any, parts: Any) -> None:
-    """Note of what the local tensors of slices are copies."""
+def _moved(source: Any, local: Any, spec: Any) -> None:
+    """Note of what a local tensor is a copy, of which views are taken."""
     if isinstance(source, DTensor) and source.device_mesh in _meshes:
-        note_taken(source, parts)
+        note_moved(source, dtensor(local, spec))
 
 
 def is_guarded(device_mesh: DeviceMesh) -> bool:
@@ -87,10 +92,7 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
     if mesh not in _meshes:
         return own()
     _refuse_plain(op, args, kwargs)
-    answer = _decided(own, op, args, kwargs, mesh)
-    if only_views(op):
-        _taken(args[0], [local_of(each) for each in _dtensors(answer)])
-    return answer
+    return _decided(own, op, args, kwargs, mesh)
 
 
 def _refuse_plain(op: Any, args: Any, kwargs: Any) -> None:
@@ -118,6 +120,8 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
     if place < len(args) and args[place] is not None and args[place] < 0:
         rank = args[0].ndim if place == 1 else len(args[1])
         return op(*args[:place], args[place] % max(rank, 1), *args[place + 1 :], **kwargs)
+    if name == "embedding" and is_sharded(args[0], 0):  # DTensor mixes up what several lookups leave out
+        return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _dtensors((args, kwargs))
     written = {id(each) for each in _written(op, args, kwargs)}
     # DTensor would have the others wait for the same sum, which it cannot.
@@ -142,14 +146,21 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
             what = "make a sum of a sharded argument" if becomes_sum else "shard its arguments unevenly"
             why = f"DTensor would {what}"
     if any(_waits(each) and id(each) not in written for each in tensors):
-        args, kwargs = tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
+        source, (args, kwargs) = args[0], tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
+        if only_views(op):
+            note_moved(source, args[0])
         return op(*args, **kwargs)
     inner = decomposed(op, args, kwargs)
     if inner is not NotImplemented:
         return inner
     if only_views(op) and all(map(_is_everywhere, tensors)):
         return _on_local(op, args, kwargs, mesh)
-    result = _gathered(op, args, kwargs, mesh)
+    if only_views(op):
+        copy = everywhere(full_tensor(args[0]), mesh)
+        note_moved(args[0], copy)
+        result = op(copy, *args[1:], **kwargs)
+    else:
+        result = _gathered(op, args, kwargs, mesh)
     is_filled = any(_waits(each) for each in tensors if id(each) in written)
     if not (name in QUIET or is_empty or is_filled or all(map(_is_everywhere, tensors))):
         warn_of_gathering(f"torch.ops.aten.{name}", why)
@@ -292,6 +303,6 @@ def _write(op: Any, old: Any, new: Any) -> None:
         if placement.is_partial("sum"):
             is_first = everywhere(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
-            values = values.where(local_of(placed(is_first, axes)), 0)
+            values = values.where(local_of(placed(is_first, axes)).reshape(()), 0)
     local_of(old).copy_(values)
-    write_to_base(op, old)
+    _changed(op, [old])

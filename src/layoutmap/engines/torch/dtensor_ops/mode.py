@@ -47,6 +47,7 @@ from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
 from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
+from layoutmap.engines.torch.dtensor_ops.memories import in_call, outdated, update
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM, RANDOM_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
@@ -56,7 +57,6 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
     assign,
     copies,
     follow,
-    following,
     keep_gradient,
     note_copies,
 )
@@ -106,7 +106,7 @@ def computing(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)
     try:
-        with following(), _Computing(by_shards):
+        with in_call(), _Computing(by_shards):
             yield
     finally:
         set_replicates_plain_tensors(before)
@@ -125,6 +125,8 @@ class _Computing(TorchFunctionMode):
             with outside_of_modes():  # it computes nothing: no mode has to see it
                 result = func(*args, **kwargs)
             return note_copies(func, args, kwargs, result) if copies and func in VIEWS else result
+        if outdated:
+            update((args, kwargs))
         known = _known(func, self._by_shards)
         if known.is_backward:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.

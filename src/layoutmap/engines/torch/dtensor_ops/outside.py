@@ -2,7 +2,7 @@
 
 From the first tensor on a mesh on, operators are guarded, plain tensors count as replicated, and these are right:
 
-tensor[2:4].zero_()      torch changes a copy where the axis is sharded: `slices` writes it back
+tensor[2:4].zero_()      torch changes a copy where the axis is sharded: `memories` writes it back
 tensor.data = value      torch assigns to the shell of a DTensor only, which goes on with the values that it had
 tensor[index] = value    torch changes a copy where the axis is sharded
 copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
@@ -23,7 +23,6 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, like, placed
 from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.mode import computing
-from layoutmap.engines.torch.dtensor_ops.slices import note_detached
 from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import (
     local_of,
@@ -48,7 +47,7 @@ def look_after(device_mesh: DeviceMesh) -> None:
 
 @functools.cache
 def _take_assignments() -> None:
-    take_assignments(_assign_data, _assign_part, _copied, note_detached)
+    take_assignments(_assign_data, _assign_part, _copied)
 
 
 @plainly

@@ -5,30 +5,25 @@ axis are copies, and such a change is lost without a word. Here each of them kno
 is written there, and a change there is written to the slices that are still in use. Where a slice is a view, its
 gradient goes through a view again, of a gradient that has the layout of the tensor.
 
-Outside of calls no function is seen. There torch tells which operator has changed a tensor, and autograd of what that
-is a view; a slice whose tensor was changed meanwhile has former values, and a change of it is refused.
+This is so for what a call of a model computes, where each function is seen; `memories` has the others.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
-import operator
-import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_gathered, warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.memories import leave_to_calls, memory_of
 from layoutmap.engines.torch.placing import attainable_placements
 from layoutmap.engines.torch.private import (
     base_of,
@@ -39,16 +34,11 @@ from layoutmap.engines.torch.private import (
     storage_key,
     tree_leaves,
     tree_map,
-    version_of,
-    view_again,
 )
 
 _SLICE = "_layoutmap_slice"
-_CHANGES = "_layoutmap_changes"  # of a memory: which part was changed at each version, outside of calls
-_VERSION = "_layoutmap_version"  # of the memory of a copy: the version of the tensor whose values it has
 copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The slices in use that are copies, by their ids."""
-_here = threading.local()
 
 
 class _Slice(NamedTuple):
@@ -59,14 +49,12 @@ class _Slice(NamedTuple):
         memory: Where that is.
         view: Takes the slice of a tensor like it.
         is_tracked: Whether gradients pass between them.
-        is_view: Whether it is a view for autograd, which counts the changes of both together.
     """
 
     source: Any
     memory: torch.UntypedStorage
     view: Callable[[Any], Any]
     is_tracked: bool
-    is_view: bool
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a slice is a slice of nothing."""
@@ -91,7 +79,7 @@ def note_copies(function: Callable[..., Any], args: Any, kwargs: Any, results: A
         return results
     if of is None and type(results) is DTensor and results.placements == source.placements:
         return results
-    memory = _memory(source)
+    memory = memory_of(source)
     rest, named = tree_map(_off_mesh, (rest, named))
 
     def view(number: int, tensor: Any) -> Any:
@@ -101,16 +89,17 @@ def note_copies(function: Callable[..., Any], args: Any, kwargs: Any, results: A
 
     def noted(each: Any) -> Any:
         take = functools.partial(view, next(numbers))
-        if not isinstance(each, DTensor) or each is source or (of is None and _memory(each) is memory):
+        if not isinstance(each, DTensor) or each is source or (of is None and memory_of(each) is memory):
             return each
         if not _is_view(function, source, take, rest):
             return each
         copy = _Copy.apply(each).requires_grad_(each.requires_grad)  # also a view that is taken under no_grad
         is_tracked = torch.is_grad_enabled() and function not in _DETACHING
-        found = _Slice(source, memory, take, is_tracked, is_view=False)
+        found = _Slice(source, memory, take, is_tracked)
         if of is not None:
             found = of._replace(view=_then(of.view, take), is_tracked=is_tracked and of.is_tracked)
         setattr(copy, _SLICE, found)
+        leave_to_calls(copy)
         copies[id(copy)] = copy
         return copy
 
@@ -127,11 +116,6 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         return upstream[0]
-
-
-def _memory(tensor: Any) -> torch.UntypedStorage:
-    """Where a DTensor is on this device, or on the first; torch has one object of it as long as it is there."""
-    return simulation.plain(local_of(tensor)).untyped_storage()
 
 
 def _off_mesh(value: Any) -> Any:
@@ -156,17 +140,6 @@ def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable
     return lambda tensor: second(first(tensor))
 
 
-@contextmanager
-def following() -> Generator[None]:
-    """While open on this thread, `follow` is called after each change of a tensor, but for those of autograd's own."""
-    before = getattr(_here, "follow", False)
-    _here.follow = True
-    try:
-        yield
-    finally:
-        _here.follow = before
-
-
 @plainly
 def follow(function: Callable[..., Any], changed: Any) -> None:
     """Write what a function changed in place to what it is a slice of, and to the slices of that."""
@@ -174,18 +147,16 @@ def follow(function: Callable[..., Any], changed: Any) -> None:
         if not isinstance(target, DTensor):
             continue
         of = _slice_of(target)
-        memory = _memory(target) if of is None else of.memory
+        memory = memory_of(target) if of is None else of.memory
         if of is not None:
             _write_back(name_of(function), target, of)
             keep_gradient(of.source)
-            setattr(_memory(target), _VERSION, version_of(of.source))
         for each in list(copies.values()):
             its: _Slice = getattr(each, _SLICE)
             if each is not target and its.memory is memory:
                 is_tracked = its.is_tracked and not (each.is_leaf and each.requires_grad)
                 with torch.set_grad_enabled(torch.is_grad_enabled() and is_tracked):
                     each.copy_(its.view(its.source))
-                setattr(_memory(each), _VERSION, version_of(its.source))
 
 
 def _write_back(name: str, target: Any, of: _Slice) -> None:
@@ -205,109 +176,11 @@ def _write_back(name: str, target: Any, of: _Slice) -> None:
         source.copy_(like(values, source))
 
 
-def may_be_slice(tensor: Any) -> bool:
-    """Whether a DTensor is a view of another, or was noted to be a slice; quick to ask."""
-    return base_of(tensor) is not tensor or hasattr(tensor, _SLICE)
-
-
-@plainly
-@torch.no_grad()
-def write_to_base(op: Any, changed: Any) -> None:
-    """Write what an operator changed to what it is a view of on one device, if it is a copy of that here.
-
-    That is what autograd knows, or, where no call is open that will `follow`, what was noted.
-    """
-    counts: Counter[int] = Counter()
-    for target in tree_leaves(changed):
-        of = _known_to_autograd(target)
-        if of is not None:
-            _write_back_alone(op, target, of, counts)  # that changes the base, of which the same is asked
-            continue
-        base = base_of(target)
-        of = _slice_of(base)
-        if of is not None and not getattr(_here, "follow", False):
-            _write_back_alone(op, base, of, counts)
-
-
-def _write_back_alone(op: Any, target: Any, of: _Slice, counts: Counter[int]) -> None:
-    """Change what a tensor is a slice of, as the slice was changed, where slices do not follow changes of it.
-
-    Args:
-        op: The operator.
-        target: The slice.
-        of: What it is a slice of.
-        counts: How often the operator has changed each tensor; torch counts that when it is done.
-    """
-    name, source, box = f"torch.ops.{op.namespace}.{op.overloadpacket.__name__}", of.source, _box(of)
-    version = version_of(source) + counts[id(source)]
-    taken = getattr(_memory(target), _VERSION, -1)
-    changes: dict[int, _Box] = vars(_memory(source)).setdefault(_CHANGES, {})
-    if not all(n in changes and _are_apart(box, changes[n]) for n in range(taken, version)):
-        raise EngineError(
-            f"{name}: a slice that no longer has the values of its tensor, changed in place",
-            facts={"shape": tuple(target.shape), "tensor": tuple(source.shape)},
-            why="along a sharded axis a slice is a copy, and the tensor was changed after it was taken",
-            fix="take the slice again after each change of the tensor",
-        )
-    _write_back(name, target, of)
-    changes[version] = box
-    setattr(_memory(target), _VERSION, version + 1)
-    if of.is_view:
-        counts[id(source)] += 1
-    elif not source.is_inference():
-        torch.autograd.graph.increment_version(source)
-
-
-_Box = list[tuple[int, int]]  # first and last number along each axis
-
-
-def _box(of: _Slice) -> _Box:
-    """Between which numbers the elements of a slice lie, along each axis of the tensor; all, if that is not clear."""
-    like_source = torch.empty(of.source.shape, dtype=of.source.dtype, device="meta")
-    view = of.view(like_source)
-    first = _along_axes(view.storage_offset(), like_source)
-    last = list(first)
-    for size, stride in zip(view.shape, view.stride(), strict=True):
-        steps = _along_axes(stride, like_source)
-        last = [end + (size - 1) * step for end, step in zip(last, steps, strict=True)]
-    is_clear = view.dtype == like_source.dtype and all(map(operator.lt, last, like_source.shape))
-    return list(zip(first, last, strict=True)) if is_clear else [(0, size - 1) for size in like_source.shape]
-
-
-def _along_axes(elements: int, tensor: torch.Tensor) -> list[int]:
-    """How far one goes along each axis of a contiguous tensor if one goes on in its memory."""
-    found: list[int] = []
-    for stride in tensor.stride():
-        found.append(elements // stride)
-        elements %= stride
-    return found
-
-
-def _are_apart(one: _Box, other: _Box) -> bool:
-    return any(a[1] < b[0] or b[1] < a[0] for a, b in zip(one, other, strict=True))
-
-
-def note_taken(source: Any, parts: Any) -> None:
-    """Note of what state of a DTensor the local tensors of its slices are copies."""
-    version = min(getattr(_memory(source), _VERSION, math.inf), version_of(source))
-    for part in tree_leaves(parts):
-        setattr(simulation.plain(part).untyped_storage(), _VERSION, version)
-
-
-def note_detached(tensor: Any, detached: Any) -> Any:
-    """A tensor that was detached, of which is noted, as autograd does not, what it is a slice of."""
-    of = None if _slice_of(detached) else _known_to_autograd(tensor) or _slice_of(tensor)
-    if of is not None:
-        setattr(detached, _SLICE, of._replace(is_tracked=False))
-    return detached
-
-
-def _known_to_autograd(tensor: Any) -> _Slice | None:
-    """What a tensor is a view of for autograd, if it is a copy of that here."""
-    base = base_of(tensor)
-    if base is tensor or not isinstance(base, DTensor) or _memory(base) is _memory(tensor):
-        return None
-    return _Slice(base, _memory(base), functools.partial(view_again, tensor), False, is_view=True)
+def count_change(tensor: Any) -> None:
+    """Have autograd see that what a call took a slice of was changed, by a change of the slice after it."""
+    of = _slice_of(base_of(tensor))
+    if of is not None and not of.source.is_inference():
+        torch.autograd.graph.increment_version(of.source)
 
 
 def keep_gradient(changed: Any) -> None:

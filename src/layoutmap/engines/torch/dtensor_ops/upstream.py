@@ -73,7 +73,7 @@ CORRECTIONS = {
     ),
     "assignments": Correction("dtensor_ops.slices", "x[...] = y is lost along a sharded axis", "#139735"),
     "changes of views": Correction(
-        "dtensor_ops.slices",
+        "dtensor_ops.memories",
         "a view along a sharded axis is a copy: a change of it is lost, and so is one of its tensor",
         "#147570",
     ),
