@@ -43,7 +43,7 @@ STATE = {
     "engines.torch.dtensor_ops.memories.outdated": "those of them with former values; weakly held",
     "engines.torch.dtensor_ops.slices.copies": "slices in use that a change of their tensor is written to; weak",
     "engines.torch.dtensor_ops.guard._meshes": "the meshes on which DTensor asks what it may compute",
-    "engines.torch.dtensor_ops.outside._take_assignments": "DTensor's methods that assign and copy: replaced once",
+    "engines.torch.dtensor_ops.outside._take_over": "DTensor's methods that assign and copy, and Muon's: replaced once",
     "engines.torch.private._of_meshes": "the caches of what is known of meshes, emptied as DTensor's are",
     "engines.torch.dtensor_ops.gathered._warned": "each function is warned of once in a process",
     "engines.torch.deferred_init.streams._rooms": "memory for random numbers, one piece on each thread",

@@ -128,6 +128,28 @@ def test_a_weight_that_is_not_used():
     assert_as_one_device(lambda: Two(torch.relu), x, "batch=2,model=2", BATCH)
 
 
+@pytest.mark.parametrize("rules", [COLUMNS, ROWS, BATCH], ids=["columns", "rows", "batch"])
+def test_muon_rounds_as_on_one_device(rules):
+    """It computes in bfloat16, where sums of shards have other last digits, which its iterations multiply."""
+    layout_map = lm.LayoutMap("batch=2,model=2", rules)
+    ends = []
+    for build in (lambda make, **_: make(), layout_map.build):
+        torch.manual_seed(2)
+        model = build(lambda: Two(torch.tanh), library="torch")
+        weights = [each for each in model.parameters() if each.ndim == 2]
+        optimizer = torch.optim.Muon(weights, lr=0.01)
+        for number in range(3):
+            for each in weights:
+                generator = torch.Generator().manual_seed(number)
+                each.grad = torch.zeros_like(each)
+                each.grad.copy_(torch.randn(each.shape, generator=generator))
+            optimizer.step()
+        ends.append(weights)
+
+    for expected, actual in zip(*ends, strict=True):
+        assert_close(expected, actual, 1e-7)
+
+
 @pytest.mark.parametrize("name", ["Rprop", "SGD", "Adagrad"])
 @pytest.mark.parametrize("rules", [COLUMNS, ROWS, BATCH], ids=["columns", "rows", "batch"])
 def test_optimizers_that_dtensor_does_not_know(name, rules):

@@ -532,3 +532,12 @@ add(
     x=normal(2, 4),
     w=normal(4, 2),
 )
+add(
+    "of a list of values",
+    lambda x: (
+        torch.tensor([x.detach().sum(), 1]),
+        torch.as_tensor([[x.detach()[0, 0]], [2.0]]),
+        x.new_tensor([x.detach().mean()]),
+    ),
+    x=normal(8, 6),
+)

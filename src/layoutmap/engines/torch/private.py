@@ -56,6 +56,7 @@ try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.optim import _muon as _of_muon
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode, _push_mode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -95,6 +96,7 @@ _NAMES: list[tuple[Any, str]] = [
     (torch._C, "_AutoDispatchBelowAutograd _clear_DTensor_sharding_propagator_cache"),
     (torch._C, "_disabled_torch_function_impl"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+    (_of_muon, "_zeropower_via_newtonschulz"),
     (_SAVING, "_top_saved_tensors_default_hooks"),
     (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction _checkpoint_hook"),
 ]
@@ -500,6 +502,16 @@ def take_assignments(
     of_copy = torch.Tensor.__deepcopy__
     owner.__deepcopy__ = functools.wraps(of_copy)(lambda tensor, memo: copied(of_copy, tensor, memo))
     owner.__setitem__ = functools.wraps(of_part)(lambda *args: part(of_part, *args))
+
+
+def take_orthogonal_updates(make: Callable[..., torch.Tensor]) -> None:
+    """Have the updates of `torch.optim.Muon` made by another function, from now on.
+
+    Args:
+        make: Called with what torch does, the gradient, and the options of that.
+    """
+    own = _of_muon._zeropower_via_newtonschulz
+    _of_muon._zeropower_via_newtonschulz = functools.wraps(own)(functools.partial(make, own))
 
 
 def watch_functions(before: Callable[[Any], None]) -> None:

@@ -109,9 +109,19 @@ def _split(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(args[0], *map(full_tensor, args[1:]), **tree_map(full_tensor, kwargs))
 
 
+def _of_list(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`torch.tensor` of a list of tensors, which torch reads from memory."""
+
+    def plain(value: Any) -> Any:
+        return tree_map(full_tensor, value) if isinstance(value, (list, tuple)) else value
+
+    return function(*map(plain, args), **{name: plain(each) for name, each in kwargs.items()})
+
+
 GATHERED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_gathered),
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _of_list),
     # Their gradients compare values, which have to be exact: a sum that is written to is rounded.
     **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), on_gathered),
 }

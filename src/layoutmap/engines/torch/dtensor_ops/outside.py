@@ -6,6 +6,7 @@ tensor[2:4].zero_()      torch changes a copy where the axis is sharded: `memori
 tensor.data = value      torch assigns to the shell of a DTensor only, which goes on with the values that it had
 tensor[index] = value    torch changes a copy where the axis is sharded
 copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
+torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded in another order, and gathers 15 times
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from layoutmap.engines.torch.private import (
     set_replicates_plain_tensors,
     spec_of,
     take_assignments,
+    take_orthogonal_updates,
 )
 
 
@@ -41,13 +43,14 @@ def look_after(device_mesh: DeviceMesh) -> None:
         device_mesh: The mesh.
     """
     guard(device_mesh)
-    _take_assignments()
+    _take_over()
     set_replicates_plain_tensors(True)
 
 
 @functools.cache
-def _take_assignments() -> None:
+def _take_over() -> None:
     take_assignments(_assign_data, _assign_part, _copied)
+    take_orthogonal_updates(_orthogonal)
 
 
 @plainly
@@ -85,3 +88,11 @@ def _copied(own: Callable[..., Any], tensor: Any, memo: dict[int, Any]) -> Any:
         return own(tensor, memo)
     made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return made
+
+
+@plainly
+def _orthogonal(own: Callable[..., torch.Tensor], gradient: Any, *options: Any) -> Any:
+    """The update that Muon makes of a gradient, which each process computes as one device does."""
+    if not isinstance(gradient, DTensor) or not is_guarded(gradient.device_mesh):
+        return own(gradient, *options)
+    return like(own(full_tensor(gradient), *options), gradient)
