@@ -23,7 +23,10 @@ MESH = "batch=2,model=4"
 
 
 def planned(name):
-    """Rules that shard a family, and its plans under them; of the first one it was not known yet what the rules are."""
+    """What makes a family, rules that shard it, and its plan under them: each rule shards at least one weight.
+
+    Of the first plan it was not known yet what the rules are; the other two have one fingerprint.
+    """
 
     def make():
         return hub_families.make(name)
@@ -31,28 +34,27 @@ def planned(name):
     first = lm.plan(make, lm.LayoutMap(lm.create_mesh(MESH)))
     layout_map = hub_families.rules(first, name)
     plans = [make_plan([a.variable for a in first.assignments], layout_map), lm.plan(make, layout_map)]
-    return make, layout_map, plans
+
+    assert plans[0].fingerprint == plans[1].fingerprint
+    for plan in plans:
+        assert 0 < len(layout_map) <= sum(not a.layout.is_fully_replicated() for a in plan.assignments)
+    return make, layout_map, plans[1]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)  # on a machine that does other things, too
-@pytest.mark.parametrize("name", hub_families.FAMILIES)
+@pytest.mark.parametrize("name", sorted(set(hub_families.FAMILIES) - set(hub_families.TRAINED)))
 def test_a_family_is_planned(name):
-    """Each rule, written for the path of one weight, shards at least that weight; three plans have one fingerprint."""
-    make, layout_map, plans = planned(name)
-    plans.append(lm.plan(make, layout_map))
-
-    assert [plans[0].fingerprint] * 3 == [plan.fingerprint for plan in plans]
-    for plan in plans:
-        assert 0 < len(layout_map) <= sum(not a.layout.is_fully_replicated() for a in plan.assignments)
+    """Each rule, written for the path of one weight, shards at least that weight; two plans have one fingerprint."""
+    planned(name)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", hub_families.TRAINED)
 def test_a_family_is_built_and_trained(name):
-    """A scope does what the plan says, first weights are those of the plain model, three steps give its numbers."""
-    make, layout_map, (_, plan) = planned(name)
+    """Planned, too: a scope does what the plan says, first weights and three steps are those of the plain model."""
+    make, layout_map, plan = planned(name)
     keras.utils.set_random_seed(0)
     plain = make()
     keras.utils.set_random_seed(0)

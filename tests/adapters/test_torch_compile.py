@@ -47,7 +47,9 @@ REASONS_LONG = {
     "takes an object": "an argument is a set",
 }
 NUMBERS = ("mse_loss ('batch',)", "drawn: dropout")
-PARTS = 4  # of what DTensor alone gets wrong
+PARTS = (
+    4  # of models, and of what DTensor alone gets wrong: each is four processes, which take longer to begin
+)
 
 
 def run(folder, *cases):
@@ -64,10 +66,10 @@ def told(tmp_path_factory):
 
 def assert_recorded(told, case, num_graphs):
     for each in told:
-        assert each[case]["losses"] < 1e-5
-        assert each[case]["values"] < 1e-5
-        assert 0 == each[case]["breaks"]
-        assert 0 < each[case]["graphs"] <= num_graphs
+        assert each[case]["losses"] < 1e-5, case
+        assert each[case]["values"] < 1e-5, case
+        assert 0 == each[case]["breaks"], case
+        assert 0 < each[case]["graphs"] <= num_graphs, case
 
 
 @pytest.mark.parametrize("case", RECORDED)
@@ -89,20 +91,28 @@ def test_weights_are_gathered_outside_of_the_graph(told):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", RECORDED_LONG)
-def test_any_compiled_model_trains_as_on_one_device(tmp_path, case):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_compiled_model_trains_as_on_one_device(tmp_path, part):
     """Models, BatchNorm, models of transformers and their layers, and code of inductor's too.
 
     Twelve equal blocks take two graphs; blocks with a number as an attribute are not equal, and each has its own.
     """
-    assert_recorded(run(tmp_path, case), case, RECORDED_LONG[case])
+    cases = list(RECORDED_LONG)[part::PARTS]
+    told = run(tmp_path, *cases)
+    for case in cases:
+        assert_recorded(told, case, RECORDED_LONG[case])
+
+
+@pytest.fixture(scope="module")
+def told_in_all(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("compile"), *REASONS_LONG, "a function that calls it")
 
 
 @pytest.mark.long
-def test_a_function_that_calls_a_model_has_a_graph_of_its_own(tmp_path):
+def test_a_function_that_calls_a_model_has_a_graph_of_its_own(told_in_all):
     """The model is compiled apart from what is around it, which a graph break ends."""
     case = "a function that calls it"
-    for each in run(tmp_path, case):
+    for each in told_in_all:
         assert each[case]["losses"] < 1e-5
         assert each[case]["values"] < 1e-5
         assert 1 == each[case]["breaks"]
@@ -133,9 +143,9 @@ def test_a_graph_is_used_only_where_it_computes_the_same(told, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", REASONS_LONG)
-def test_no_graph_is_used_where_it_computes_something_else(tmp_path, case):
+def test_no_graph_is_used_where_it_computes_something_else(told_in_all, case):
     """It keeps tensors, reads those that are no attributes, or takes what is no tensor: it runs as it is."""
-    assert_reason(run(tmp_path, case), case, REASONS_LONG[case])
+    assert_reason(told_in_all, case, REASONS_LONG[case])
 
 
 def assert_right(told, case):

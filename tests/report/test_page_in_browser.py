@@ -440,7 +440,8 @@ def test_tiles_are_as_large_as_what_they_stand_for(compute, weights, width, heig
 
 
 @given(
-    strategies.paths(), st.lists(st.lists(st.integers(0, 40), min_size=6, max_size=6), min_size=1, max_size=6)
+    strategies.paths(),
+    st.lists(st.lists(st.integers(0, 40) | st.just(10**20), min_size=6, max_size=6), min_size=1, max_size=6),
 )
 @settings(max_examples=examples(60))
 def test_paths_are_merged_as_in_the_terminal(compute, path, numbers):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"\d+")
+_MOST_DIGITS = 15  # of what is taken for a number: JavaScript is exact to there, and Python refuses 4300
 
 
 def path_shape(path: str) -> tuple[str, ...]:
@@ -57,7 +58,7 @@ def merge_paths(paths: Sequence[str]) -> str:
         'blocks.{0..2,7}.kernel'
     """
     columns = zip(*(_NUMBER.findall(path) for path in paths), strict=True)
-    merged = iter([_ranges(dict.fromkeys(column)) for column in columns])
+    merged = iter([_ranges([*dict.fromkeys(column)]) for column in columns])
     return _NUMBER.sub(lambda _: next(merged), paths[0])
 
 
@@ -84,10 +85,12 @@ def path_regex(paths: Sequence[str]) -> str:
     return f"{pattern}$"
 
 
-def _ranges(texts: Iterable[str]) -> str:
-    numbers = sorted(int(text) for text in texts)
-    if len(numbers) == 1:
-        return str(numbers[0])
+def _ranges(texts: Sequence[str]) -> str:
+    if len(texts) == 1:
+        return texts[0]
+    if max(map(len, texts)) > _MOST_DIGITS:
+        return "{" + ",".join(texts) + "}"
+    numbers = sorted(set(map(int, texts)))
     parts: list[str] = []
     start = last = numbers[0]
     for n in [*numbers[1:], -1]:

@@ -119,7 +119,7 @@ def _steps(folder: Path) -> dict[int, Path]:
     found = {
         each: each.name.rpartition("_")[2] for each in folder.iterdir() if (each / _STEP_METADATA).is_file()
     }
-    return {int(number): each for each, number in found.items() if number.isdigit()}
+    return {int(number): each for each, number in found.items() if number.isdecimal()}
 
 
 def _folder_of(path: Path, step: int | None) -> Path:

@@ -40,7 +40,12 @@ const ranges = (numbers) => {
 function mergedPath(paths) {
   const columns = paths.map((path) => path.match(/\d+/g) ?? []);
   let column = 0;
-  return paths[0].replace(/\d+/g, () => ranges(columns.map((numbers) => Number(numbers[column]))) + (column++, ""));
+  return paths[0].replace(/\d+/g, () => {
+    const texts = [...new Set(columns.map((numbers) => numbers[column]))];
+    column++;
+    if (texts.length === 1) return texts[0];
+    return texts.some((text) => text.length > 15) ? `{${texts.join(",")}}` : ranges(texts.map(Number));
+  });
 }
 
 /** What is made of tags, attributes and text; text is never read as markup. */
