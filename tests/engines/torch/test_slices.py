@@ -215,6 +215,17 @@ def test_slices_outside_of_calls_have_the_values_of_now(name):
     assert DTensor.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
+def test_a_slice_is_shown_with_the_values_of_now():
+    """Where one process may print alone, nothing is gathered: it says so; see `wrong_numbers_process`."""
+    laid_out = place(torch.ones(4, 2), "batch", None)
+    look_after(laid_out.device_mesh)
+    part = laid_out[0]
+    laid_out.mul_(2)
+
+    assert "tensor([2., 2.])" in repr(part)
+    assert "outdated" not in repr(part)
+
+
 def test_no_process_gathers_what_nobody_uses():
     """A slice that is outdated, and is let go, is not gathered: other processes may have done so before."""
     laid_out = outside()

@@ -514,11 +514,12 @@ def take_orthogonal_updates(make: Callable[..., torch.Tensor]) -> None:
     _of_muon._zeropower_via_newtonschulz = functools.wraps(own)(functools.partial(make, own))
 
 
-def watch_functions(before: Callable[[Any], None]) -> None:
+def watch_functions(before: Callable[[Any], None], shown: Callable[..., str]) -> None:
     """Have a function called before each of torch's that is called with a DTensor, until `stop_watching_functions`.
 
     Args:
         before: Called with the arguments, of which some may be in lists. Questions for a property are left out.
+        shown: Returns `repr(tensor)`: called with what torch does, and the tensor.
     """
 
     def __torch_function__(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -531,6 +532,7 @@ def watch_functions(before: Callable[[Any], None]) -> None:
     owner.__torch_function__ = classmethod(__torch_function__)
     for name, own in _CONVERSIONS.items():
         setattr(owner, name, _after(before, own))
+    owner.__repr__ = functools.wraps(_SHOW)(lambda tensor: shown(_SHOW, tensor))
 
 
 def _after(before: Callable[[Any], None], own: Callable[..., Any]) -> Callable[..., Any]:
@@ -546,10 +548,11 @@ def stop_watching_functions() -> None:
     """Have the functions of torch called as they are."""
     owner: Any = DTensor
     owner.__torch_function__ = torch._C._disabled_torch_function_impl
-    for name, own in _CONVERSIONS.items():
+    for name, own in (*_CONVERSIONS.items(), ("__repr__", _SHOW)):
         setattr(owner, name, own)
 
 
+_SHOW = DTensor.__repr__
 # For which torch calls no function that can be watched.
 _CONVERSIONS: dict[str, Any] = {name: getattr(DTensor, name) for name in ("to_local", "redistribute")}
 

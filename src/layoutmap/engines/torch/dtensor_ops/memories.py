@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -249,7 +249,7 @@ def _mark_copies(memory: torch.UntypedStorage) -> None:
 def _mark(memory: torch.UntypedStorage) -> None:
     """Mark a copy as outdated, and the copies of it."""
     if not outdated:
-        watch_functions(_before_function)
+        watch_functions(_before_function, _shown)
     outdated.add(memory)
     _mark_copies(memory)
 
@@ -258,6 +258,16 @@ def _before_function(values: Any) -> None:
     update(values)
     if not outdated:
         stop_watching_functions()
+
+
+def _shown(own: Callable[[Any], str], tensor: Any) -> str:
+    """The text of a DTensor. One process may print alone: it says that values are former ones, and gathers nothing."""
+    if simulation.is_simulated():
+        update(tensor)
+    text = own(tensor)
+    return (
+        f"{text} (outdated: it is gathered when it is next used)" if memory_of(tensor) in outdated else text
+    )
 
 
 @plainly

@@ -72,15 +72,17 @@ def _slice_of(tensor: Any) -> _Slice | None:
 @plainly
 def note_copies(function: Callable[..., Any], args: Any, kwargs: Any, results: Any) -> Any:
     """The results of a function, of which those are noted that are copies here, and views on one device."""
-    named = dict(kwargs)
-    source, *rest = args or [named.pop("input", None)]
-    of = _slice_of(source)
+    source = args[0] if args else kwargs.get("input")
     if not isinstance(source, DTensor):
         return results
-    if of is None and type(results) is DTensor and results.placements == source.placements:
+    of = _slice_of(source)
+    # What is most frequent, before what takes longer.
+    if of is None and type(results) is DTensor and _is_same_memory(results, source):
         return results
-    memory = memory_of(source)
-    rest, named = tree_map(_off_mesh, (rest, named))
+    memory, named = memory_of(source), dict(kwargs)
+    if not args:
+        del named["input"]
+    rest, named = tree_map(_off_mesh, (args[1:], named))
 
     def view(number: int, tensor: Any) -> Any:
         return tree_leaves(function(tensor, *rest, **named))[number]
@@ -104,6 +106,10 @@ def note_copies(function: Callable[..., Any], args: Any, kwargs: Any, results: A
         return copy
 
     return tree_map(noted, results)
+
+
+def _is_same_memory(view: Any, source: Any) -> bool:
+    return spec_of(view).placements == spec_of(source).placements or memory_of(view) is memory_of(source)
 
 
 class _Copy(torch.autograd.Function):
