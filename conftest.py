@@ -21,7 +21,7 @@ from typing import Any
 
 import frameworks
 import pytest
-from cases import EVERYTHING, QUICK_XLA
+from cases import EVERYTHING, IS_QUICK, QUICK_XLA
 from hypothesis import settings
 
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
@@ -58,7 +58,7 @@ def _set_up_devices() -> None:
     flag = "--xla_force_host_platform_device_count"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={NUM_DEVICES}".strip()
-    if RUNNING == "jax" and not EVERYTHING:  # most of the time goes into making programs that run once
+    if RUNNING == "jax" and IS_QUICK:  # most of the time goes into making programs that run once
         os.environ["XLA_FLAGS"] += f" {QUICK_XLA}"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

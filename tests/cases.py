@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
+IS_QUICK = not EVERYTHING or bool(os.environ.get("LAYOUTMAP_TEST_QUICK"))
+"""Whether JAX compiles quickly: always, but where `make test-all` runs what `make test` has."""
 QUICK_XLA = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -19,7 +21,7 @@ QUICK_XLA = (
 def xla_settings(num_devices: int) -> dict[str, str]:
     """The environment of a process of JAX with so many devices; it compiles as the tests do, so to the same bits."""
     flags = f"--xla_force_host_platform_device_count={num_devices}"
-    if not EVERYTHING:
+    if IS_QUICK:
         flags += f" {QUICK_XLA}"
     return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 

@@ -4,7 +4,8 @@ python tools/run_tests.py [--all] [process ...] [-- arguments for pytest ...]
 
 A worker is pytest in one test process; there are as many at a time as cores, at most one for each process. A worker
 that finds nothing left in its process ends, and the next one begins another process or helps in one that still has
-tests (`tests/shared_queue.py`).
+tests (`tests/shared_queue.py`). With --all, what `make test` leaves out on JAX has workers of its own, `jax.long`, in
+which XLA compiles quickly; what it has runs with all optimizations.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import shared_queue  # noqa: E402
 RESULTS = ROOT / "results"
 # The longest first, and `core` last: it starts in no time and its tests are short, so nobody waits at the end.
 ORDER = ("jax", "torch", "tensorflow", "core")
+LONG = "jax.long"
 SLOWEST = 10
 REPORT_SECONDS = 15
 NOTHING_RAN = 5  # pytest's code for it
@@ -39,10 +41,19 @@ NOTHING_RAN = 5  # pytest's code for it
 
 @dataclass
 class Worker:
-    process: str
+    part: str
     pytest: subprocess.Popen[str]
     log: Path
     results: Path
+
+    @property
+    def process(self) -> str:
+        return _process(self.part)
+
+
+def _process(part: str) -> str:
+    """The test process that a part of the tests runs in."""
+    return part.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,12 @@ class Case:
 
 
 class Queue:
-    """The tests of some processes, and the workers that run them."""
+    """The tests of some processes, in parts, and the workers that run them."""
 
     def __init__(self, wanted: list[str], arguments: list[str], *, everything: bool, claims: Path) -> None:
-        self.wanted = wanted
-        self.arguments = arguments if everything else ["-m", "not long", *arguments]
+        self.wanted = [LONG, *wanted] if everything and "jax" in wanted else wanted
+        self.arguments = arguments
+        self.everything = everything
         self.environment = {**os.environ, **({"LAYOUTMAP_TEST_ALL": "1"} if everything else {})}
         self.environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles src and tests again
         self.claims = claims
@@ -73,8 +85,8 @@ class Queue:
         started = told = time.monotonic()
         try:
             while True:
-                while len(self.running) < min(os.cpu_count() or 1, len(ORDER)) and (process := self._next()):
-                    self._start(process)
+                while len(self.running) < min(os.cpu_count() or 1, len(ORDER)) and (part := self._next()):
+                    self._start(part)
                 if not self.running:
                     return
                 time.sleep(0.2)
@@ -90,51 +102,60 @@ class Queue:
             if sys.stdout.isatty():
                 print()
 
-    def counts(self, process: str) -> tuple[int, int | None]:
-        """How many tests of a process were begun, and how many there are; `None` until pytest has collected them."""
-        begun = len(list((self.claims / process).iterdir())) if (self.claims / process).exists() else 0
-        known = self._known(process)
+    def counts(self, part: str) -> tuple[int, int | None]:
+        """How many tests of a part were begun, and how many there are; `None` until pytest has collected them."""
+        begun = len(list((self.claims / part).iterdir())) if (self.claims / part).exists() else 0
+        known = self._known(part)
         return begun, known["selected"] if known else None
 
     def deselected(self) -> list[str]:
-        """The ids of the tests that were left out."""
-        return [each for p in self.wanted if (known := self._known(p)) for each in known["deselected"]]
+        """The ids of the tests that no part has."""
+        left_out = {p: known["deselected"] for p in self.wanted if (known := self._known(p))}
+        if LONG in left_out:
+            others = set(left_out.pop(LONG))
+            left_out["jax"] = [each for each in left_out.get("jax", ()) if each in others]
+        return [each for ids in left_out.values() for each in ids]
 
-    def _known(self, process: str) -> dict | None:
-        told = self.claims / f"{process}.json"
+    def _known(self, part: str) -> dict | None:
+        told = self.claims / f"{part}.json"
         return json.loads(told.read_text(encoding="utf-8")) if told.exists() else None
 
     def _next(self) -> str | None:
-        """A process that nobody has begun, or the one that has most left to do; not one that a worker has left.
+        """A part that nobody has begun, or the one that has most left to do; not one that a worker has left.
 
         Who leaves tests behind was told to stop at a failure, or died.
         """
-        ended = {worker.process for worker in self.ended}
-        begun = {worker.process for worker in self.running}
-        for process in self.wanted:
-            if process not in begun | ended:
-                return process
+        ended = {worker.part for worker in self.ended}
+        begun = {worker.part for worker in self.running}
+        for part in self.wanted:
+            if part not in begun | ended:
+                return part
         left: Counter[str] = Counter()
-        for process in begun - ended:
-            done, total = self.counts(process)
-            left[process] = 1 if total is None else total - done
-        process, number = next(iter(left.most_common(1)), ("", 0))
-        return process if number > 0 else None
+        for part in begun - ended:
+            done, total = self.counts(part)
+            left[part] = 1 if total is None else total - done
+        part, number = next(iter(left.most_common(1)), ("", 0))
+        return part if number > 0 else None
 
-    def _start(self, process: str) -> None:
-        number = sum(each.process == process for each in (*self.running, *self.ended))
-        name = f"{process}.{number}"
-        (self.claims / process).mkdir(exist_ok=True)
+    def _start(self, part: str) -> None:
+        number = sum(each.part == part for each in (*self.running, *self.ended))
+        name = f"{part}.{number}"
+        (self.claims / part).mkdir(exist_ok=True)
         environment = {
             **self.environment,
-            "LAYOUTMAP_TEST_PROCESS": process,
-            shared_queue.FOLDER: str(self.claims / process),
+            "LAYOUTMAP_TEST_PROCESS": _process(part),
+            shared_queue.FOLDER: str(self.claims / part),
             shared_queue.BACKWARDS: "1" if number % 2 else "",
+            **({"LAYOUTMAP_TEST_QUICK": "1"} if part == LONG else {}),
         }
+        if part == LONG:
+            marked = ["-m", "long"]
+        else:
+            marked = ["-m", "not long"] if part == "jax" or not self.everything else []
         log, results = RESULTS / f"{name}.log", RESULTS / f"{name}.xml"
         with log.open("w", encoding="utf-8") as output:
             pytest = subprocess.Popen(
-                [sys.executable, "-m", "pytest", f"--junitxml={results}", *self.arguments],
+                [sys.executable, "-m", "pytest", f"--junitxml={results}", *marked, *self.arguments],
                 cwd=ROOT,
                 env=environment,
                 stdout=output,
@@ -142,13 +163,13 @@ class Queue:
                 text=True,
                 start_new_session=True,  # a group of its own: what its tests start ends with it
             )
-        self.running.append(Worker(process, pytest, log, results))
+        self.running.append(Worker(part, pytest, log, results))
 
     def _print_progress(self, seconds: float) -> None:
         parts: list[str] = []
-        for process in self.wanted:
-            begun, total = self.counts(process)
-            parts.append(f"{process} {begun}/{total if total is not None else '?'}")
+        for part in self.wanted:
+            begun, total = self.counts(part)
+            parts.append(f"{part} {begun}/{total if total is not None else '?'}")
         line = f"[{seconds:4.0f} s] {'   '.join(parts)}"
         print(
             f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True
@@ -172,7 +193,7 @@ def _print_failures(worker: Worker) -> None:
         return
     said = worker.log.read_text(encoding="utf-8", errors="replace")
     start = re.search(r"^=+ (FAILURES|ERRORS) =+$", said, re.MULTILINE)
-    print(f"\n== {worker.process} ==\n{said[start.start() if start else 0 :]}", flush=True)
+    print(f"\n== {worker.part} ==\n{said[start.start() if start else 0 :]}", flush=True)
 
 
 def read_cases(worker: Worker) -> Iterator[Case]:
