@@ -179,6 +179,17 @@ def test_slices_that_overlap_are_not_changed_at_once():
     torch.testing.assert_close(whole(laid_out), normal(8, 6))
 
 
+def test_slices_of_an_expanded_tensor_are_not_changed():
+    """Its elements lie in one place; the slice has its values again when it is next used."""
+    expanded = outside().unsqueeze(0).expand(3, 8, 6)
+    part = expanded[:, 0]
+    with pytest.raises(EngineError, match="a slice of an expanded tensor") as caught:
+        part.zero_()
+
+    assert "clone the tensor first: x = x.clone()" == caught.value.fix
+    torch.testing.assert_close(whole(part), normal(8, 6)[0].expand(3, 6))
+
+
 READ = {
     "sums": lambda part: part.sum(),
     "gathered": lambda part: (part.full_tensor() if isinstance(part, DTensor) else part).clone(),

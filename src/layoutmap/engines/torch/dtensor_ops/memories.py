@@ -138,7 +138,8 @@ def spread(op: Any, changed: list[Any]) -> None:
         changed: The DTensors that it has changed.
 
     Raises:
-        EngineError: It has changed a copy that is outdated, or elements of a tensor in several copies.
+        EngineError: It has changed a copy that is outdated, or that is one of an expanded tensor, or elements of a
+            tensor in several copies.
     """
     name = f"torch.ops.{op.namespace}.{op.overloadpacket.__name__}"
     memories = {id(each): each for each in map(memory_of, changed)}
@@ -150,6 +151,14 @@ def spread(op: Any, changed: list[Any]) -> None:
                 facts={"shape": tuple(part.shape), "tensor": tuple(origin.source.shape)},
                 why="along a sharded axis a slice is a copy, and the tensor was changed after it was taken",
                 fix="take the slice again after each change of the tensor",
+            )
+        if 0 in origin.source.stride():
+            _mark(memory_of(part))
+            raise EngineError(
+                f"{name}: a slice of an expanded tensor, changed in place",
+                facts={"shape": tuple(part.shape), "strides of the tensor": tuple(origin.source.stride())},
+                why="it is a copy here, and what it is a copy of has several elements in one place",
+                fix="clone the tensor first: x = x.clone()",
             )
     if len(memories) > 1 and parts:
         _refuse_overlaps(name, changed)
