@@ -56,7 +56,11 @@ def test_search_works_from_the_disk_by_keyboard(browser, site):
     press(browser, Keys.ESCAPE)
     assert "BODY" == browser.execute_script("return document.activeElement.tagName")
     search(browser)
-    press(browser, Keys.ARROW_DOWN, Keys.ENTER)
+    WebDriverWait(browser, 20).until(lambda _: found[0].is_displayed())
+    press(browser, Keys.ARROW_DOWN)
+    focus = "return document.activeElement.matches('.md-search-result__link')"
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(focus))
+    press(browser, Keys.ENTER)
     WebDriverWait(browser, 20).until(lambda b: b.current_url.startswith((site / "errors.html").as_uri()))
     assert [] == browser.get_log("browser")
 

@@ -13,6 +13,7 @@ test-all` checks the tables against its own results.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import re
@@ -22,6 +23,7 @@ import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMMARY, PAGE = ROOT / "README.md", ROOT / "docs" / "what-works.md"
@@ -308,9 +310,13 @@ def _shown(
 
 
 def laws(contract: tuple[str, str]) -> list[tuple[str, str]]:
-    """The tests of a contract, each with the sentence that states its law."""
+    """The tests of a contract, each with the sentence that states its law; not those of a contract it extends."""
     module, name = contract
-    members = vars(getattr(importlib.import_module(module), name))
+    contract_class = getattr(importlib.import_module(module), name)
+    members: dict[str, Any] = {}
+    for each in reversed(contract_class.__mro__):
+        if each is contract_class or not each.__name__.endswith("Contract"):
+            members |= vars(each)
     return [
         (law, (test.__doc__ or law).strip().partition("\n")[0].rstrip("."))
         for law, test in members.items()
@@ -341,10 +347,10 @@ def main() -> int:
             f"{re.escape(START)}.*{re.escape(END)}", lambda _, new=new: new, text, flags=re.DOTALL
         )
         if args.check and written != text:
-            print(
-                f"{page.relative_to(ROOT)}: its table is not what the tests say; fix: make works",
-                file=sys.stderr,
-            )
+            where = page.relative_to(ROOT)
+            print(f"{where}: its table is not what the tests say; fix: make works", file=sys.stderr)
+            lines = difflib.unified_diff(text.splitlines(), written.splitlines(), n=0, lineterm="")
+            print(*lines, sep="\n", file=sys.stderr)
             return 1
         page.write_text(written, encoding="utf-8")
     return 0

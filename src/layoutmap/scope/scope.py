@@ -1,7 +1,8 @@
 """The main job: plan a model, or build it with every variable straight in its layout.
 
 `plan`, `scope`, `build` and `apply` are one path: variables are deferred, described, matched and checked, and then
-made. A plan stops before the last step.
+made. A plan stops before the last step. The file is longer than others for the docstrings of these, which are the
+reference of the library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`search`: the layout map with which a training step takes least, found for a model and a machine."""
+"""`search`: the layout map with which a training step takes least, found for a model and a machine.
+
+The file is longer than others for the docstrings of `search` and of what it returns, which are their reference.
+"""
 
 from __future__ import annotations
 

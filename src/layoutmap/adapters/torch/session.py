@@ -3,6 +3,8 @@
 defer        a tape defers large tensors, and hooks report modules and optimizers made in the scope
 describe     walk the models that the modules form, and name every parameter and buffer
 materialize  ask the scope for all layouts at once, then make what was deferred and place what exists
+
+The file is longer than others since each of torch's ways to make a tensor or a module comes to this class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A training step, lowered once without layouts, and counted in any."""
+"""A training step, lowered once without layouts, and counted in any.
+
+The file is longer than others since tracing, counting and compiling go through the same few private classes.
+"""
 
 from __future__ import annotations
 
