@@ -146,10 +146,10 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
             what = "make a sum of a sharded argument" if becomes_sum else "shard its arguments unevenly"
             why = f"DTensor would {what}"
     if any(_waits(each) and id(each) not in written for each in tensors):
-        source, (args, kwargs) = args[0], tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
+        ready, named = tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
         if only_views(op):
-            note_moved(source, args[0])
-        return op(*args, **kwargs)
+            note_moved(args[0], ready[0])
+        return op(*ready, **named)
     inner = decomposed(op, args, kwargs)
     if inner is not NotImplemented:
         return inner

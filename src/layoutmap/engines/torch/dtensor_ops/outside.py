@@ -6,7 +6,7 @@ tensor[2:4].zero_()      torch changes a copy where the axis is sharded: `memori
 tensor.data = value      torch assigns to the shell of a DTensor only, which goes on with the values that it had
 tensor[index] = value    torch changes a copy where the axis is sharded
 copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
-torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded in another order, and gathers 15 times
+torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded in another order, and gathers often
 """
 
 from __future__ import annotations
