@@ -12,6 +12,7 @@ from torch.nn import functional as F
 SIZES = {
     "micro": (256, 64, 2, 4, 8, 32),
     "small": (1024, 128, 2, 4, 8, 64),
+    "deep": (1024, 128, 12, 4, 8, 64),
     "medium": (4096, 512, 4, 8, 8, 128),
     # To be created, not trained: 0.4 and 1.5 GiB.
     "half": (16_000, 1024, 6, 16, 8, 128),

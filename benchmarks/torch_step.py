@@ -2,6 +2,7 @@
 
     python benchmarks/torch_step.py                            both meshes, model small, 3 rounds: about five minutes
     python benchmarks/torch_step.py --size medium --steps 5
+    python benchmarks/torch_step.py --size deep --steps 5      twelve blocks
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
     python benchmarks/torch_step.py --size medium --rounds 0     memory and collectives alone: no time is taken
     python benchmarks/torch_step.py --in-turns                 for a busy machine: a minute
@@ -22,8 +23,8 @@ plain tensors, in a training loop that knows no mesh: every process then has the
 "ms" is the median step of the slowest process, over all rounds; rounds are taken in turns, each in
 fresh processes. "cpu ms" is the CPU time of its process, which says more where processes share
 cores. Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
-"MiB" is the most that the tensors of the first process take at any time of the third step, slots of
-AdamW and all, by torch's profiler in a run of its own.
+"MiB" is the most that the tensors of the first process take at any time of a step, slots of AdamW and
+all, the median of five steps, by torch's profiler in a run of its own.
 With `--in-turns`, `layoutmap` and torch's own way take turns, step by step, in the same processes.
 """
 
@@ -36,6 +37,7 @@ import math
 import statistics
 import sys
 import time
+from bisect import bisect
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -45,6 +47,7 @@ from torch_processes import measure
 
 PROCESSES = 4
 WARMUP = 3
+MEMORY_STEPS = 5
 OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
 OWN_GATHERING = "layoutmap, gather=own"
@@ -73,7 +76,9 @@ def child(mesh: str, method: str, size: str, steps: int) -> None:
     torch.set_num_threads(1)
     make = partial(maker(method), mesh, size, F.cross_entropy)
     if steps == 0:
-        held = peak(make, batches(size, WARMUP), is_counted=method not in (COMPILED, ONE_GRAPH))
+        held = peak(
+            make, batches(size, WARMUP + MEMORY_STEPS - 1), is_counted=method not in (COMPILED, ONE_GRAPH)
+        )
         if torch.distributed.get_rank() == 0:
             print(json.dumps(held))
         torch.distributed.barrier()
@@ -114,22 +119,28 @@ def maker(method: str) -> Any:
 
 
 def peak(make: Any, data: Any, *, is_counted: bool) -> dict[str, Any]:
-    """The most that tensors take in the last of some steps, and how many collectives one makes; no mode sees graphs."""
+    """The most that tensors take in a step, the median of some, and its collectives, which no mode sees in graphs.
+
+    The first two steps do not count. Steps differ by whether what gloo sends is still held.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step, _ = make()
+        starts = []
         for x, y in data:
             gc.collect()  # what Python frees at some time is no part of a step
-            start = time.time_ns()
+            starts.append(time.time_ns())
             step(x, y)
-    held = most = 0
+    held, most = 0, [0] * (len(starts) + 1)
     results: Any = profiler.profiler
     events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
     for each in sorted(events, key=lambda each: each.start_ns()):
         held += each.nbytes()
-        most = max(most, held) if each.start_ns() >= start else most
-    return {"peak": most, "collectives": collectives(lambda: step(*data[-1])) if is_counted else {}}
+        number = bisect(starts, each.start_ns())
+        most[number] = max(most[number], held)
+    counted = collectives(lambda: step(*data[-1])) if is_counted else {}
+    return {"peak": statistics.median(most[WARMUP:]), "collectives": counted}
 
 
 def child_in_turns(mesh: str, size: str, steps: int) -> None:

@@ -68,6 +68,10 @@ MORE = {
         ],
     ),
     "group_norm": (lambda x: F.group_norm(x, 2), [(normal(8, 4, 6), ("batch", "model", None))]),
+    "cross_entropy, classes sharded": (
+        lambda x, labels: F.cross_entropy(x, labels, label_smoothing=0.1),
+        [(X, ("batch", "model")), (LABELS, ("batch",))],
+    ),
     "cdist": (torch.cdist, [(X, ROWS), (Y, ROWS)]),
 }
 BY_TILES = ("dropout", "dropout2d", "attention")

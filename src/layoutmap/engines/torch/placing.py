@@ -7,7 +7,7 @@ most: a sum over one mesh dim, and a gradient that is placed right already. DTen
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +42,19 @@ def from_shards(local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> An
     return _FromShards.of(local, mesh, tuple(placements))
 
 
+def sum_of_devices(local: torch.Tensor, mesh: Any, dims: Collection[int]) -> torch.Tensor:
+    """The sum of what devices have along some mesh dims, of which each computes something else; gradients pass."""
+    return _Sum.of(local, mesh, dims)
+
+
+@plainly
+def largest_of_devices(local: torch.Tensor, mesh: Any, dims: Collection[int]) -> torch.Tensor:
+    """The largest of what devices have along some mesh dims, by element; without a gradient."""
+    for dim in dims:
+        local = summed_over(local.detach(), mesh, dim, "max")
+    return local
+
+
 def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
     """Placements without a sum that is still to be made."""
     return tuple(Replicate() if each.is_partial() else each for each in placements)
@@ -72,6 +85,19 @@ class OwnGradient(torch.autograd.Function):
         if tensor.requires_grad and torch.is_grad_enabled():
             return cls.apply(tensor, *others)
         return cls.forward(SimpleNamespace(), tensor, *others)
+
+
+class _Sum(OwnGradient):
+    @staticmethod
+    def forward(ctx: Any, local: Any, mesh: Any, dims: Collection[int]) -> Any:
+        ctx.mesh, ctx.dims = mesh, dims
+        for dim in dims:
+            local = summed_over(local, mesh, dim, "sum")
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return _Sum.of(upstream[0], ctx.mesh, ctx.dims), None, None
 
 
 class _Redistributed(OwnGradient):

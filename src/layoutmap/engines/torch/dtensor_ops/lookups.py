@@ -45,19 +45,21 @@ def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)
     if not is_sharded(table, 0):
         return reduced(function(**given))
-    _check(rows, table.shape[0], "embedding")
+    check_numbers(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
     apart = kept_axes([rows], mesh, range(rows.ndim))
     along = kept_axes([table], mesh, (0, 1), taken=apart)
     shard = local_shard(table, mesh, along, apart)
     rows = local_shard(rows, mesh, apart, ())
-    here, is_here = _numbers_here(rows, table, 0, along)
+    here, is_here = numbers_here(
+        rows, table.shape[0], mesh, [dim for dim, axis in along.items() if axis == 0]
+    )
     found = F.embedding(here, shard).where(is_here[..., None], 0)
     if given.get("padding_idx") is not None:
         is_padding = rows == given["padding_idx"] % table.shape[0]
         found = torch.where(is_padding[..., None], found.detach(), found)
     columns = {dim: rows.ndim for dim, axis in along.items() if axis == 1}
-    return _sum_up(found, mesh, {**apart, **columns}, along.keys() - columns.keys())
+    return sum_up(found, mesh, {**apart, **columns}, along.keys() - columns.keys())
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -69,34 +71,37 @@ def _gather(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not is_sharded(x, given["dim"]) or index.ndim != x.ndim:
         return function(*args, **kwargs)
     axis, mesh = given["dim"] % x.ndim, x.device_mesh
-    _check(index, x.shape[axis], "gather", axis)
+    check_numbers(index, x.shape[axis], "gather", axis)
     apart: dict[int, int] = {}
     if _others(x.shape, axis) == _others(index.shape, axis):
         apart = kept_axes([x, index], mesh, set(range(x.ndim)) - {axis})
     along = kept_axes([x], mesh, {axis}, taken=apart)
     shard = local_shard(x, mesh, {**apart, **along}, apart)
     index = local_shard(index, mesh, apart, ())
-    here, is_here = _numbers_here(index, x, axis, along)
-    return _sum_up(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
+    here, is_here = numbers_here(index, x.shape[axis], mesh, along)
+    return sum_up(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
 
 
-def _numbers_here(index: Any, tensor: Any, axis: int, along: Mapping[int, int]) -> tuple[Any, Any]:
+def numbers_here(index: Any, size: int, mesh: Any, dims: Collection[int]) -> tuple[Any, Any]:
     """Where the numbers of a local index are in this device's shard, and which of them are there at all.
 
     Args:
         index: The index.
-        tensor: The tensor.
-        axis: The axis of it that is looked up.
-        along: The axis that is sharded over mesh dims, by the dim's number.
+        size: The size of the axis that is looked up, on all devices.
+        mesh: The mesh.
+        dims: The mesh dims over which that axis is sharded.
     """
-    mesh = tensor.device_mesh
-    dims = {dim: 0 for dim, sharded in along.items() if sharded == axis}
-    numbers = local_shard(torch.arange(tensor.shape[axis], device=index.device), mesh, dims, ())
+    numbers = all_here(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
     return (index - numbers[0]).clamp(0, len(numbers) - 1), is_here
 
 
-def _sum_up(local: Any, mesh: Any, axes: Mapping[int, int], dims: Collection[int]) -> Any:
+def all_here(size: int, mesh: Any, dims: Collection[int], device: Any) -> Any:
+    """The numbers of an axis of which this device has the elements; see `numbers_here`."""
+    return local_shard(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
+
+
+def sum_up(local: Any, mesh: Any, axes: Mapping[int, int], dims: Collection[int]) -> Any:
     """The DTensor of local shards, summed up over some mesh dims and sharded over others."""
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(shard_placements(mesh, axes))
@@ -118,7 +123,7 @@ def _take_along_dim(function: Callable[..., Any], args: Any, kwargs: Any) -> Any
 def _one_hot(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
     if given.get("num_classes", -1) >= 0:
-        _check(given["input"], given["num_classes"], "one_hot")
+        check_numbers(given["input"], given["num_classes"], "one_hot")
     return function(*args, **kwargs)
 
 
@@ -133,7 +138,7 @@ def _others(shape: Any, axis: int) -> list[int]:
     return [*shape[:axis], 1, *shape[axis + 1 :]]
 
 
-def _check(numbers: Any, size: int, name: str, axis: int = 0) -> None:
+def check_numbers(numbers: Any, size: int, name: str, axis: int = 0) -> None:
     """Raise an IndexError where a number is not from 0 to below the size, if it can be known at once."""
     numbers = reduced(numbers)
     local = local_of(numbers) if isinstance(numbers, DTensor) else numbers

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
+from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, reduced
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
 from layoutmap.engines.torch.dtensor_ops.gathered import (
@@ -76,6 +77,7 @@ Handler = Callable[[Callable[..., Any], Any, Any], Any]
 _HANDLERS: dict[Any, Handler] = {
     **LINEAR,
     **LOSSES,
+    **CLASS_LOSSES,
     **NORMS,
     **ATTENTION,
     **CONVOLUTIONS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import apart, join, kept_axes, local_shard, mesh_of
-from layoutmap.engines.torch.placing import OwnGradient, from_shards, shard_of
-from layoutmap.engines.torch.private import local_of, summed_over
+from layoutmap.engines.torch.placing import from_shards, shard_of, sum_of_devices
+from layoutmap.engines.torch.private import local_of
 
 
 def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -36,9 +36,9 @@ def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     summed = [dim for dim in kept if dim not in channels]
     axes = [axis for axis in range(x.ndim) if axis != 1]
     y = y.to(torch.promote_types(x.dtype, torch.float32))
-    mean = _Sum.of(y.sum(axes, keepdim=True), mesh, summed) / count
+    mean = sum_of_devices(y.sum(axes, keepdim=True), mesh, summed) / count
     y = y - mean
-    variance = _Sum.of((y * y).sum(axes, keepdim=True), mesh, summed) / count
+    variance = sum_of_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
     for name, value in ("running_mean", mean), ("running_var", variance * (count / (count - 1))):
         value = join(value.detach().flatten(), mesh, channels)
         _track(given.get(name), value, given.get("momentum", 0.1))
@@ -48,21 +48,6 @@ def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if "bias" in local:
         y = y + local["bias"].view(mean.shape)
     return join(y.to(x.dtype), mesh, kept)
-
-
-class _Sum(OwnGradient):
-    """The sum over some mesh dims, of which each device computes something else."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Any, mesh: Any, dims: Sequence[int]) -> Any:
-        ctx.mesh, ctx.dims = mesh, dims
-        for dim in dims:
-            local = summed_over(local, mesh, dim, "sum")
-        return local
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        return _Sum.of(upstream[0], ctx.mesh, ctx.dims), None, None
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ CORRECTIONS = {
         "dtensor_ops.losses", "gradients of a mean are divided by the size of a shard, not of the tensor"
     ),
     "losses of classes": Correction(
-        "dtensor_ops.losses",
+        "dtensor_ops.class_losses",
         "a mean with weights or ignored labels is the mean of the shards' means",
         "#185167",
     ),

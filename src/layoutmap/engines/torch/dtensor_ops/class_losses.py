@@ -1,0 +1,191 @@
+"""`cross_entropy` and `nll_loss`: each device computes its rows, and of them its classes.
+
+Their mean is the sum by the weight of the labels that count, in all rows; DTensor 2.13 takes it from the shard of one
+device. A language model's logits are its largest tensor, and often sharded along the vocabulary, where DTensor gathers
+them. Here devices exchange two numbers for each row: the largest logit, and the sum of exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial
+from torch.nn import functional as F
+
+from layoutmap.engines.torch.dtensor_ops.conversions import replicated
+from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
+from layoutmap.engines.torch.dtensor_ops.lookups import all_here, check_numbers, numbers_here, sum_up
+from layoutmap.engines.torch.dtensor_ops.losses import reduction_of
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.placing import (
+    OwnGradient,
+    largest_of_devices,
+    redistributed,
+    shard_of,
+    sum_of_devices,
+)
+from layoutmap.engines.torch.private import dtensor, spec_of_shards, summed_over
+
+_NAMES = (
+    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+    "label_smoothing",
+)
+
+_LABELS = (torch.int64, torch.uint8)
+
+
+def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    reduction = reduction_of(given)
+    x, target, weight = (given.pop(name, None) for name in _NAMES[:3])
+    axis = 0 if x.ndim == 1 else 1
+    has_labels = x.shape != target.shape
+    if has_labels and (target.shape != x.shape[:axis] + x.shape[axis + 1 :] or target.dtype not in _LABELS):
+        return on_gathered(function, args, kwargs)  # an error, of torch
+    mesh = mesh_of((x, target, weight))
+    kept = kept_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
+    along = kept_axes([x], mesh, {axis}, taken=kept) if has_labels or function is F.cross_entropy else {}
+    shards, of_rows = {**kept, **along}, {dim: each - (each > axis) for dim, each in kept.items()}
+    local = local_shard(x, mesh, shards, shards)
+    labels = local_shard(target, mesh, of_rows if has_labels else shards, shards)
+    counted = None
+    if has_labels:
+        labels = labels.long()
+        counted = labels != given.get("ignore_index", -100)
+    weights = None if weight is None else local_shard(weight, mesh, {}, shards)
+    if along:
+        _check_options(function, x, target, weight, given)
+        classes = _Classes(axis, x.shape[axis], mesh, along)
+        if function is F.cross_entropy:
+            local = classes.log_softmax(local)
+        smoothing = given.get("label_smoothing", 0.0)
+        if counted is None:
+            losses = classes.by_probabilities(local, labels, weights, smoothing)
+        else:
+            check_numbers(labels.masked_fill(~counted, 0), x.shape[axis], function.__name__, axis)
+            losses, counted = classes.by_labels(local, labels, counted, weights, smoothing)
+        losses = losses.to(x.dtype)
+        if reduction == "none":
+            return sum_up(losses, mesh, of_rows, along)
+        total = losses.sum()
+    elif reduction == "none" or not kept:
+        return join(function(local, labels, weights, reduction=reduction, **given), mesh, of_rows)
+    else:
+        total = function(local, labels, weights, reduction="sum", **given)
+    number = None
+    if reduction == "mean" and counted is not None:
+        number = (counted if weights is None else _of_labels(weights, labels, counted)).sum()
+    elif reduction == "mean":
+        total = total / (x.numel() // x.shape[axis])
+    return _Summed.of(total, number, mesh, shards)
+
+
+def _check_options(
+    function: Callable[..., Any], x: Any, target: Any, weight: Any, given: dict[str, Any]
+) -> None:
+    """Raise what torch raises of options that are wrong; it looks at shapes alone."""
+    labels = target.dtype if target.shape == x.shape else torch.int64
+    types = {"input": (x, x.dtype), "target": (target, labels), "weight": (weight, x.dtype)}
+    on_meta = {
+        name: torch.empty(each.shape, dtype=dtype, device="meta")
+        for name, (each, dtype) in types.items()
+        if each is not None
+    }
+    function(**on_meta, **given)
+
+
+def _of_labels(weights: torch.Tensor, labels: torch.Tensor, counted: Any) -> torch.Tensor:
+    """The weight of each row's class; zero where a row does not count."""
+    return weights.detach().take(labels.masked_fill(~counted, 0)).where(counted, 0)
+
+
+class _Classes:
+    """Classes of which each device has a shard.
+
+    Args:
+        axis: Their axis.
+        size: How many there are, on all devices.
+        mesh: The mesh.
+        along: The mesh dims over which they are sharded.
+    """
+
+    def __init__(self, axis: int, size: int, mesh: Any, along: Collection[int]) -> None:
+        self._axis, self._size, self._mesh, self._along = axis, size, mesh, along
+
+    def log_softmax(self, x: torch.Tensor) -> torch.Tensor:
+        """The logarithm of softmax, in 32 bits or more."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        largest = largest_of_devices(x.detach().amax(self._axis, keepdim=True), self._mesh, self._along)
+        x = x - largest
+        return x - sum_of_devices(x.exp().sum(self._axis, keepdim=True), self._mesh, self._along).log()
+
+    def by_labels(
+        self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float
+    ) -> tuple[torch.Tensor, Any]:
+        """What the classes here add to the loss of each row, and which rows have their label here.
+
+        Args:
+            logs: Logarithms of probabilities.
+            labels: The class of each row.
+            counted: Whether a row counts.
+            weights: The weight of each class, of all devices; `None`: 1.
+            smoothing: What of a row's probability all classes share.
+        """
+        numbers, is_here = numbers_here(labels, self._size, self._mesh, self._along)
+        is_here = is_here & counted
+        losses = -logs.gather(self._axis, numbers.unsqueeze(self._axis)).squeeze(self._axis)
+        if weights is not None:
+            losses = losses * _of_labels(weights, labels, counted)
+        losses = losses.where(is_here, 0)
+        if smoothing:
+            shared = self._summed_by_weight(-logs, weights).where(counted, 0)
+            losses = (1 - smoothing) * losses + smoothing / self._size * shared
+        return losses, is_here
+
+    def by_probabilities(
+        self, logs: torch.Tensor, probabilities: torch.Tensor, weights: Any, smoothing: float
+    ) -> torch.Tensor:
+        """What the classes here add to the loss of each row, by the probability of each class; see `by_labels`."""
+        if smoothing:
+            probabilities = probabilities * (1 - smoothing) + smoothing / self._size
+        return self._summed_by_weight(-logs * probabilities, weights)
+
+    def _summed_by_weight(self, values: torch.Tensor, weights: Any) -> torch.Tensor:
+        if weights is not None:
+            here = all_here(self._size, self._mesh, self._along, values.device)
+            shape = [1] * values.ndim
+            shape[self._axis] = len(here)
+            values = values * weights[here].view(shape)
+        return values.sum(self._axis)
+
+
+class _Summed(OwnGradient):
+    """The sum of what devices have along some mesh dims, by the sum of what they count, in one collective."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Any, counts: Any, mesh: Any, dims: Iterable[int]) -> Any:
+        ctx.mesh, ctx.dims = mesh, list(dims)
+        wide = torch.promote_types(total.dtype, torch.float32)
+        sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))
+        for dim in ctx.dims:
+            sums = summed_over(sums, mesh, dim, "sum")
+        ctx.by = None
+        if counts is not None:
+            sums, ctx.by = sums.unbind()
+            sums = sums / ctx.by
+        made = sums.to(total.dtype)
+        return dtensor(made, spec_of_shards(mesh, tuple(replicated(mesh)), (), (), made.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        # Each device goes on with it for its own part: the gradient of it is the sum of theirs.
+        of_gradient = replicated(ctx.mesh)
+        for dim in ctx.dims:
+            of_gradient[dim] = Partial()
+        gradient = shard_of(redistributed(upstream[0], replicated(ctx.mesh)), of_gradient)
+        return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None
+
+
+CLASS_LOSSES: dict[Any, Callable[..., Any]] = {F.nll_loss: _of_classes, F.cross_entropy: _of_classes}
