@@ -3,8 +3,8 @@
     python benchmarks/torch_vocabulary.py                          a minute
     python benchmarks/torch_vocabulary.py --rows 512 --vocabulary 128000
 
-Forward and backward pass of `cross_entropy` on logits of 32 bits, on mesh model=4, which is what torch's
-`loss_parallel` knows. "layoutmap" is the call in a model; "gathered" is plain `DTensor`, which gathers
+Forward and backward pass of `cross_entropy` on logits of 32 bits, on mesh model=4: torch's `loss_parallel`
+makes means on a mesh of one dim alone. "layoutmap" is the call in a model; "gathered" is plain `DTensor`, which gathers
 the logits; "whole" is one process with all of them. CPU time is that of the first process, the least of
 some rounds. "MiB" is the most that its tensors take beside the logits, by torch's profiler. The loss and
 its gradient are compared with those of "whole".
