@@ -1,4 +1,4 @@
-"""Losses of classes whose logits are sharded along the classes, along the rows, or both."""
+"""Softmax, and losses of classes, of logits that are sharded along the classes, along the rows, or both."""
 
 import pytest
 import torch
@@ -155,3 +155,49 @@ def test_small_element_types():
 
     assert expected.dtype == found.dtype
     assert abs(float(expected) - float(whole(found.float()))) < 0.02
+
+
+SOFTMAX = {
+    "F.softmax": lambda x: F.softmax(x, 1),
+    "F.softmax, 64 bits": lambda x: F.softmax(x.float(), -1, dtype=torch.float64),
+    "softmax": lambda x: x.softmax(-1) * x,
+    "torch.softmax": lambda x: torch.softmax(x, dim=1),
+    "F.log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "log_softmax": lambda x: x.log_softmax(1).square(),
+    "torch.log_softmax": lambda x: torch.log_softmax(x, 1, torch.float64),
+    "of rows": lambda x: x.softmax(0),
+    "of the labels": lambda x: F.log_softmax(x, -1).gather(-1, LABELS.clamp(min=0)[:, None]),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax(name):
+    """Softmax along a sharded axis, its gradient and the gradient of that are those of one device."""
+
+    def function(x, _):
+        return SOFTMAX[name](x)
+
+    masked = random(8, 16)
+    masked[:, 4:8] = -torch.inf
+    function.keywords = {}
+    found = {specs: agree(function, random(8, 16), LABELS, specs, (None,)) for specs in LAYOUTS}
+    if name in ("F.softmax", "torch.softmax", "F.log_softmax", "of the labels"):
+        found["masked"] = agree(function, masked, LABELS, ("batch", "model"), (None,))
+
+    assert dict.fromkeys(found, True) == found
+
+
+def test_softmax_gathers_nothing():
+    """Along a sharded axis it exchanges sums alone, in 16 bits as well, and stays sharded; an odd axis is an error."""
+    x = place(random(8, 16).bfloat16(), "batch", "model")
+
+    with run_on(), CommDebugMode() as counter:
+        found = F.softmax(x, -1)
+        logarithms = x.log_softmax(1)
+
+    assert {"all_reduce": 4} == {name.__name__: number for name, number in counter.get_comm_counts().items()}
+    assert found.placements == logarithms.placements == x.placements
+    assert torch.bfloat16 == found.dtype
+    assert torch.allclose(whole(found.float()), random(8, 16).bfloat16().softmax(1).float(), rtol=1e-2)
+    with run_on(), pytest.raises(IndexError):
+        F.softmax(x, 2)

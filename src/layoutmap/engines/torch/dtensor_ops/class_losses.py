@@ -19,13 +19,8 @@ from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.lookups import all_here, check_numbers, numbers_here, sum_up
 from layoutmap.engines.torch.dtensor_ops.losses import reduction_of
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
-from layoutmap.engines.torch.placing import (
-    OwnGradient,
-    largest_of_devices,
-    redistributed,
-    shard_of,
-    sum_of_devices,
-)
+from layoutmap.engines.torch.dtensor_ops.softmax import log_softmax_of_shards
+from layoutmap.engines.torch.placing import OwnGradient, redistributed, shard_of
 from layoutmap.engines.torch.private import dtensor, spec_of_shards, summed_over
 
 _NAMES = (
@@ -59,7 +54,7 @@ def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _check_options(function, x, target, weight, given)
         classes = _Classes(axis, x.shape[axis], mesh, along)
         if function is F.cross_entropy:
-            local = classes.log_softmax(local)
+            local = log_softmax_of_shards(local, axis, mesh, along)
         smoothing = given.get("label_smoothing", 0.0)
         if counted is None:
             losses = classes.by_probabilities(local, labels, weights, smoothing)
@@ -113,13 +108,6 @@ class _Classes:
 
     def __init__(self, axis: int, size: int, mesh: Any, along: Collection[int]) -> None:
         self._axis, self._size, self._mesh, self._along = axis, size, mesh, along
-
-    def log_softmax(self, x: torch.Tensor) -> torch.Tensor:
-        """The logarithm of softmax, in 32 bits or more."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        largest = largest_of_devices(x.detach().amax(self._axis, keepdim=True), self._mesh, self._along)
-        x = x - largest
-        return x - sum_of_devices(x.exp().sum(self._axis, keepdim=True), self._mesh, self._along).log()
 
     def by_labels(
         self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float

@@ -61,6 +61,7 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
     keep_gradient,
     note_copies,
 )
+from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.private import (
     base_of,
@@ -78,6 +79,7 @@ _HANDLERS: dict[Any, Handler] = {
     **LINEAR,
     **LOSSES,
     **CLASS_LOSSES,
+    **SOFTMAX,
     **NORMS,
     **ATTENTION,
     **CONVOLUTIONS,

@@ -1,0 +1,78 @@
+"""`softmax` and `log_softmax` along an axis that is sharded: DTensor gathers it.
+
+Devices exchange two numbers of each row instead: the largest, and the sum of exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard
+from layoutmap.engines.torch.placing import largest_of_devices, sum_of_devices
+
+
+def log_softmax_of_shards(x: torch.Tensor, axis: int, mesh: Any, along: Collection[int]) -> torch.Tensor:
+    """The logarithm of softmax along an axis of which each device has a shard, in 32 bits or more.
+
+    Args:
+        x: The shard.
+        axis: The axis.
+        mesh: The mesh.
+        along: The mesh dims over which the axis is sharded.
+    """
+    x = _below_the_largest(x, axis, mesh, along)
+    return x - sum_of_devices(x.exp().sum(axis, keepdim=True), mesh, along).log()
+
+
+def _softmax_of_shards(x: torch.Tensor, axis: int, mesh: Any, along: Collection[int]) -> torch.Tensor:
+    x = _below_the_largest(x, axis, mesh, along).exp()
+    return x / sum_of_devices(x.sum(axis, keepdim=True), mesh, along)
+
+
+def _below_the_largest(x: torch.Tensor, axis: int, mesh: Any, along: Collection[int]) -> torch.Tensor:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x - largest_of_devices(x.detach().amax(axis, keepdim=True), mesh, along)
+
+
+def _by(of_shards: Callable[..., torch.Tensor], names: str) -> Callable[..., Any]:
+    """How a function is computed.
+
+    Args:
+        of_shards: Computes it for a shard.
+        names: The names of its parameters, in order.
+    """
+    parameters = names.split()
+
+    def compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        x, axis = given["input"], given.get("dim")
+        rank = x.ndim
+        if axis is None or not -rank <= axis < rank or not x.is_floating_point():
+            return function(*args, **kwargs)
+        axis %= rank
+        if not any(placement.is_shard(axis) for placement in x.placements):
+            return function(*args, **kwargs)
+        mesh = x.device_mesh
+        kept = kept_axes([x], mesh, set(range(rank)) - {axis})
+        along = kept_axes([x], mesh, {axis}, taken=kept)
+        if not along:  # it does not divide evenly
+            return function(*args, **kwargs)
+        local = local_shard(x, mesh, {**kept, **along}, {**kept, **along})
+        local = local.to(given.get("dtype") or local.dtype)
+        return join(of_shards(local, axis, mesh, along).to(local.dtype), mesh, {**kept, **along})
+
+    return compute
+
+
+SOFTMAX: dict[Any, Callable[..., Any]] = {
+    F.softmax: _by(_softmax_of_shards, "input dim _stacklevel dtype"),
+    F.log_softmax: _by(log_softmax_of_shards, "input dim _stacklevel dtype"),
+    **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _by(_softmax_of_shards, "input dim dtype")),
+    **dict.fromkeys(
+        (torch.log_softmax, torch.Tensor.log_softmax), _by(log_softmax_of_shards, "input dim dtype")
+    ),
+}
