@@ -541,3 +541,6 @@ add(
     ),
     x=normal(8, 6),
 )
+add(
+    "as_strided of what is transposed", lambda x: x.transpose(0, 1).as_strided((4, 3), (5, 2)), x=normal(8, 6)
+)

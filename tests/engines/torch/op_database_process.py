@@ -31,6 +31,7 @@ from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
 
 MESH = Mesh(None, "rows=5,columns=2")
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
+UNINITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 PENDING = (2.0, -1.0, 0.0, 0.0, 0.0)  # summands of a tensor, in parts of it: their sum is exact
 
 
@@ -157,6 +158,8 @@ def outcome(op, sample, layouts, on_mesh, in_place, from_the_end=False):
         result = (op.inplace_variant if in_place else op.op)(given, *args, **kwargs)
         result = sample.output_process_fn_grad(result)
         results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if op.name in UNINITIALIZED:
+            results = [torch.zeros_like(each) for each in results]
         state = torch.get_rng_state()
         losses = [
             (each * _weights(each, on_mesh)).sum()

@@ -12,7 +12,7 @@ from engines.torch.beside_plain import (
     LAYOUTS,
     assert_as_plain,
 )
-from engines.torch.dtensors import MESH, place, run_on, whole
+from engines.torch.dtensors import MESH, place, run_on, summands, whole
 from engines.torch.function_cases import CASES, WRONG_ONCE
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.dtensor_ops.mode import computing
@@ -246,6 +246,15 @@ def test_mistakes_raise_what_torch_raises():
         pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(8x6 and 5x4\)"),
     ):
         x @ torch.ones(5, 4)
+
+
+def test_memory_that_is_not_there():
+    """What lies between the elements of a slice cannot be read once that was summed up, and an error says so."""
+    x = torch.ones(8, 6)
+    with run_on(), pytest.raises(EngineError, match=r"as_strided: of a slice[\s\S]*x.contiguous\(\)"):
+        summands(x)[::2].as_strided((3, 2), (1, 12))
+    with run_on():
+        assert (3, 2) == tuple(place(x, None, None)[::2].as_strided((3, 2), (1, 12)).shape)
 
 
 # -- layers

@@ -153,7 +153,7 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
     inner = decomposed(op, args, kwargs)
     if inner is not NotImplemented:
         return inner
-    if only_views(op) and all(map(_is_everywhere, tensors)):
+    if only_views(op) and all(map(_is_everywhere, tensors)) and not _is_read_by_strides(name, args[0]):
         return _on_local(op, args, kwargs, mesh)
     if only_views(op):
         copy = everywhere(full_tensor(args[0]), mesh)
@@ -234,6 +234,22 @@ def _ready(value: Any, written: set[int]) -> Any:
     if not isinstance(value, DTensor) or id(value) in written or not _waits(value):
         return value
     return placed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
+
+
+def _is_read_by_strides(name: str, tensor: Any) -> bool:
+    """Whether an operator reads memory as on one device, and here it lies otherwise: what moved is contiguous."""
+    strides = tensor.stride()
+    if name != "as_strided" or local_of(tensor).stride() == strides:
+        return False
+    on_meta = torch.empty_strided(tensor.shape, strides, device="meta")
+    if torch.empty_like(on_meta).stride() != strides:
+        raise EngineError(
+            "as_strided: of a slice, or of an expanded tensor, that was gathered or summed up",
+            facts={"shape": tuple(tensor.shape), "strides": tuple(strides)},
+            why="what lies between its elements is not there",
+            fix="take it of x.contiguous(), by the strides of that",
+        )
+    return True
 
 
 def _is_even(tensor: Any) -> bool:
