@@ -114,7 +114,7 @@ class AxesFromTheEnd(TorchDispatchMode):
             and "backward" not in name
             and not name.startswith("_")  # torch itself calls these, with axes from the start
         ):
-            rank = tensor.ndim + (name in ("stack", "unsqueeze", "unsqueeze_"))
+            rank = tensor.ndim + (name in ("stack", "unsqueeze", "unsqueeze_", "unsqueeze_copy"))
             names = [each.name for each in func._schema.arguments]
             args = tuple(_from_the_end(*each, rank) for each in zip(names, args, strict=False))
             kwargs = {name: _from_the_end(name, value, rank) for name, value in (kwargs or {}).items()}
