@@ -27,7 +27,6 @@ _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
     "label_smoothing",
 )
-
 _LABELS = (torch.int64, torch.uint8)
 
 

@@ -238,8 +238,7 @@ def _ready(value: Any, written: set[int]) -> Any:
 
 def _is_read_by_strides(name: str, tensor: Any) -> bool:
     """Whether an operator reads memory as on one device, and here it lies otherwise: what moved is contiguous."""
-    strides = tensor.stride()
-    if name != "as_strided" or local_of(tensor).stride() == strides:
+    if name != "as_strided" or local_of(tensor).stride() == (strides := tensor.stride()):
         return False
     on_meta = torch.empty_strided(tensor.shape, strides, device="meta")
     if torch.empty_like(on_meta).stride() != strides:
