@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard
 from layoutmap.engines.torch.placing import largest_of_devices, sum_of_devices
+from layoutmap.engines.torch.private import spec_of
 
 
 def log_softmax_of_shards(x: torch.Tensor, axis: int, mesh: Any, along: Collection[int]) -> torch.Tensor:
@@ -38,41 +39,40 @@ def _below_the_largest(x: torch.Tensor, axis: int, mesh: Any, along: Collection[
     return x - largest_of_devices(x.detach().amax(axis, keepdim=True), mesh, along)
 
 
-def _by(of_shards: Callable[..., torch.Tensor], names: str) -> Callable[..., Any]:
+def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Callable[..., Any]:
     """How a function is computed.
 
     Args:
         of_shards: Computes it for a shard.
-        names: The names of its parameters, in order.
+        place: The place of the element type among its arguments.
     """
-    parameters = names.split()
 
     def compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        x, axis = given["input"], given.get("dim")
+        x = args[0] if args else kwargs["input"]
+        axis = args[1] if len(args) > 1 else kwargs.get("dim")
         rank = x.ndim
-        if axis is None or not -rank <= axis < rank or not x.is_floating_point():
+        if axis is None or not -rank <= axis < rank or not _is_sharded(x, axis % rank):
             return function(*args, **kwargs)
-        axis %= rank
-        if not any(placement.is_shard(axis) for placement in x.placements):
-            return function(*args, **kwargs)
-        mesh = x.device_mesh
+        axis, mesh = axis % rank, x.device_mesh
         kept = kept_axes([x], mesh, set(range(rank)) - {axis})
         along = kept_axes([x], mesh, {axis}, taken=kept)
-        if not along:  # it does not divide evenly
+        if not along or not x.is_floating_point():  # it does not divide evenly
             return function(*args, **kwargs)
         local = local_shard(x, mesh, {**kept, **along}, {**kept, **along})
-        local = local.to(given.get("dtype") or local.dtype)
+        dtype = args[place] if len(args) > place else kwargs.get("dtype")
+        local = local.to(dtype or local.dtype)
         return join(of_shards(local, axis, mesh, along).to(local.dtype), mesh, {**kept, **along})
 
     return compute
 
 
+def _is_sharded(tensor: Any, axis: int) -> bool:
+    return any(placement.is_shard(axis) for placement in spec_of(tensor).placements)
+
+
 SOFTMAX: dict[Any, Callable[..., Any]] = {
-    F.softmax: _by(_softmax_of_shards, "input dim _stacklevel dtype"),
-    F.log_softmax: _by(log_softmax_of_shards, "input dim _stacklevel dtype"),
-    **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _by(_softmax_of_shards, "input dim dtype")),
-    **dict.fromkeys(
-        (torch.log_softmax, torch.Tensor.log_softmax), _by(log_softmax_of_shards, "input dim dtype")
-    ),
+    F.softmax: _by(_softmax_of_shards, 3),
+    F.log_softmax: _by(log_softmax_of_shards, 3),
+    **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _by(_softmax_of_shards, 2)),
+    **dict.fromkeys((torch.log_softmax, torch.Tensor.log_softmax), _by(log_softmax_of_shards, 2)),
 }
