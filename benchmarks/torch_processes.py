@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -32,3 +32,12 @@ def measure(script: str, arguments: Sequence[str], processes: int) -> dict[str, 
         if process.returncode:
             sys.exit(errors)
     return json.loads(said[0][0].splitlines()[-1])
+
+
+def bytes_over_time(profiler: Any) -> Iterator[tuple[int, int]]:
+    """When tensors were made or freed, in nanoseconds, and what all of them took then, by torch's profiler."""
+    events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = 0
+    for each in sorted(events, key=lambda each: each.start_ns()):
+        held += each.nbytes()
+        yield each.start_ns(), held

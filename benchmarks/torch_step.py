@@ -43,7 +43,7 @@ from functools import partial
 from typing import Any
 
 from torch_models import SIZES, TP_PLAN, batches, make_model, parallelize
-from torch_processes import measure
+from torch_processes import bytes_over_time, measure
 
 PROCESSES = 4
 WARMUP = 3
@@ -132,12 +132,9 @@ def peak(make: Any, data: Any, *, is_counted: bool) -> dict[str, Any]:
             gc.collect()  # what Python frees at some time is no part of a step
             starts.append(time.time_ns())
             step(x, y)
-    held, most = 0, [0] * (len(starts) + 1)
-    results: Any = profiler.profiler
-    events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
-    for each in sorted(events, key=lambda each: each.start_ns()):
-        held += each.nbytes()
-        number = bisect(starts, each.start_ns())
+    most = [0] * (len(starts) + 1)
+    for when, held in bytes_over_time(profiler):
+        number = bisect(starts, when)
         most[number] = max(most[number], held)
     counted = collectives(lambda: step(*data[-1])) if is_counted else {}
     return {"peak": statistics.median(most[WARMUP:]), "collectives": counted}

@@ -18,7 +18,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from torch_processes import measure
+from torch_processes import bytes_over_time, measure
 
 PROCESSES, ROUNDS = 4, 7
 WHOLE = "whole"
@@ -43,9 +43,8 @@ def child(rows: int, vocabulary: int) -> None:
     labels = torch.randint(0, vocabulary, (rows,), generator=generator)
     mesh = lm.create_mesh(f"model={PROCESSES}")
     placed = lm.dtensor.relayout(x, lm.Layout([None, "model"], mesh))
-    own = init_device_mesh(
-        "cpu", (PROCESSES,), mesh_dim_names=("other",)
-    )  # on which layoutmap computes nothing
+    # On a mesh that layoutmap does not compute on, DTensor does as it likes.
+    own = init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("other",))
     shard = DTensor.from_local(placed.to_local(), own, [Shard(1)])
     of_own = DTensor.from_local(labels, own, [Replicate()])
     ways: dict[str, tuple[Any, Any, Any]] = {
@@ -73,14 +72,7 @@ def child(rows: int, vocabulary: int) -> None:
         if is_here:
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 results = step()
-            held = most = 0
-            events: Any = profiler.profiler
-            for each in sorted(
-                (each for each in events.kineto_results.events() if each.name() == "[memory]"),
-                key=lambda each: each.start_ns(),
-            ):
-                held += each.nbytes()
-                most = max(most, held)
+            most = max(held for _, held in bytes_over_time(profiler))
             loss, gradient = (each.full_tensor() if isinstance(each, DTensor) else each for each in results)
             expected = (
                 torch.softmax(x, 1).scatter_add_(1, labels[:, None], torch.full((rows, 1), -1.0)) / rows

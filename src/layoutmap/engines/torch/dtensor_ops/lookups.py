@@ -19,7 +19,7 @@ from layoutmap.engines.torch.dtensor_ops.conversions import reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import kept_axes, local_shard, shard_placements
 from layoutmap.engines.torch.placing import from_shards
-from layoutmap.engines.torch.private import assert_async, local_of
+from layoutmap.engines.torch.private import assert_async, local_of, spec_of
 
 
 def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def is_sharded(tensor: Any, axis: int) -> bool:
     """Whether an axis of a DTensor is sharded over any mesh dim."""
     if not isinstance(tensor, DTensor) or tensor.ndim == 0:
         return False
-    return any(placement.is_shard(axis % tensor.ndim) for placement in tensor.placements)
+    return any(placement.is_shard(axis % tensor.ndim) for placement in spec_of(tensor).placements)
 
 
 def _others(shape: Any, axis: int) -> list[int]:

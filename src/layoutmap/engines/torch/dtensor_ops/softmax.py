@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from layoutmap.engines.torch.dtensor_ops.lookups import is_sharded
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard
 from layoutmap.engines.torch.placing import largest_of_devices, sum_of_devices
-from layoutmap.engines.torch.private import spec_of
 
 
 def log_softmax_of_shards(x: torch.Tensor, axis: int, mesh: Any, along: Collection[int]) -> torch.Tensor:
@@ -51,12 +51,12 @@ def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Callable[..., Any
         x = args[0] if args else kwargs["input"]
         axis = args[1] if len(args) > 1 else kwargs.get("dim")
         rank = x.ndim
-        if axis is None or not -rank <= axis < rank or not _is_sharded(x, axis % rank):
+        if axis is None or not -rank <= axis < rank or not is_sharded(x, axis):
             return function(*args, **kwargs)
         axis, mesh = axis % rank, x.device_mesh
         kept = kept_axes([x], mesh, set(range(rank)) - {axis})
         along = kept_axes([x], mesh, {axis}, taken=kept)
-        if not along or not x.is_floating_point():  # it does not divide evenly
+        if not along or not x.is_floating_point():  # it does not divide evenly, or torch refuses it
             return function(*args, **kwargs)
         local = local_shard(x, mesh, {**kept, **along}, {**kept, **along})
         dtype = args[place] if len(args) > place else kwargs.get("dtype")
@@ -64,10 +64,6 @@ def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Callable[..., Any
         return join(of_shards(local, axis, mesh, along).to(local.dtype), mesh, {**kept, **along})
 
     return compute
-
-
-def _is_sharded(tensor: Any, axis: int) -> bool:
-    return any(placement.is_shard(axis) for placement in spec_of(tensor).placements)
 
 
 SOFTMAX: dict[Any, Callable[..., Any]] = {
