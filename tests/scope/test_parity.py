@@ -161,6 +161,34 @@ class FasterWhenSharded(keras.optimizers.SGD):
         super().update_step(gradient, variable, rate)
 
 
+@jax.custom_gradient
+def slope_of_copies(x):
+    return x, lambda gradient: 4 * gradient
+
+
+class GradientWhenSharded(L.Dense):
+    """A planted bug: a gradient that adds up the copies which devices of another dim hold."""
+
+    def call(self, inputs):
+        kernel = self.kernel.value
+        outputs = inputs @ (slope_of_copies(kernel) if hasattr(self.kernel, "layout") else kernel)
+        return self.activation(outputs + self.bias)
+
+
+def test_a_gradient_that_is_a_multiple():
+    """A gradient that is off by a factor is named with the factor, and the dims of the mesh of that size."""
+    report = lm.check_parity(
+        lambda: mlp(GradientWhenSharded), make_map(MLP), numbers(), batch_dim="batch", raises=False
+    )
+    first = report.first_difference
+
+    assert ("gradient", "d1.kernel") == (first.stage, first.name)
+    assert 4.0 == pytest.approx(first.factor, 1e-5)
+    assert str(first).endswith(", 4 times the plain one")
+    with pytest.raises(lm.ParityError, match=r"4 times the plain one, the size of the mesh in model: a sum"):
+        lm.check_parity(lambda: mlp(GradientWhenSharded), make_map(MLP), numbers(), batch_dim="batch")
+
+
 @pytest.mark.parametrize(
     ("make_model", "stage", "name"),
     [

@@ -12,8 +12,10 @@ thousand times as large as the rounding in it, are left out of the comparison of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +23,7 @@ import numpy.typing as npt
 
 from layoutmap.adapters import Adapter, get_adapter, imported_adapter
 from layoutmap.core.errors import ParityError
+from layoutmap.core.mesh import Mesh
 from layoutmap.scope.arguments import check_maker
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
@@ -41,6 +44,7 @@ class ParityRow:
             side is not a number.
         tolerance: What is allowed.
         left_out: How many elements were not compared, since their gradient is only rounding.
+        factor: By what all values of the plain model are multiplied, where that is all that differs; else `None`.
     """
 
     stage: str
@@ -48,6 +52,7 @@ class ParityRow:
     error: float
     tolerance: float
     left_out: int = 0
+    factor: float | None = None
 
     @property
     def agrees(self) -> bool:
@@ -55,7 +60,10 @@ class ParityRow:
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
-        return f"{self.stage:<9} {self.name}: differs by {self.error:.3g}, allowed {self.tolerance:.3g}"
+        times = "" if self.factor is None else f", {self.factor:.4g} times the plain one"
+        return (
+            f"{self.stage:<9} {self.name}: differs by {self.error:.3g}, allowed {self.tolerance:.3g}{times}"
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -173,8 +181,8 @@ def check_parity(
                 "mesh": str(layout_map.mesh),
                 "then": "; ".join(str(r) for r in rows if not r.agrees and r is not first)[:300],
             },
-            why=_reason(first),
-            fix="call with raises=False and look at the report's rows",
+            why=_reason(first, layout_map.mesh),
+            fix=_fix(first),
         )
     return report
 
@@ -228,7 +236,9 @@ def _compare(
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
     rounding: dict[str, npt.NDArray[np.bool_]] = {}
     for path, gradient, actual in found:
-        yield ParityRow("gradient", path, _difference(gradient, actual, least=largest), tolerance)
+        error = _difference(gradient, actual, least=largest)
+        factor = None if error <= tolerance else _factor(gradient, actual, tolerance)
+        yield ParityRow("gradient", path, error, tolerance, factor=factor)
         rounding[path] = _only_rounding(gradient, actual, largest)
     for step in range(1, steps + 1):
         logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, batch)
@@ -313,6 +323,15 @@ def _difference(expected: npt.NDArray[Any], actual: npt.NDArray[Any], *, least: 
     return float(np.max(np.abs(a - b)) / max(least, np.max(np.abs(a))))
 
 
+def _factor(expected: npt.NDArray[Any], actual: npt.NDArray[Any], tolerance: float) -> float | None:
+    """By what one array is multiplied to be the other; `None`: by nothing."""
+    if expected.shape != actual.shape or not np.any(expected):
+        return None
+    a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    factor = float(np.vdot(a, b) / np.vdot(a, a))
+    return factor if _difference(a * factor, b, least=float(np.max(np.abs(b)))) <= 10 * tolerance else None
+
+
 def _flat(outputs: Any) -> list[npt.NDArray[Any]]:
     """The arrays in nested mappings and sequences, in order."""
     parts: list[Any]
@@ -325,11 +344,37 @@ def _flat(outputs: Any) -> list[npt.NDArray[Any]]:
     return [array for part in parts for array in _flat(part)]
 
 
-def _reason(row: ParityRow) -> str:
+def _reason(row: ParityRow, mesh: Mesh) -> str:
     if row.stage == "weights":
         return "initial values must be equal bit for bit; one of them comes from another seed or another initializer"
     if row.stage == "forward":
         return "the weights were equal and the outputs are not: some operation is wrong under its layouts"
+    if row.factor is not None and (dims := _dims_of_size(mesh, row.factor)):
+        return (
+            f"the outputs were equal and each element of this gradient is {row.factor:.3g} times the plain one, the "
+            f"size of the mesh in {dims}: a sum adds up the copies that its devices hold"
+        )
     if row.stage in ("gradient", "loss"):
         return "the outputs were equal and the gradients are not: a reduction over the mesh is missing or doubled"
     return "gradients were equal and the step is not: the optimizer's state or its order of updates differs"
+
+
+def _dims_of_size(mesh: Mesh, factor: float) -> str:
+    """The fewest dims of a mesh that have as many devices together as a factor or its inverse says."""
+    names = [name for name in mesh.dim_names if mesh.dim_size(name) > 1]
+    for number in range(1, len(names) + 1):
+        for some in combinations(names, number):
+            size = math.prod(map(mesh.dim_size, some))
+            if any(math.isclose(each, size, rel_tol=1e-3) for each in (factor, 1 / factor if factor else 0)):
+                return " x ".join(some)
+    return ""
+
+
+def _fix(row: ParityRow) -> str:
+    look = "call with raises=False and look at the report's rows"
+    if row.stage in ("forward", "gradient"):
+        return (
+            f"{look}; operators that frameworks are known to shard wrongly are in docs/xla-faults.md (JAX) and "
+            "docs/torch-operators.md (PyTorch)"
+        )
+    return look

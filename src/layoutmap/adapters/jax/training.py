@@ -139,8 +139,11 @@ class Steps:
             for leaf in self._parts.leaves
             if leaf.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
         ]
-        self._gradients = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
-        self._update = jax.jit(self._updated) if state.policy is None else jit_step(self._updated)
+        compiled = (
+            jax.jit if state.policy is None else jit_step
+        )  # in layouts gradients have those of the weights
+        self._gradients = compiled(jax.value_and_grad(self._loss, has_aux=True))
+        self._update = compiled(self._updated)
         self._forward = jax.jit(self._outputs)
 
     def outputs(self, batch: Any) -> Any:

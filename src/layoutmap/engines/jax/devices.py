@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
+from layoutmap.engines.jax.corrections import correct_for
 
 Device = Any
 _MAX_NATIVES = 4096
@@ -68,6 +69,7 @@ def mesh_on(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
 def _native_mesh(mesh: Mesh) -> jax.sharding.Mesh:
     devices = np.empty(mesh.size, object)
     devices[:] = bound_devices(mesh)
+    correct_for(mesh.shape)
     return jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.dim_names)
 
 

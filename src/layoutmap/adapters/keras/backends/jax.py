@@ -13,11 +13,19 @@ import jax.core
 import numpy as np
 
 from layoutmap.adapters.keras.backends.jax_processes import GATHERED, saving
-from layoutmap.adapters.keras.backends.jax_steps import PRIVATE, off_other_meshes, state_of, training_wraps
+from layoutmap.adapters.keras.backends.jax_steps import (
+    PRIVATE,
+    off_other_meshes,
+    pinned,
+    placed,
+    state_of,
+    training_wraps,
+)
 from layoutmap.adapters.keras.backends.jax_unsupported import unsupported_of
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
-from layoutmap.adapters.keras.training import has_own_step, recording
+from layoutmap.adapters.keras.training import materialize_for_training, recording
+from layoutmap.adapters.keras.wraps import session_of
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
@@ -104,36 +112,24 @@ class JaxBackend(Backend):
         return wraps
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
-        """The losses in training, and their gradients."""
+        """What a training step logs, and the gradients that it passes to optimizers, in the layouts of the step."""
+        session, batch = session_of(model), (x, y, sample_weight)
+        weights = model.trainable_variables
+
+        def step(state: Any, data: Any) -> Any:
+            with recording(model) as found:
+                logs, _ = model.train_step(state, data)
+            gradients = [found.get(id(variable)) for variable in weights]
+            return logs, [
+                each if each is None else pinned(each, v) for each, v in zip(gradients, weights, strict=True)
+            ]
+
         with off_other_meshes():
-            losses, gradients = (_of_own_step if has_own_step(model) else _of_loss)(
-                model, x, y, sample_weight
-            )
-        return jax.tree.map(get_engine("jax").to_numpy, (losses, gradients))
-
-
-def _of_loss(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
-    optimizer = getattr(model, "optimizer", None)
-    slots = [v.value for v in optimizer.variables] if optimizer is not None else None
-
-    def loss_of(trainable: Any, other: Any, metrics: Any) -> Any:
-        loss, _ = model.compute_loss_and_updates(
-            trainable, other, metrics, x, y, sample_weight, training=True, optimizer_variables=slots
-        )
-        return loss
-
-    trainable, other, _, metrics = state_of(model)
-    loss, gradients = jax.jit(jax.value_and_grad(loss_of))(trainable, other, metrics)
-    return {"loss": loss}, gradients
-
-
-def _of_own_step(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
-    def step(state: Any, data: Any) -> Any:
-        with recording(model) as found:
-            logs, _ = model.train_step(state, data)
-        return logs, [found.get(id(variable)) for variable in model.trainable_variables]
-
-    return jax.jit(step)(state_of(model), (x, y, sample_weight))
+            if session is not None:
+                materialize_for_training(model, session)
+                batch = placed(batch, session)
+            logs, gradients = jax.jit(step)(state_of(model), batch)
+        return jax.tree.map(get_engine("jax").to_numpy, (logs, gradients))
 
 
 def _assign(variable: Any, value: Any) -> None:

@@ -36,7 +36,7 @@ def training_wraps(model: Any, session: KerasSession) -> Wraps:
     wraps: dict[str, Callable[..., Any]] = {name: _entry(getattr(model, name), lent) for name in _ENTRIES}
     if session.context.across:
         wraps |= {name: reporting(wraps[name], session, name) for name in ("fit", "evaluate", "predict")}
-    wraps |= {f"{name}_step": _pinned(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
+    wraps |= {f"{name}_step": _in_layouts(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
     wraps |= step_wraps(model, session, lambda name, own: _step(own(), session, name))
     wraps["_get_jax_state"] = lent.lending(model._get_jax_state)
     wraps["_make_function"] = lent.noting(model._make_function)
@@ -206,7 +206,7 @@ def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., An
     return run
 
 
-def _pinned(model: Any, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+def _in_layouts(model: Any, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
     """A step whose new variable values stay in the layouts of their variables."""
 
     @functools.wraps(plain)
@@ -230,10 +230,11 @@ def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
 
 
 def _pin(values: Any, variables: Any) -> list[Any]:
-    return [_pinned_value(value, v._layout) for value, v in zip(values, variables, strict=True)]
+    return list(map(pinned, values, variables))
 
 
-def _pinned_value(array: Any, sharding: Any) -> Any:
-    if isinstance(sharding, jax.sharding.Sharding):
-        return jax.lax.with_sharding_constraint(array, sharding)
+def pinned(array: Any, variable: Any) -> Any:
+    """An array in a step, in the layout of a variable that has one."""
+    if isinstance(variable._layout, jax.sharding.Sharding):
+        return jax.lax.with_sharding_constraint(array, variable._layout)
     return array

@@ -24,6 +24,7 @@ from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import Collective, StepCost
 from layoutmap.cost.verified import Verified
+from layoutmap.engines.jax.corrections import lowered_without_devices
 from layoutmap.engines.jax.cost import shardy
 from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module
 from layoutmap.engines.jax.cost.counting import Counts, count
@@ -296,7 +297,7 @@ def _lower(
 
     values = [jax.ShapeDtypeStruct(v.shape, _dtype(v.dtype)) for v in variables]
     batch = [jax.ShapeDtypeStruct(each.shape, _dtype(each.dtype)) for each in step.batch]
-    with undisturbed(), _failures(step, tracer):
+    with undisturbed(), lowered_without_devices(), _failures(step, tracer):
         traced = jax.jit(run, keep_unused=True).trace(values, batch)
         module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
     if recomputes and not tracer.recomputed:

@@ -1,0 +1,316 @@
+"""Operators that XLA's partitioner computes wrongly, lowered in another form while arrays are in layouts.
+
+A rule of JAX for lowering sees for how many devices a program is, and not how its arrays are sharded. So each form here
+is right in every layout. docs/xla-faults.md has the faults, each as a program of its own:
+
+    a convolution whose operands are both sharded along what is added up: XLA adds up what all devices have, also those
+    that hold copies of one shard                                    the axes that windows go over are gathered
+    a convolution in groups of the batch, as the gradient of the kernel of one in groups of features
+                                                                     sums of products
+    a convolution in groups of features                              features are sharded between groups only
+    the gradients of pooling                                         the axes that windows go over are gathered
+
+Private names of JAX, tested on 0.9.2 and 0.10.2:
+
+    jax.interpreters.mlir._lowerings, _platform_specific_lowerings    the rules, by primitive: dataclasses with a `rule`
+    jaxlib.mlir.dialects.sdy                                          Shardy's constraints
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from layoutmap.core.patches import Closing, Patches
+from layoutmap.core.tested import unsupported
+
+try:
+    from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings
+    from jaxlib.mlir.dialects import sdy as _sdy
+except ImportError as _error:
+    raise unsupported("jax", _error) from _error
+
+_MOST_PRODUCTS = 256
+"""Of a larger result a convolution would be too many products for one program."""
+
+Form = Callable[..., Any]
+"""Computes what a primitive does: called with its operands and parameters."""
+
+_without_devices: ContextVar[bool] = ContextVar("layoutmap_lowers_without_devices", default=False)
+_inside: ContextVar[bool] = ContextVar("layoutmap_lowers_a_form", default=False)
+
+
+def correct_for(shape: Sequence[int]) -> None:
+    """Have JAX lower these operators in a right form for meshes of this shape, from now on.
+
+    It stays so: nobody can tell when the last array is gone that was made of one in a layout, and JAX keeps programs
+    for longer than arrays (docs/decisions/0112).
+    """
+    sizes = [size for size in shape if size > 1]
+    if sizes and not _for_good:
+        _for_good.append(_PATCHES.used())
+        _for_good[0].__enter__()
+    if len(sizes) > 1:
+        _grids.add(tuple(sizes))
+
+
+@contextmanager
+def lowered_without_devices() -> Generator[None]:
+    """While open, programs for one device are lowered as if they were for a mesh: they are given one later."""
+    token = _without_devices.set(True)
+    try:
+        with _PATCHES.used():
+            yield
+    finally:
+        _without_devices.reset(token)
+
+
+class _Lowering:
+    """The rules for lowering a primitive, and what takes their place in programs of several devices.
+
+    Args:
+        primitive: The primitive.
+        form: Computes the same with operators of JAX; the primitive itself is lowered by JAX's own rule in it.
+    """
+
+    def __init__(self, primitive: Any, form: Form):
+        self._primitive, self._form = primitive, form
+        self._found: list[
+            tuple[dict[Any, Any], Any, Any]
+        ] = []  # a table, JAX's rule and ours; noted before it is put
+
+    def install(self) -> None:
+        """Put ours where JAX's are."""
+        for table in (_lowerings, *list(_platform_specific_lowerings.values())):
+            entry = table.get(self._primitive)
+            if entry is not None and all(entry is not ours for _, _, ours in self._found):
+                ours = dataclasses.replace(entry, rule=functools.partial(_lowered, self._form, entry.rule))
+                self._found.append((table, entry, ours))
+                table[self._primitive] = ours
+
+    def remove(self) -> None:
+        """Put JAX's back, where ours still are."""
+        for found in [each for each in self._found if each[0].get(self._primitive) is each[2]]:
+            found[0][self._primitive] = found[1]
+            self._found.remove(found)
+
+
+def _lowered(form: Form, plain: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> Any:
+    if _inside.get() or not _is_for_a_mesh(context.module_context.axis_context):
+        return plain(context, *operands, **params)
+    token = _inside.set(True)
+    try:
+        return mlir.lower_fun(functools.partial(form, **params), multiple_results=False)(context, *operands)
+    finally:
+        _inside.reset(token)
+
+
+def _is_for_a_mesh(axes: Any) -> bool:
+    """Whether XLA partitions a program; inside of `shard_map` over all dims each device computes for itself."""
+    if hasattr(axes, "manual_axes"):
+        return len(axes.manual_axes) < len(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", 1) > 1 or _without_devices.get()
+
+
+# -- gathering
+
+
+_gathered_p = Primitive("layoutmap_gathered")
+_gathered_p.def_abstract_eval(lambda value, axes: value)
+
+
+def _gathered(value: Any, axes: Collection[int]) -> Any:
+    """A value of which some axes are not sharded; its other axes stay as they are."""
+    return _gathered_p.bind(value, axes=frozenset(axes)) if axes else value
+
+
+def _lower_gathered(context: Any, value: Any, *, axes: Collection[int]) -> Sequence[Any]:
+    (aval,) = context.avals_in
+    if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+        specs = [None if axis in axes else PartitionSpec.UNCONSTRAINED for axis in range(aval.ndim)]
+        sharding = NamedSharding(AbstractMesh((1,), ("none",)), PartitionSpec(*specs))
+        constrain = functools.partial(lax.with_sharding_constraint, shardings=sharding)
+        return mlir.lower_fun(constrain, multiple_results=False)(context, value)
+    # On no mesh: Shardy would gather all axes for a constraint on another mesh than the module's, of which a rule for
+    # lowering knows nothing.
+    dims = [_sdy.DimensionShardingAttr.get([], is_closed=axis in axes) for axis in range(aval.ndim)]
+    return [_sdy.ShardingConstraintOp(value, _sdy.TensorShardingAttr.get(_sdy.MeshAttr.get([]), dims)).result]
+
+
+mlir.register_lowering(_gathered_p, _lower_gathered)
+
+
+# -- pooling
+
+
+def _select_and_scatter(operand: Any, source: Any, initial: Any, **params: Any) -> Any:
+    axes = _axes_of_windows(**params)
+    result = lax.select_and_scatter_p.bind(
+        _gathered(operand, axes), _gathered(source, axes), initial, **params
+    )
+    return _gathered(result, axes)
+
+
+def _select_and_gather(tangents: Any, operand: Any, **params: Any) -> Any:
+    axes = _axes_of_windows(**params)
+    result = lax.select_and_gather_add_p.bind(_gathered(tangents, axes), _gathered(operand, axes), **params)
+    return _gathered(result, axes)
+
+
+def _axes_of_windows(*, window_dimensions: Sequence[int], **_: Any) -> set[int]:
+    return {axis for axis, size in enumerate(window_dimensions) if size > 1}
+
+
+# -- convolutions
+
+
+def _convolution(lhs: Any, rhs: Any, **params: Any) -> Any:
+    """A convolution; see the module."""
+    lhs_spec, rhs_spec, _ = numbers = params["dimension_numbers"]
+    groups, by_batch = params["feature_group_count"], params["batch_group_count"] > 1
+    shape = jax.eval_shape(functools.partial(lax.conv_general_dilated_p.bind, **params), lhs, rhs).shape
+    places = [shape[axis] for axis in numbers.out_spec[2:]]
+    windows = [rhs.shape[axis] for axis in rhs_spec[2:]]
+    if by_batch and math.prod(places) > _MOST_PRODUCTS:
+        return lax.conv_general_dilated_p.bind(_replicated(lhs), _replicated(rhs), **params)
+    is_product = groups > 1 and math.prod(map(min, windows, places)) == 1
+    if (
+        by_batch or is_product or _grids or _without_devices.get()
+    ):  # on one dim XLA adds up over all devices, rightly
+        lhs, rhs = _gathered(lhs, lhs_spec[2:]), _gathered(rhs, rhs_spec[2:])
+    if by_batch and math.prod(places):
+        return _sums_of_products(places, lhs, rhs, **params)
+    lhs, rhs = _between_groups(lhs, lhs_spec[1], groups), _between_groups(rhs, rhs_spec[0], groups)
+    if is_product:
+        return _one_product(places, lhs, rhs, **params)
+    if groups > 1:  # XLA takes the order of the result's axes for its inverse
+        numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
+    result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
+    result = _between_groups(result, numbers.out_spec[1], groups)
+    if _grids or _without_devices.get():
+        result = _gathered(result, numbers.out_spec[2:])
+    return result if groups == 1 else _in_order(jnp.transpose(result, lhs_spec), params["dimension_numbers"])
+
+
+def _replicated(value: Any) -> Any:
+    return _gathered(value, range(value.ndim))
+
+
+def _between_groups(value: Any, axis: int, groups: int) -> Any:
+    """A value whose axis of features is sharded between groups, never within one: XLA takes each shard for groups."""
+    size = value.shape[axis] // groups
+    if groups == 1 or size == 1:
+        return value
+    parted = value.reshape(*value.shape[:axis], groups, size, *value.shape[axis + 1 :])
+    return _gathered(parted, {axis + 1}).reshape(value.shape)
+
+
+def _sums_of_products(places: Sequence[int], lhs: Any, rhs: Any, **params: Any) -> Any:
+    """A convolution in groups of its batch: for each place of the result, the products that it is the sum of.
+
+    As the gradient of a kernel it has a place for each element of a window, and adds up over all rows of a batch. XLA
+    knows how to add up products over shards. On CPU devices that is also faster than XLA's own form, which computes the
+    products of all groups with one another.
+    """
+    groups, strides, dilation = (
+        params[name] for name in ("batch_group_count", "window_strides", "rhs_dilation")
+    )
+    lhs, rhs, sums, dtype = _operands(lhs, rhs, **params)
+    lhs, rhs = (each.reshape(groups, -1, *each.shape[1:]) for each in (lhs, rhs))
+    lengths = list(map(_reach, rhs.shape[3:], dilation))
+    parts: list[Any] = []
+    for place in np.ndindex(*places):
+        first = [n * stride for n, stride in zip(place, strides, strict=True)]
+        last = [start + length for start, length in zip(first, lengths, strict=True)]
+        window = lax.slice(lhs, (0, 0, 0, *first), (*lhs.shape[:3], *last), (1, 1, 1, *dilation))
+        if lhs.shape[1] == rhs.shape[1] == 1:  # depthwise: there are no matrices to multiply
+            products = window.astype(sums) * rhs.astype(sums)
+            parts.append(products.sum(tuple(range(2, products.ndim)))[:, :, None])
+        else:
+            parts.append(_multiplied("gbf...,gof...->gbo", window, rhs, sums, **params))
+    result = jnp.moveaxis(jnp.stack(parts, -1), 0, 1)  # batch, groups, features, places
+    return _in_order(result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"])
+
+
+def _one_product(places: Sequence[int], lhs: Any, rhs: Any, **params: Any) -> Any:
+    """A convolution in groups of its features whose windows have, along each axis, one element or one place.
+
+    As a convolution XLA ends the process on CPU devices where the features are sharded: "free(): invalid pointer".
+    """
+    groups, strides, dilation = (
+        params[name] for name in ("feature_group_count", "window_strides", "rhs_dilation")
+    )
+    lhs, rhs, sums, dtype = _operands(lhs, rhs, **params)
+    windows = rhs.shape[2:]
+    steps = [
+        stride if window == 1 else each
+        for window, stride, each in zip(windows, strides, dilation, strict=True)
+    ]
+    ends = map(_reach, map(max, windows, places), steps)
+    lhs = lax.slice(lhs, [0] * lhs.ndim, (*lhs.shape[:2], *ends), (1, 1, *steps))
+    lhs = lhs.reshape(lhs.shape[0], groups, -1, *lhs.shape[2:])
+    rhs = rhs.reshape(groups, -1, rhs.shape[1], *(window for window in windows if window > 1))
+    letters = "stuvwxyz"[: len(windows)]
+    summed = "".join(letter for letter, window in zip(letters, windows, strict=True) if window > 1)
+    kept = "".join(letter for letter, window in zip(letters, windows, strict=True) if window == 1)
+    result = _multiplied(f"bgf{letters},gof{summed}->bgo{kept}", lhs, rhs, sums, **params)
+    return _in_order(result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"])
+
+
+def _operands(
+    lhs: Any,
+    rhs: Any,
+    *,
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    dimension_numbers: Any,
+    preferred_element_type: Any,
+    **_: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """The operands in the order batch, features, places; in which type is added up, and the type of the result."""
+    dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
+    sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    edges = [(low, high, dilation - 1) for (low, high), dilation in zip(padding, lhs_dilation, strict=True)]
+    lhs = lax.pad(
+        jnp.transpose(lhs, dimension_numbers.lhs_spec), jnp.zeros((), lhs.dtype), [(0, 0, 0)] * 2 + edges
+    )
+    return lhs, jnp.transpose(rhs, dimension_numbers.rhs_spec), sums, dtype
+
+
+def _reach(number: int, step: int) -> int:
+    """The length of an axis over which so many elements lie, a step from one to the next."""
+    return (number - 1) * step + 1
+
+
+def _multiplied(spec: str, lhs: Any, rhs: Any, sums: Any, *, precision: Any, **_: Any) -> Any:
+    return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=sums)
+
+
+def _in_order(result: Any, numbers: Any) -> Any:
+    """A result in the order batch, features, places, with its axes where the convolution has them."""
+    return jnp.transpose(result, list(map(numbers.out_spec.index, range(result.ndim))))
+
+
+_PATCHES = Patches(
+    [
+        _Lowering(lax.conv_general_dilated_p, _convolution),
+        _Lowering(lax.select_and_scatter_p, _select_and_scatter),
+        _Lowering(lax.select_and_gather_add_p, _select_and_gather),
+    ]
+)
+_for_good: list[Closing] = []
+_grids: set[tuple[int, ...]] = set()
+"""The shapes of meshes of several dims that were used."""
