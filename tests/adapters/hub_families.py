@@ -698,14 +698,30 @@ def difference(expected, actual):
 
 
 def train(plain, sharded, steps=3):
-    """The largest difference between two models that begin alike, in losses and weights, over some steps."""
-    adapter, data, worst = KerasAdapter(), batch(plain.backbone), 0.0
+    """The largest difference between two models that begin alike, in losses and weights, over some steps; and in what
+    the first step adds to each weight, which for SGD is its gradient, beside that gradient's own size.
+    """
+    adapter, data, worst, of_gradients = KerasAdapter(), batch(plain.backbone), 0.0, 0.0
     with quick_steps():
-        for _ in range(steps):
+        for step in range(steps):
             losses = [adapter.train_step(each, data)["loss"] for each in (plain, sharded)]
             worst = max(worst, difference(*losses))
+            if step == 0:
+                of_gradients = max(relative(*map(momenta, (plain, sharded))))
     pairs = zip(weights(plain), weights(sharded), strict=True)
-    return max(worst, *(difference(a, b) for a, b in pairs))
+    return max(worst, *(difference(a, b) for a, b in pairs)), of_gradients
+
+
+def momenta(model):
+    """What the optimizer has added up for each weight."""
+    return [np.asarray(each, "float64") for each in model.optimizer.momentums]
+
+
+def relative(expected, actual):
+    """The largest difference of each two arrays beside their size; what is a thousandth of the largest is rounding."""
+    largest = max(np.abs(each).max(initial=0.0) for each in expected)
+    for a, b in zip(expected, actual, strict=True):
+        yield float(np.abs(a - b).max(initial=0.0) / max(np.abs(a).max(initial=0.0), 1e-3 * largest))
 
 
 def weights(model):

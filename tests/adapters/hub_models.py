@@ -122,7 +122,7 @@ def make(name, config=None):
     """A model of a family, ready to train."""
     model = FAMILIES[name](config or TINY[name])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=keras.optimizers.AdamW(1e-3), loss=loss)
+    model.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), loss=loss)
     return model
 
 

@@ -22,7 +22,7 @@ def squares(outputs: Any, targets: Any) -> Any:
 
 
 def trained(model: Any, **options: Any) -> Any:
-    return train_with(model, loss=squares, optimizer=optax.adam(1e-3), **options)
+    return train_with(model, loss=squares, optimizer=optax.sgd(0.1, momentum=0.9), **options)
 
 
 class Attention(nnx.Module):

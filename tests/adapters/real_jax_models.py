@@ -42,7 +42,7 @@ def trained(model: Any, forward: Any, optimizer: Any = None) -> Any:
     def loss(logits: Any, targets: Any) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
-    return train_with(model, loss=loss, optimizer=optimizer or optax.adam(1e-3), forward=forward)
+    return train_with(model, loss=loss, optimizer=optimizer or optax.sgd(0.1, momentum=0.9), forward=forward)
 
 
 def tokens(rows: int = ROWS, high: int = VOCABULARY) -> tuple[Any, Any]:

@@ -43,7 +43,7 @@ def train(rules, mesh, tokens, targets):
     same_state = torch.equal(state, torch.get_rng_state())
     held = sum(p.to_local().numel() for p in model.parameters())
     losses, norms = [], []
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (plain, model)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
     for step in range(STEPS):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             torch.manual_seed(step)

@@ -22,8 +22,6 @@ class Unsupported:
         if_sharded: The axes of a variable; it holds only if its layout shards one
             of them. `None`: it holds in any case.
         model: The name of the model that the path is in, as the plan has it.
-        device_type: The devices on which it holds, such as `"CPU"`; it is reported where a mesh
-            has no devices yet, too. `None`: it holds on all.
     """
 
     path: str
@@ -33,4 +31,3 @@ class Unsupported:
     severity: Literal["error", "warning", "note"] = "error"
     if_sharded: tuple[int, ...] | None = None
     model: str = ""
-    device_type: str | None = None

@@ -81,8 +81,7 @@ def make_table(
         problems += _problems_of_activations(layout_map.activations, matches)
     if complete and free_activations and not laid_out:
         problems += _problems_of_free_activations(assignments)
-    here = [u for u in unsupported if u.device_type in (None, mesh.device_type) or not mesh.devices]
-    problems += _problems_of_unsupported(here, assignments)
+    problems += _problems_of_unsupported(unsupported, assignments)
     return PlanTable(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
 
 

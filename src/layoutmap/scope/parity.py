@@ -344,12 +344,12 @@ def _flat(outputs: Any) -> list[npt.NDArray[Any]]:
     return [array for part in parts for array in _flat(part)]
 
 
-def _reason(row: ParityRow, mesh: Mesh) -> str:
+def _reason(row: ParityRow, mesh: Mesh | None) -> str:
     if row.stage == "weights":
         return "initial values must be equal bit for bit; one of them comes from another seed or another initializer"
     if row.stage == "forward":
         return "the weights were equal and the outputs are not: some operation is wrong under its layouts"
-    if row.factor is not None and (dims := _dims_of_size(mesh, row.factor)):
+    if mesh is not None and row.factor is not None and (dims := _dims_of_size(mesh, row.factor)):
         return (
             f"the outputs were equal and each element of this gradient is {row.factor:.3g} times the plain one, the "
             f"size of the mesh in {dims}: a sum adds up the copies that its devices hold"

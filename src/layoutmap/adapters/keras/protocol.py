@@ -180,9 +180,9 @@ class Backend(ABC):
         return {}
 
     @staticmethod
-    @abstractmethod
     def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterable[Unsupported]:
         """Yield what the backend cannot do with a layer, given its path and those of its own weights."""
+        return ()
 
     @abstractmethod
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:

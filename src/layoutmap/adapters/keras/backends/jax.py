@@ -21,7 +21,6 @@ from layoutmap.adapters.keras.backends.jax_steps import (
     state_of,
     training_wraps,
 )
-from layoutmap.adapters.keras.backends.jax_unsupported import unsupported_of
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.training import materialize_for_training, recording
@@ -36,7 +35,6 @@ class JaxBackend(Backend):
     """Keras on JAX; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "jax"
-    unsupported_of = staticmethod(unsupported_of)
     chooses_layouts = True
     global_init = MappingProxyType(
         {
