@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.launchers import launcher
 from layoutmap.engines.torch.private import (
+    COLLECTIVES,
     FakeStore,
     LocalIntNode,
     LocalTensor,
@@ -44,7 +45,6 @@ from layoutmap.engines.torch.private import (
 )
 
 NUM_DEVICES = 8
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "device_mesh")
 
 _lock = threading.RLock()
 _simulation: _Simulation | None = None
@@ -80,7 +80,7 @@ class _Simulation(SimulationMode):
         if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
             with _Simulation(ranks):
                 return func(*args, **kwargs)
-        if func.namespace not in _COLLECTIVES and not any(map(_is_per_rank, leaves)):
+        if func.namespace not in COLLECTIVES and not any(map(_is_per_rank, leaves)):
             return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
