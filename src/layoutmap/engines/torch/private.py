@@ -54,6 +54,7 @@ try:
         LocalTensorMode,
         enabled_local_tensor_mode,
     )
+    from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
