@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint.test_format import random_values, saved
+from core.test_blocks import cuts, indices
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable, chunk_to_json
 from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
 from layoutmap.core.blocks import Index, assemble, block_shape, intersect
 from layoutmap.core.layout import Layout
@@ -85,6 +87,33 @@ def test_chunks_of_other_shapes(shape: tuple[int, ...], axis: int | None) -> Non
     assert math.prod(block_shape(wanted)) == sum(math.prod(block_shape(chunk)) for chunk in read)
     assert len(chunks) <= 1024
     assert (1 << 14) <= min(4 * math.prod(block_shape(chunk)) for chunk in chunks)
+
+
+def checked(chunks: list[Index], shape: tuple[int, ...]) -> None:
+    """Check a table of chunks as a manifest does."""
+    rows = [chunk_to_json(Chunk(0, 0, chunk, "0" * 16)) for chunk in chunks]
+    ChunkTable(rows, len(shape)).check("w", shape, 1, [math.prod(shape)])
+
+
+@given(st.data(), st.lists(st.integers(0, 6), max_size=4).map(tuple))
+def test_chunks_that_cover_their_variable_are_accepted(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Be they a grid or none, and in any order."""
+    checked(data.draw(cuts(shape)), shape)
+
+
+@given(st.data(), st.lists(st.integers(1, 6), max_size=4).map(tuple))
+def test_chunks_that_do_not_are_refused(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """A chunk that is lost, there twice, longer, shorter or elsewhere is found, also where all sizes add up."""
+    chunks = data.draw(cuts(shape))
+    lost = data.draw(st.integers(0, len(chunks) - 1))
+    others = chunks[:lost] + chunks[lost + 1 :]
+    elsewhere = data.draw(st.lists(indices(shape), max_size=2).filter(lambda new: new != [chunks[lost]]))
+    filling = [each for each in elsewhere if all(block_shape(each))]
+    if [chunks[lost]] == filling:
+        filling *= 2
+
+    with pytest.raises(ValueError, match=r"w: (no|\d+) chunks have \["):
+        checked(others + filling, shape)
 
 
 def test_bytes_read_are_those_of_the_shards(tmp_path: Path) -> None:

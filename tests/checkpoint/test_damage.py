@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint.checkpoints import random_values, saved
 from checkpoint.saves import is_good, names_in, save, values_of, writers
 
 from layoutmap.checkpoint.manifest import NAME, checksum_of
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
 
 PROCESSES = ("core",)
 
@@ -290,6 +294,19 @@ def test_a_deleted_step_is_gone_at_once(tmp_path: Path) -> None:
     assert is_good(tmp_path, 2, NEW)
 
 
+def forge(manifest: Path, place: tuple[str | int, ...], value: object) -> None:
+    """Change a value in a manifest, and its checksum."""
+    found = json.loads(manifest.read_bytes())
+    *way, last = place
+    inner = found
+    for part in way:
+        inner = inner[part]
+    inner[last] = value
+    del found["checksum"]
+    body = json.dumps(found)[1:].encode()
+    manifest.write_bytes(f'{{"checksum": "xxh3_64:{checksum_of(body)}",\n'.encode() + body)
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -317,14 +334,64 @@ def test_a_forged_manifest_is_refused_when_it_is_opened(
     """With the right checksum, too: it can name no file elsewhere, and no byte that a file does not have."""
     save(tmp_path, 1, OLD)
     manifest = tmp_path / "step-1" / NAME
-    found = json.loads(manifest.read_bytes())
-    *way, last = place
-    inner = found
-    for part in way:
-        inner = inner[part]
-    inner[last] = value
-    del found["checksum"]
-    body = json.dumps(found)[1:].encode()
-    manifest.write_bytes(f'{{"checksum": "xxh3_64:{checksum_of(body)}",\n'.encode() + body)
+    forge(manifest, place, value)
     with pytest.raises(CheckpointError, match=r"this is no manifest|the format cannot be read"):
         Step(LocalStorage(tmp_path))
+
+
+ROWS = Layout(["x", None], Mesh(None, "x=4"))
+ROW_CHUNKS = [[[2 * i, 2 * i + 2], [0, 4]] for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("places", "found"),
+    [
+        ([0, 1, 1, 3], "2 chunks have [2:4, 0:4]"),
+        ([0, 1, 2], "no chunks have [6:8, 0:4]"),
+        ([0, 1, 2, 3, 3], "2 chunks have [6:8, 0:4]"),
+        ([], "no chunks have [0:8, 0:4]"),
+    ],
+)
+def test_chunks_that_do_not_cover_their_variable_are_refused(
+    tmp_path: Path, places: list[int], found: str
+) -> None:
+    """Two chunks at one place and a hole, with right checksums, are found before a byte is read, and are named."""
+    saved(str(tmp_path), {"w": random_values((8, 4), "float32")}, {"w": ROWS}, 1)
+    manifest = tmp_path / "step-1" / NAME
+    chunks = json.loads(manifest.read_bytes())["variables"][0]["chunks"]
+    assert ROW_CHUNKS == [chunk[2] for chunk in chunks]
+    forged = [
+        [file, start, ROW_CHUNKS[place], checksum]
+        for place, (file, start, _, checksum) in zip(places, itertools.cycle(chunks), strict=False)
+    ]
+    forge(manifest, ("variables", 0, "chunks"), forged)
+    lines = message(lambda: Step(LocalStorage(tmp_path)))
+
+    assert f"ValueError('w: {found}')" == lines[1].rpartition("parts: ")[2]
+
+
+def test_bytes_that_two_chunks_have_are_read_as_each_says(tmp_path: Path) -> None:
+    """A chunk that is kept for the next block is not taken for another one of the same bytes."""
+    value = random_values((8, 4), "float32")
+    saved(str(tmp_path), {"w": value}, {"w": ROWS}, 1)
+    manifest = tmp_path / "step-1" / NAME
+    first = json.loads(manifest.read_bytes())["variables"][0]["chunks"][0][:2]
+    same = value[:2].tobytes()
+    forge(manifest, ("variables", 0, "shape"), [4, 4])
+    forge(
+        manifest,
+        ("variables", 0, "chunks"),
+        [
+            [*first, [[0, 2], [0, 4]], checksum_of(same)],
+            [*first, [[2, 4], [0, 2]], checksum_of(same[:16])],
+            [*first, [[2, 4], [2, 4]], checksum_of(same[:16])],
+        ],
+    )
+    step = Step(LocalStorage(tmp_path))
+    parts = [step.read("w", (slice(i, i + 1), slice(0, 4))) for i in range(4)]
+    left = value[0].reshape(2, 2)
+
+    assert (
+        np.concatenate(parts).tobytes()
+        == np.concatenate([value[:2], np.concatenate([left, left], 1)]).tobytes()
+    )

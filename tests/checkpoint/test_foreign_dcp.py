@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import layoutmap as lm
 from layoutmap.checkpoint.foreign import open_source
@@ -145,3 +146,33 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             open_source(tmp_path / "c").check("w")
 
     assert ["w"] == list(source.variables)
+
+
+@pytest.mark.parametrize(("second", "found"), [(1, "2 chunks"), (2, None), (3, "no chunks")])
+def test_chunks_that_do_not_cover_a_tensor_are_refused(
+    tmp_path: Path, second: int, found: str | None
+) -> None:
+    """Two chunks at one place and a hole add up to the size of a tensor, and are no tensor."""
+    parts = {"a": torch.arange(8.0).reshape(2, 4), "b": torch.arange(8.0, 16).reshape(2, 4)}
+    saved(tmp_path / "c", parts)
+    file = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    places = {"a": torch.Size((0, 0)), "b": torch.Size((second, 0))}
+    whole = metadata.state_dict_metadata["a"]
+    whole.size = torch.Size((2 + second if found is None else 4, 4))
+    whole.chunks = [ChunkStorageMetadata(place, torch.Size((2, 4))) for place in places.values()]
+    metadata.state_dict_metadata = {"w": whole}
+    metadata.storage_data = {
+        MetadataIndex("w", places[index.fqn]): info
+        for index, info in metadata.storage_data.items()
+        if index.fqn in places
+    }
+    file.write_bytes(pickle.dumps(metadata))
+    source = open_source(tmp_path / "c")
+
+    if found is None:
+        assert list(range(16)) == source.read("w").flatten().tolist()
+        return
+    for action in (source.read, source.check):
+        with pytest.raises(CheckpointError, match=f"w: values are missing, or there twice\n  why   {found} "):
+            action("w")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,95 @@ def test_another_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     assert [False, False, True] == saves
     assert [10, 40] == manager.steps
     assert 30 == float(model["w"][0, 0])
+
+
+def refused(action: Callable[[], object]) -> CheckpointError:
+    with pytest.raises(CheckpointError) as found:
+        action()
+    return found.value
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_run_that_goes_back_cannot_save_below_the_steps_that_it_left(tmp_path: Path, wait: bool) -> None:
+    """The next run would go on from those, and this run's steps would be deleted first; nothing of either is lost."""
+    with lm.CheckpointManager(tmp_path, keep_last=3, wait=wait) as manager:
+        for step in (10, 20, 30, 40, 50):
+            manager.save(model_of(step), step)
+        model = manager.load(model_of(0), step=30)
+        errors = [
+            refused(lambda force=force: manager.save(model_of(34), 34, force=force))
+            for force in (False, True)
+        ]
+        assert not manager.save(model, 30)
+        assert [30, 40, 50] == manager.steps
+
+    assert [f"{tmp_path}: step 34 cannot be saved, since there are later steps"] * 2 == [
+        e.what for e in errors
+    ]
+    assert ["save into another directory, or delete these folders first: step-40, step-50"] * 2 == [
+        error.fix for error in errors
+    ]
+    assert ["step-30", "step-40", "step-50"] == names_in(tmp_path)
+
+
+def test_what_to_do_about_steps_that_were_left(tmp_path: Path) -> None:
+    """Another directory takes the new steps; with the later ones deleted, the next run goes on from the new ones."""
+    with lm.CheckpointManager(tmp_path / "a", keep_last=2, wait=True) as manager:
+        for step in (30, 40, 50):
+            manager.save(model_of(step), step)
+    (tmp_path / "b").mkdir()
+    for step in (40, 50):
+        shutil.copytree(tmp_path / "a" / f"step-{step}", tmp_path / "b" / f"step-{step}")
+    with lm.CheckpointManager(tmp_path / "a", keep_last=2) as manager:
+        model = manager.load(model_of(0), step=40)
+        shutil.rmtree(tmp_path / "a" / "step-50")
+        assert manager.save(model, 44)
+    with lm.CheckpointManager(tmp_path / "c", keep_last=2) as manager:
+        assert manager.save(lm.load(model_of(0), tmp_path / "b", step=40), 44)
+
+    assert [[40, 44], [40, 50], [44]] == [lm.CheckpointManager(tmp_path / name).steps for name in "abc"]
+    assert 40 == float(lm.CheckpointManager(tmp_path / "a").load(model_of(0))["w"][0, 0])
+
+
+def test_a_new_run_cannot_save_below_the_steps_of_another(tmp_path: Path) -> None:
+    """Nor can a program that begins anew in a directory of steps; one that goes on from the last one can."""
+    with lm.CheckpointManager(tmp_path, wait=True) as manager:
+        manager.save(model_of(1), 20)
+    with lm.CheckpointManager(tmp_path, wait=True) as manager:
+        error = refused(lambda: manager.save(model_of(2), 10))
+        assert manager.save(manager.load(model_of(0)), 30)
+
+    assert f"{tmp_path}: step 10 cannot be saved, since there are later steps" == error.what
+    assert [20, 30] == manager.steps
+
+
+def test_a_step_that_is_being_written_is_one_of_the_later(tmp_path: Path, slow_disk: threading.Event) -> None:
+    """A save below it waits for it, and is refused."""
+    with lm.CheckpointManager(tmp_path) as manager:
+        manager.save(model_of(2), 20)
+        threading.Timer(0.2, slow_disk.set).start()
+        error = refused(lambda: manager.save(model_of(1), 10))
+
+    assert error.fix.endswith(" first: step-20")
+    assert [20] == manager.steps
+
+
+def test_steps_before_a_damaged_one_that_was_passed_over_are_saved(tmp_path: Path) -> None:
+    """It holds nothing that anybody could go on from: the run goes on below it, and replaces it when it comes there."""
+    with lm.CheckpointManager(tmp_path, wait=True) as manager:
+        for step in (10, 20):
+            manager.save(model_of(step), step)
+    (tmp_path / "step-20" / "data-00000.safetensors").unlink()
+    with lm.CheckpointManager(tmp_path, wait=True) as manager:
+        with pytest.warns(lm.LayoutMapWarning, match="step 20 is not loaded"):
+            model = manager.load(model_of(0), damaged="skip")
+        saves = [manager.save(model, step) for step in (15, 20, 25)]
+        error = refused(lambda: manager.save(model, 18))
+
+    assert [True] * 3 == saves
+    assert error.fix.endswith(" first: step-20, step-25")
+    assert [15, 20, 25] == manager.steps
+    assert 10 == saved(tmp_path, 20)
 
 
 def test_a_damaged_step_is_skipped_only_if_asked(tmp_path: Path) -> None:

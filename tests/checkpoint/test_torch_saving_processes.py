@@ -68,6 +68,13 @@ def test_one_that_fails_on_its_thread_fails_all_in_the_next_call():
     assert lines[1].endswith("data-00001.safetensors: the file cannot be written")
 
 
+def test_a_step_below_the_last_one_is_refused_in_all():
+    """The first looks for later steps once they have saved theirs, and says to the others what it found."""
+    later = f"{told()[1]}/managed: step 4 cannot be saved, since there are later steps"
+    assert [later, "process 0 cannot save"] == first_lines("back")
+    assert later in told()[0][1]["back"]
+
+
 def test_processes_decide_by_one_clock():
     """Whatever the clock of the other says, both save when the first is due; the steps have what was to be saved."""
     due = [False, True, False, True, False, True]

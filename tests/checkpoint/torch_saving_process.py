@@ -85,6 +85,7 @@ def managed(model, number, folder):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(1)
+        told["back"] = refusal(lambda: manager.save(model, 4, force=True))
     dist.barrier()
     told["steps"] = manager.steps
     return told

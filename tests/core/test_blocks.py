@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.core.blocks import Index, assemble, block_shape, full_index, intersect, with_ends
+from layoutmap.core.blocks import (
+    Index,
+    assemble,
+    block_shape,
+    ends_of_all,
+    full_index,
+    intersect,
+    not_once,
+    with_ends,
+)
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.testing import strategies
 
@@ -68,6 +77,51 @@ def test_a_missing_or_a_doubled_block_is_an_error(data: st.DataObject, shape: tu
 
     with pytest.raises(LayoutMapError, match=r"gap|overlap"):
         assemble([(block, array[block]) for block in wrong], shape, array.dtype)
+
+
+@given(st.data(), array_shapes)
+def test_each_element_in_one_block(data: st.DataObject, shape: tuple[int, ...]):
+    """Blocks cover an array if each element is in exactly one; else a part is named, and how many blocks have it."""
+    blocks = data.draw(cuts(shape) | st.lists(indices(shape), max_size=6))
+    for _ in range(data.draw(st.integers(0, 2))):
+        blocks = damaged(data, blocks, shape)
+    counts = np.zeros(shape, int)
+    for block in blocks:
+        counts[block] += 1
+    found = not_once(*ends_of_all(blocks, len(shape)), full_index(shape))
+
+    if found is None:
+        assert (counts == 1).all()
+    else:
+        cell, times = found
+        assert counts[cell].size
+        assert ({times}, True) == (set(counts[cell].flat), times != 1)
+
+
+def damaged(data: st.DataObject, blocks: list[Index], shape: tuple[int, ...]) -> list[Index]:
+    """Blocks of which one is lost, is there again, or is another one."""
+    index = data.draw(indices(shape))
+    if not blocks:
+        return [index]
+    at = data.draw(st.integers(0, len(blocks) - 1))
+    return data.draw(
+        st.sampled_from(
+            (
+                [*blocks[:at], *blocks[at + 1 :]],
+                [*blocks, blocks[at]],
+                [*blocks[:at], index, *blocks[at + 1 :]],
+            )
+        )
+    )
+
+
+def test_a_grid_that_nobody_could_count():
+    """What blocks cover is found out in the memory of the blocks, though they cut each axis at other places."""
+    corners = [tuple(slice(i, i + 1) for _ in range(12)) for i in range(1000)]
+    found = not_once(*ends_of_all(corners, 12), full_index((1000,) * 12))
+
+    assert found is not None
+    assert 0 == found[1]
 
 
 def test_a_gap_and_an_overlap_of_one_size_do_not_make_up_for_each_other():

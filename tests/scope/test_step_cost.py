@@ -394,6 +394,26 @@ def test_layers_to_recompute_that_there_are_not():
     assert "remat='(' names no layers" == error(pytree, "(")
 
 
+def test_a_batch_dim_that_the_mesh_does_not_have_is_refused(block):
+    """Batches would be counted as replicated, without a word; before a model is made where the map is known."""
+
+    def never():
+        raise AssertionError("the function was called")
+
+    layout_map, options = lm.LayoutMap(MESH), {"inputs": (BATCH,), "library": "jax", "batch_dim": "rows"}
+    for count in (
+        lambda: lm.step_cost(never, layout_map, **options),
+        lambda: lm.lower_step(never, layout_map, **options),
+        lambda: block.count(layout_map, batch_dim="rows"),
+        lambda: block.compile(layout_map, batch_dim="rows"),
+        lambda: block.verify(layout_map, batch_dim="rows"),
+    ):
+        with pytest.raises(lm.ScopeError) as raised:
+            count()
+        assert "batch_dim 'rows' is no dim of the mesh" == raised.value.what
+        assert "use one of 'data', 'model', or leave it out" == raised.value.fix
+
+
 def test_a_rule_for_activations_counts_as_in_the_step():
     """A layer's output is constrained in the counted step as in the real one, forward and backward."""
     step = lowered(Block)

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from layoutmap.core.blocks import Index, NumpyArray, ends_of
+from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index, index_text, not_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,20 @@ class ChunkTable(Sequence[Chunk]):
         ends = _integers(indices, (len(rows), rank, 2))
         self._begins, self._ends = ends[..., 0], ends[..., 1]
 
-    def check(self, shape: tuple[int, ...], itemsize: float, file_sizes: Sequence[int]) -> None:
-        """Raise if a chunk is outside of its variable, or of its file.
+    def check(self, path: str, shape: tuple[int, ...], itemsize: float, file_sizes: Sequence[int]) -> None:
+        """Raise if a chunk is outside of its variable, or of its file, or an element is not in exactly one chunk.
 
         Args:
-            shape: The shape of the variable.
+            path: The path of the variable.
+            shape: Its shape.
             itemsize: Bytes of one element.
             file_sizes: The sizes of the files in bytes.
 
         Raises:
             ValueError: One is.
         """
-        if not len(self):
-            return
-        if math.prod(shape) * itemsize >= 2**63:
-            raise ValueError(f"shape {shape}")
+        if math.prod(max(size, 1) for size in shape) * itemsize >= 2**63:
+            raise ValueError(f"{path}: shape {shape}")
         begins, ends, files = self._begins, self._ends, self._files
         right = ((begins >= 0) & (begins <= ends) & (ends <= np.array(shape, np.int64))).all(axis=1)
         right &= (files >= 0) & (files < len(file_sizes))
@@ -68,7 +67,9 @@ class ChunkTable(Sequence[Chunk]):
             num_bytes = np.prod(ends - begins, axis=1) * itemsize
             right = (self._starts >= 0) & (self._starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
         if not right.all():
-            raise ValueError(f"chunk {chunk_to_json(self[int(np.argmin(right))])}")
+            raise ValueError(f"{path}: chunk {chunk_to_json(self[int(np.argmin(right))])}")
+        if (found := not_once(begins, ends, full_index(shape))) is not None:
+            raise ValueError(f"{path}: {found[1] or 'no'} chunks have {index_text(found[0])}")
 
     def overlapping(self, index: Index) -> list[Chunk]:
         """Return the chunks that have something of a block, in order."""

@@ -162,7 +162,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
 
 
 def _checked(manifest: Manifest) -> Manifest:
-    """A manifest that names no file outside of its folder, and no byte outside of a file.
+    """A manifest that names no file outside of its folder, no byte outside of a file, and no value not or twice.
 
     Raises:
         ValueError: It does; whoever wrote it can have given it the right checksum.
@@ -178,7 +178,7 @@ def _checked(manifest: Manifest) -> Manifest:
             raise ValueError(f"{variable.path}: shape {variable.shape}")
         found = manifest.chunks[variable.path]
         assert isinstance(found, ChunkTable)
-        found.check(variable.shape, itemsize(variable.dtype), sizes)
+        found.check(variable.path, variable.shape, itemsize(variable.dtype), sizes)
     return manifest
 
 

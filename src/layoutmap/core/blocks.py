@@ -69,6 +69,12 @@ def ends_of(index: Index) -> Ends:
     return tuple((part.start, part.stop) for part in index)
 
 
+def ends_of_all(indices: Sequence[Index], rank: int) -> tuple[NumpyArray, NumpyArray]:
+    """Where blocks begin and where they end: a row for each, a column for each axis."""
+    ends = np.array([ends_of(index) for index in indices], np.int64).reshape(len(indices), rank, 2)
+    return ends[..., 0], ends[..., 1]
+
+
 def within(part: Index, index: Index) -> Index:
     """A part of a block, counted from where the block begins."""
     return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))
@@ -113,7 +119,7 @@ def assemble(
     for place, values in blocks:
         if len(place) != len(wanted) or block_shape(place) != values.shape:
             raise LayoutMapError(
-                f"a block of shape {values.shape} does not fit its place {_text(place)}",
+                f"a block of shape {values.shape} does not fit its place {index_text(place)}",
                 facts={"shape": tuple(shape)},
                 why=f"the place has the shape {block_shape(place)}",
                 fix="pass each block with its index in the global array",
@@ -123,41 +129,86 @@ def assemble(
             continue
         result[within(both, wanted)] = values[within(both, place)]
         places.append(both)
-    if result.size:
-        _check_cover(places, wanted, tuple(shape))
-    return result
-
-
-def _check_cover(places: Sequence[Index], wanted: Index, shape: tuple[int, ...]) -> None:
-    """Raise unless the blocks cover each element once.
-
-    To add up their sizes is not enough: a gap and an overlap of one size make up for each other. So the array is
-    split where any block begins or ends, and the blocks over each of these cells are counted; a grid of n blocks has n
-    cells.
-    """
-    borders = [
-        np.unique(
-            [w.start, w.stop, *(end for place in places for end in (place[axis].start, place[axis].stop))]
-        )
-        for axis, w in enumerate(wanted)
-    ]
-    count = np.zeros([len(ends) - 1 for ends in borders], np.intp)
-    for place in places:
-        cells = (np.searchsorted(ends, (p.start, p.stop)) for ends, p in zip(borders, place, strict=True))
-        count[tuple(slice(start, stop) for start, stop in cells)] += 1
-    wrong = np.argwhere(count != 1)
-    if len(wrong):
-        times = int(count[tuple(wrong[0])])
-        cell = tuple(slice(int(ends[i]), int(ends[i + 1])) for ends, i in zip(borders, wrong[0], strict=True))
+    if (found := not_once(*ends_of_all(places, len(wanted)), wanted)) is not None:
+        cell, times = found
         raise LayoutMapError(
-            f"blocks leave a gap at {_text(cell)}"
-            if not times
-            else f"{times} blocks overlap at {_text(cell)}",
-            facts={"shape": shape},
+            f"{times} blocks overlap at {index_text(cell)}"
+            if times
+            else f"blocks leave a gap at {index_text(cell)}",
+            facts={"shape": tuple(shape)},
             why="each element of an array is in exactly one block",
             fix="pass each block of the array exactly once",
         )
+    return result
 
 
-def _text(index: Index) -> str:
+_PRIME, _TIMES = (1 << 31) - 1, 3
+
+
+def not_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index, int] | None:
+    """Return a part of a block whose elements are not in exactly one of other blocks, and in how many they are.
+
+    Args:
+        begins: Where these blocks begin, as `ends_of_all` returns it.
+        ends: Where they end.
+        wanted: The block that they are to cover.
+
+    Returns:
+        `None` if each element is in exactly one of them.
+
+    Example:
+        >>> not_once(np.array([[0], [2], [2]]), np.array([[2], [4], [4]]), (slice(0, 6),))
+        ((slice(2, 4, None),), 2)
+    """
+    begins, ends = _clipped(begins, ends, wanted)
+    if _are_once(begins, ends, wanted):
+        return None
+    for axis, part in enumerate(wanted):
+        inner = np.unique([begins[:, axis], ends[:, axis]])
+        inner = inner[(part.start < inner) & (inner < part.stop)]
+        if len(inner):
+            at = int(inner[len(inner) // 2])
+            halves = (slice(part.start, at), slice(at, part.stop))
+            found = (not_once(begins, ends, (*wanted[:axis], half, *wanted[axis + 1 :])) for half in halves)
+            return next(each for each in found if each is not None)
+    return wanted, len(begins)
+
+
+def _clipped(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
+    """What blocks have of another, without those that have nothing of it."""
+    begins = np.maximum(begins, np.array([part.start for part in wanted], np.int64))
+    ends = np.minimum(ends, np.array([part.stop for part in wanted], np.int64))
+    some = (begins < ends).all(axis=1)
+    return begins[some], ends[some]
+
+
+def _are_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> bool:
+    """Whether each element of a block is in exactly one of others, which are within it.
+
+    To add up sizes is not enough: a gap and an overlap of one size make up for each other. So an element does not count
+    as one, but as the product of random numbers of its row, its column, ... in a finite field, and sums of these are
+    compared, three times. For blocks that are not so, they are equal once in 10^25 times; and no grid of cells is made,
+    which for blocks that form none would have more than anybody's memory.
+    """
+    axes = [i for i, w in enumerate(wanted) if not ((begins[:, i] == w.start) & (ends[:, i] == w.stop)).all()]
+    if not axes:
+        return len(begins) == 1 or not all(block_shape(wanted))
+    random = np.random.default_rng()
+    products = np.ones((len(begins) + 1, _TIMES), np.int64)
+    for axis in axes:
+        borders = (begins[:, axis], [wanted[axis].start], ends[:, axis], [wanted[axis].stop])
+        distinct, which = np.unique(np.concatenate(borders), return_inverse=True)
+        numbers = random.integers(_PRIME, size=(len(distinct), _TIMES))[which]
+        sums = (numbers[len(products) :] - numbers[: len(products)]) % _PRIME
+        products = products * sums % _PRIME
+    return not ((products[:-1].sum(axis=0) - products[-1]) % _PRIME).any()
+
+
+def index_text(index: Index) -> str:
+    """An index as messages show it.
+
+    Example:
+        >>> index_text((slice(2, 4), slice(0, 3)))
+        '[2:4, 0:3]'
+    """
     return f"[{', '.join(f'{part.start}:{part.stop}' for part in index)}]"

@@ -11,6 +11,7 @@ from typing import Any
 
 from layoutmap.adapters import get_adapter, imported_adapter
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.mesh import check_dim
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment
@@ -62,6 +63,7 @@ class LoweredStep:
         Raises:
             PlanError: Rules do not fit the model.
             LayoutError: A rule for activations does not fit what a layer returns.
+            ScopeError: The mesh has no such `batch_dim`.
         """
         return self._lowered.count(*self._placed(layout_map, batch_dim))
 
@@ -109,6 +111,7 @@ class LoweredStep:
 
     def _placed(self, layout_map: RuleSet, batch_dim: str | None) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()
+        check_dim("batch_dim", batch_dim, plan.mesh, "the batch is sharded over it")
         batch_dim = batch_dim or (self._batch_dim if self._batch_dim in plan.mesh else None)
         activations = layout_map.activations
         policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
@@ -155,7 +158,8 @@ def lower_step(
         library: See `layoutmap.plan`.
 
     Raises:
-        ScopeError: The model fails when it is traced, is of a library that does not run on JAX, or `remat` is no regex.
+        ScopeError: The model fails when it is traced, is of a library that does not run on JAX, `remat` is no regex, or
+            the mesh has no such `batch_dim`.
     """
     check_maker(make_model, layout_map, "lower_step")
     check_remat(remat)
@@ -169,6 +173,7 @@ def lower_step(
             else "plan the same rules with the model of keras-hub or flax.nnx, on JAX",
         )
     dry = Scope(layout_map, adapter, None)
+    check_dim("batch_dim", batch_dim, dry.mesh, "the batch is sharded over it")
     with adapter.undisturbed():
         model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
         step = dry.session.step(model, inputs, optimizer, loss)
@@ -203,7 +208,7 @@ def step_cost(
     Raises:
         PlanError: Rules do not fit the model.
         LayoutError: A rule for activations does not fit what a layer returns.
-        ScopeError: The model fails when it is traced, or is of a library that does not run on JAX.
+        ScopeError: See `lower_step`.
 
     Example:
         >>> import keras, layoutmap as lm

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.mesh import Mesh
+from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import machine_for
@@ -65,13 +65,7 @@ def asked_cost(
                 )
         return None
     machine = machine_for(on, mesh)
-    if batch_dim is not None and batch_dim not in mesh:
-        raise ScopeError(
-            f"plan: batch_dim {batch_dim!r} is no dim of the mesh",
-            facts={"mesh": str(mesh)},
-            why="the batch is sharded over one of the mesh's dims",
-            fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
-        )
+    check_dim("plan: batch_dim", batch_dim, mesh, "the batch is sharded over it")
     if inputs is None:
         raise ScopeError(
             f"plan: on={str(on)!r} needs inputs",

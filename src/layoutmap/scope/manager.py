@@ -18,7 +18,7 @@ from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.retention import Retention, check_metrics
 from layoutmap.checkpoint.step_writer import Memory, StepWriter
-from layoutmap.core.errors import CheckpointError, LayoutMapWarning
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.scope.loading import load
 from layoutmap.scope.saving import begin_save, check_step, group_of
 
@@ -30,6 +30,9 @@ class CheckpointManager:
     the memory of other copies, as large as the shards of this process, is kept for the next save. At most one save is
     in flight: a second one waits for the first. If one fails, the next call raises what it raised. A program that ends
     waits for its last save. With several processes all make the same calls, and decide as the first does.
+
+    A run that goes back, by `load(step=30)` of 50, does not save below the steps that it left: that is refused until
+    these are deleted, or another directory is named.
 
     Args:
         directory: Where the steps of this run are kept, and of no other. All in it count, whoever saved them.
@@ -118,7 +121,7 @@ class CheckpointManager:
             Whether it is saved: not if it is not due, or is the one that was saved or loaded last.
 
         Raises:
-            CheckpointError: See `layoutmap.save`; or the save before this one has failed.
+            CheckpointError: See `layoutmap.save`; or the save before this one has failed, or there are later steps.
         """
         number = check_step(step)
         if self._flight is not None and self._flight.has_failed and self._flight.is_alone:
@@ -137,7 +140,7 @@ class CheckpointManager:
             metadata,
             metrics=found,
             after=self.wait,
-            replace_damaged=number in self._damaged,
+            make_way=lambda: self._make_way(number),
         )
         self._metrics[number] = found
         with writer:
@@ -220,6 +223,19 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
+
+    def _make_way(self, step: int) -> None:
+        there = self.steps
+        later = [f"step-{each}" for each in there if each > step and each not in self._damaged]
+        if later:
+            raise CheckpointError(
+                f"{self._storage.where}: step {step} cannot be saved, since there are later steps",
+                facts={} if self._last is None else {"last loaded or saved": self._last},
+                why="the next run would go on from them, and this step and those after it would be deleted first",
+                fix=f"save into another directory, or delete these folders first: {listed(later)}",
+            )
+        if step in self._damaged and step in there:
+            self._storage.delete(step)
 
     def _is_due(self, model: Any, step: int) -> bool:
         seconds = 0.0

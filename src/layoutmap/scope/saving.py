@@ -94,7 +94,7 @@ def begin_save(
     *,
     metrics: Mapping[str, float] | None = None,
     after: Callable[[], object] = lambda: None,
-    replace_damaged: bool = False,
+    make_way: Callable[[], object] = lambda: None,
 ) -> tuple[StepWriter, dict[str, VariableSpec]]:
     """Agree with the other processes on a step, and make the folder in which it is written.
 
@@ -109,7 +109,7 @@ def begin_save(
         metadata: See `save`.
         metrics: Numbers by which steps are compared; those of the first process are kept.
         after: What must have ended; if it raises in one process, all raise.
-        replace_damaged: Whether a step of this number is there, and not as it was saved: it is deleted first.
+        make_way: What the first process does then, before the step is begun; if it raises, all raise.
 
     Returns:
         What writes the step, and the variables that this process writes.
@@ -158,8 +158,7 @@ def begin_save(
     own_token = new_token()
 
     def begin() -> list[str]:
-        if replace_damaged and manifest.step in storage.steps():
-            storage.delete(manifest.step)
+        make_way()
         return [own_token, begin_step(storage, manifest.step, own_token, total_bytes)]
 
     try:

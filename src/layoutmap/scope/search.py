@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
-from layoutmap.core.mesh import Mesh
+from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.paths import merge_paths, starred
 from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.cost.cost import Cost, duration
@@ -157,7 +157,7 @@ def search(
         memory: The memory of a device in bytes; `None`: all that the machine's devices have. A map fits if what is
             counted, and 20 % of that, is not more.
         mesh: The mesh; `None`: that of `start`, or else its shape is searched as well, with dims data and model.
-        batch_dim: The dim of `mesh` over which batches are sharded; `None`: one with a usual name.
+        batch_dim: The dim of the mesh over which batches are sharded; `None`: one with a usual name.
         start: Rules to start from; they count as an expert's map.
         keep: Patterns of rules of `start`, for variables or activations, that every map has.
         tries: For how many maps the cost is counted at most; for as many again where activations are recomputed.
@@ -195,6 +195,12 @@ def search(
             fix='pass inputs: anything with shape and dtype; on the command line --inputs "int32[64,4096]"',
         )
     given = _mesh_given(mesh, start)
+    if given is None and batch_dim not in (None, "data"):
+        raise ScopeError(
+            f"search: batch_dim={batch_dim!r} has no effect without mesh=",
+            why="meshes with dims data and model are tried then, and the batch is sharded over data",
+            fix="leave batch_dim out, or pass the mesh that has it",
+        )
     machine = machine_for(on, given) if given else _machine(on)
     kept = _kept(start, keep, given)
     target = target_of(verify, machine)
@@ -294,13 +300,7 @@ def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
 
 def _grid(mesh: Mesh, batch_dim: str | None, start: RuleSet | None) -> Grid:
     """The grid of a mesh that is given."""
-    if batch_dim is not None and batch_dim not in mesh:
-        raise MeshError(
-            f"search: batch_dim {batch_dim!r} is no dim of the mesh",
-            facts={"mesh": str(mesh)},
-            why="the batch is sharded over one of the mesh's dims",
-            fix=f"use one of {', '.join(map(repr, mesh.dim_names))}, or leave it out",
-        )
+    check_dim("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
     outputs = list(start.activations.values()) if start is not None else []
     sharded = [dim for layout in outputs if layout.rank for dim in layout.mesh_dims_of(0)]
     named = [dim for dim in _NAMES_OF_BATCH if dim in mesh]

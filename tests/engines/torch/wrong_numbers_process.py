@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engines.torch import test_slices
+from engines.torch.custom_operators import DIFFERENTIABLE
 from engines.torch.dtensors import alone, place, run_on, whole
 from engines.torch.masked import drawn_on
 
@@ -73,6 +74,9 @@ MORE = {
         [(X, ("batch", "model")), (LABELS, ("batch",))],
     ),
     "cdist": (torch.cdist, [(X, ROWS), (Y, ROWS)]),
+} | {
+    f"custom operator, {name}": (function, [(each, ("model", "batch")[: each.ndim]) for each in arguments])
+    for name, (function, arguments) in DIFFERENTIABLE.items()
 }
 BY_TILES = ("dropout", "dropout2d", "attention")
 
@@ -102,7 +106,8 @@ def compared(case, with_alone):
     def laid_out():
         return outcome(function, [place(tensor, *specs) for tensor, specs in arguments])
 
-    with run_on():
+    with run_on(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.ops.*computed on gathered tensors")
         right = agree(expected, laid_out())
     if not with_alone:
         return right, False

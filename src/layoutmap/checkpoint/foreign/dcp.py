@@ -20,7 +20,16 @@ from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.foreign.dcp_pickle import Dtype, Tensor, as_sizes, unpickled, wrong
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray, block_shape, intersect, within
+from layoutmap.core.blocks import (
+    Index,
+    NumpyArray,
+    block_shape,
+    ends_of_all,
+    index_text,
+    intersect,
+    not_once,
+    within,
+)
 from layoutmap.core.errors import CheckpointError, brief
 
 METADATA = ".metadata"
@@ -73,23 +82,27 @@ class DistributedCheckpoint(Source):
         path = variable.path
         dtype = numpy_dtype(variable.dtype, path)
         result = np.empty(block_shape(wanted), dtype)
-        covered = 0
-        for chunk in self._chunks[path]:
-            both = intersect(chunk.index, wanted)
-            if both is not None:
-                place = result[(*within(both, wanted), ...)]
-                place[...] = self._block(path, chunk, dtype, within(both, chunk.index))
-                covered += place.size
-        if covered != result.size:
-            raise wrong(
-                self.where, f"{path}: values are missing", "the chunks in the metadata do not cover them"
-            )
+        for chunk, both in self._covering(path, wanted):
+            part = self._block(path, chunk, dtype, within(both, chunk.index))
+            result[(*within(both, wanted), ...)] = part
         return result
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        for chunk in self._chunks[variable.path]:  # a file may be missing, or too short
-            if intersect(chunk.index, wanted) is not None:
-                self._head(variable.path, chunk)
+        for chunk, _ in self._covering(variable.path, wanted):  # a file may be missing, or too short
+            self._head(variable.path, chunk)
+
+    def _covering(self, path: str, wanted: Index) -> list[tuple[_Chunk, Index]]:
+        """The chunks that have something of a block, and what.
+
+        Raises:
+            CheckpointError: An element of it is not in exactly one of them.
+        """
+        shared = ((chunk, intersect(chunk.index, wanted)) for chunk in self._chunks[path])
+        found = [(chunk, both) for chunk, both in shared if both is not None]
+        if (fault := not_once(*ends_of_all([both for _, both in found], len(wanted)), wanted)) is not None:
+            what = f"{fault[1] or 'no'} chunks in the metadata have {index_text(fault[0])}"
+            raise wrong(self.where, f"{path}: values are missing, or there twice", what)
+        return found
 
     def _block(self, path: str, chunk: _Chunk, dtype: np.dtype[Any], index: Index) -> NumpyArray:
         tensor, _, start = self._head(path, chunk)

@@ -38,6 +38,7 @@ try:
     from torch._dynamo import nonstrict_trace
     from torch._dynamo.convert_frame import ConvertFrameAssert
     from torch._dynamo.eval_frame import make_set_enable_dynamic, skip_code
+    from torch._ops import OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -53,6 +54,7 @@ try:
         LocalTensorMode,
         enabled_local_tensor_mode,
     )
+    from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -76,7 +78,8 @@ _RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on argu
 _NAMES: list[tuple[Any, str]] = [
     (DTensor, "_local_tensor _spec"),
     (DTensorSpec, "_convert_shard_order_to_StridedShard _maybe_convert_StridedShard_to_shard_order"),
-    (_DISPATCHER, f"{_PROPAGATE} {_TAIL} {_RESULTS} _custom_op_handlers"),
+    (_DISPATCHER, f"{_PROPAGATE} {_TAIL} {_RESULTS} _custom_op_handlers sharding_propagator"),
+    (_DISPATCHER.sharding_propagator, "op_strategy_funcs propagate_op_sharding"),
     (DeviceMesh, "_rank_map"),
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
     (LocalTensor, "_local_tensors _ranks"),
@@ -94,8 +97,9 @@ _NAMES: list[tuple[Any, str]] = [
     (torch.ops.aten, "_assert_async"),
     (torch.ops._c10d_functional, "all_reduce wait_tensor"),
     (torch._C, "_AutoDispatchBelowAutograd _clear_DTensor_sharding_propagator_cache"),
-    (torch._C, "_disabled_torch_function_impl"),
-    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+    (torch._C, "_disabled_torch_function_impl _current_autograd_node"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key _jit_resolve_packet"),
+    (OpOverloadPacket, "_qualified_op_name"),
     (_of_muon, "_zeropower_via_newtonschulz"),
     (_SAVING, "_top_saved_tensors_default_hooks"),
     (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction _checkpoint_hook"),
@@ -371,6 +375,39 @@ def only_views(op: Any) -> bool:
 overload_name = attrgetter("_overloadname")
 """Which overload of its name an operation is."""
 
+OPERATORS = (OpOverload, OpOverloadPacket)
+"""The types of `torch.ops.<namespace>.<name>.<overload>`, and of that without an overload."""
+
+
+def operator_of(function: Any, args: Any, kwargs: Any) -> Any:
+    """The overload of an operator of `torch.ops` that a call of it means."""
+    if isinstance(function, OpOverload):
+        return function
+    return getattr(function, torch._C._jit_resolve_packet(function._qualified_op_name, *args, **kwargs))
+
+
+def is_custom(function: Any) -> bool:
+    """Whether a function is an operator that is not torch's own, and no `register_sharding` says how it is sharded."""
+    if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _OWN_OPERATORS:
+        return False
+    packet: Any = getattr(function, "overloadpacket", function)
+    return any(
+        getattr(packet, name) not in _DISPATCHER.sharding_propagator.op_strategy_funcs
+        for name in packet.overloads()
+    )
+
+
+def gradient_of() -> str:
+    """The name of what the gradient is computed of now, on this thread; empty outside of backward passes."""
+    node: Any = torch._C._current_autograd_node()
+    return node.name() if node is not None else ""
+
+
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "device_mesh")
+"""Where the operators are that communicate."""
+
+_OWN_OPERATORS = ("aten", "prims", *COLLECTIVES)
+
 
 def apply_to_module(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace the tensors of a module by what a function makes of them, as `Module.to` does."""
@@ -423,7 +460,7 @@ def guard_operators(
     Args:
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
             and by name, and their mesh. It returns that, which is then kept, or the operator's result.
-        changed: Called with an operator and the DTensors that `DTensor` has changed by it.
+        changed: Called with an operator and the tensors that `DTensor` has changed by it.
         moved: Called with a DTensor that was brought to another layout for a view of it, its local tensor there, and
             the spec of that.
     """
@@ -470,7 +507,7 @@ def _tail(then: Callable[..., Any], op: Any, args: Any, kwargs: Any, *others: An
     if is_inplace or is_out:
         changed = args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)]
         leaves = [changed] if isinstance(changed, torch.Tensor) else tree_leaves(changed)
-        then(op, [each for each in leaves if isinstance(each, DTensor)])
+        then(op, leaves)
         if op is torch.ops.aten.copy_.default and not isinstance(changed, DTensor):
             return changed
     return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)

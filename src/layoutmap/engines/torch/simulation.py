@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.launchers import launcher
+from layoutmap.engines.torch.one_process import refuse_collective, split_nothing
 from layoutmap.engines.torch.private import (
+    COLLECTIVES,
     FakeStore,
     LocalIntNode,
     LocalTensor,
@@ -44,7 +46,6 @@ from layoutmap.engines.torch.private import (
 )
 
 NUM_DEVICES = 8
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "device_mesh")
 
 _lock = threading.RLock()
 _simulation: _Simulation | None = None
@@ -80,8 +81,10 @@ class _Simulation(SimulationMode):
         if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
             with _Simulation(ranks):
                 return func(*args, **kwargs)
-        if func.namespace not in _COLLECTIVES and not any(map(_is_per_rank, leaves)):
-            return func(*args, **kwargs)
+        if not any(map(_is_per_rank, leaves)):
+            if func.namespace not in COLLECTIVES:
+                return func(*args, **kwargs)
+            refuse_collective(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -128,6 +131,7 @@ def start() -> None:
         number = world_size()
         _warn_of_processes(number)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+        split_nothing()
         _simulation = _Simulation(number)
         _simulation.__enter__()
         simulate_on_all_threads(_simulation)

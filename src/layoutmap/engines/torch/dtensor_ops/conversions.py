@@ -21,6 +21,11 @@ def replicated(mesh: Any) -> list[Any]:
     return [Replicate()] * mesh.ndim
 
 
+def is_everywhere(tensor: Any) -> bool:
+    """Whether every device has a DTensor in full."""
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
 def placed(tensor: Any, placements: Sequence[Any]) -> Any:
     """A DTensor in other placements on its mesh; itself if it has them."""
     if tuple(placements) == tuple(tensor.placements):

@@ -15,29 +15,68 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like
+from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, is_everywhere, like
 from layoutmap.engines.torch.dtensor_ops.shards import mesh_of
-from layoutmap.engines.torch.private import tree_leaves, tree_map
+from layoutmap.engines.torch.private import (
+    OPERATORS,
+    operator_of,
+    tree_leaves,
+    tree_map,
+    written_arguments,
+)
 
 
-def on_gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Compute a function on gathered tensors; gradients pass. What it changes in place keeps its layout."""
-    target = args[0] if args and changes_in_place(function) else None
+def on_gathered(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    write: Callable[[Any, torch.Tensor], object] = lambda old, new: old.copy_(like(new, old)),
+) -> Any:
+    """Compute a function on gathered tensors; gradients pass. What it changes keeps its layout, or stays plain.
+
+    Args:
+        function: The function.
+        args: Its arguments, of which some are DTensors.
+        kwargs: And by name.
+        write: Gives a DTensor the values that the function has changed it to.
+    """
     mesh = mesh_of(tree_leaves((args, kwargs)))
-    targets = [each for each in tree_leaves(target) if isinstance(each, DTensor)]
-    if targets:
-        changed = tree_map(
-            lambda each: full_tensor(each).clone() if isinstance(each, DTensor) else each, target
-        )
-        result = function(changed, *tree_map(full_tensor, tuple(args[1:])), **tree_map(full_tensor, kwargs))
-        for old, new in zip(tree_leaves(target), tree_leaves(changed), strict=True):
-            if isinstance(old, DTensor):
-                old.copy_(like(new, old))
-        return None if result is None else target
-    result = function(*tree_map(full_tensor, tuple(args)), **tree_map(full_tensor, kwargs))
-    if target is not None:
-        return result
-    return tree_map(lambda each: everywhere(each, mesh) if isinstance(each, torch.Tensor) else each, result)
+    changed = changed_by(function, args, kwargs)
+    plain = {id(each): full_tensor(each).clone() if isinstance(each, DTensor) else each for each in changed}
+
+    def off_mesh(value: Any) -> Any:
+        return plain[id(value)] if id(value) in plain else full_tensor(value)
+
+    args, kwargs = tree_map(off_mesh, (tuple(args), dict(kwargs)))
+    result = function(*args, **kwargs)
+    for each in changed:
+        if isinstance(each, DTensor):
+            write(each, plain[id(each)])
+    given = {id(plain[id(each)]): each for each in changed}
+
+    def on_mesh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return given[id(value)] if id(value) in given else everywhere(value, mesh)
+
+    return tree_map(on_mesh, result)
+
+
+def changed_by(function: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a call changes: as an operator's schema says, or by the name of any other function."""
+    if isinstance(function, OPERATORS):
+        written = written_arguments(operator_of(function, args, kwargs))
+        found: Any = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
+    else:
+        found = [args[:1] if changes_in_place(function) else (), kwargs.get("out")]
+    return [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+
+
+def custom(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A custom operator: its kernels, and its formula for gradients, are written for the memory of plain tensors."""
+    if not all(is_everywhere(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
+        warn_of_gathering(name_of(function), "DTensor does not know what a custom operator computes")
+    return on_gathered(function, args, kwargs)
 
 
 def read(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -61,6 +100,8 @@ _CHANGING = {
 
 def name_of(function: Callable[..., Any]) -> str:
     """What a function is called in messages."""
+    if isinstance(function, OPERATORS):
+        return f"torch.ops.{getattr(function, 'overloadpacket', function)}"
     module = getattr(function, "__module__", None) or "torch.Tensor"
     return f"{module.removesuffix('._tensor')}.{function.__name__}"
 

@@ -6,7 +6,8 @@ arguments of some shapes and placements. What it may do it remembers, so a prove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, placed, replicated
-from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.conversions import (
+    everywhere,
+    full_tensor,
+    is_everywhere,
+    placed,
+    replicated,
+)
+from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
 from layoutmap.engines.torch.dtensor_ops.memories import copied, note_moved, spread
 from layoutmap.engines.torch.dtensor_ops.proven import (
@@ -33,6 +40,7 @@ from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,
     dtensor,
+    gradient_of,
     guard_operators,
     local_of,
     only_views,
@@ -59,7 +67,8 @@ def guard(device_mesh: DeviceMesh) -> None:
 
 def _changed(op: Any, changed: list[Any]) -> None:
     """Have what DTensor has changed written to what it is a copy of."""
-    some = [each for each in changed if each.device_mesh in _meshes] if copied else []
+    _refuse_plain(op, changed, {})  # what DTensor remembers of replicated tensors it does to plain ones, too
+    some = [each for each in _dtensors(changed) if each.device_mesh in _meshes] if copied else []
     if some:
         spread(op, some)
         for each in some:
@@ -105,14 +114,14 @@ def _refuse_plain(op: Any, args: Any, kwargs: Any) -> None:
             if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
                 raise EngineError(
                     f"{op}: a plain tensor would be changed by tensors on a mesh",
-                    facts={"shape": tuple(each.shape)},
+                    facts={"shape": tuple(each.shape), "gradient of": gradient_of()},
                     why="each device would change it, or a copy of it",
                     fix="pass their values: tensor.full_tensor()",
                 )
 
 
 def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
-    full_name = op.overloadpacket.__name__
+    full_name = str(op.overloadpacket).removeprefix("aten.")  # another's `cumsum` is not torch's
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if name in ALONG and name != full_name and isinstance(args[0], DTensor) and not _waits(args[0]):
         return args[0].copy_(getattr(getattr(torch.ops.aten, name), overload_name(op))(*args, **kwargs))
@@ -123,7 +132,7 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
     if name == "embedding" and is_sharded(args[0], 0):  # DTensor mixes up what several lookups leave out
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _dtensors((args, kwargs))
-    written = {id(each) for each in _written(op, args, kwargs)}
+    written = {id(each) for each in _dtensors(changed_by(op, args, kwargs))}
     # DTensor would have the others wait for the same sum, which it cannot.
     is_filled = any(
         _waits(each) and any(other.placements != each.placements for other in tensors)
@@ -153,17 +162,17 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
     inner = decomposed(op, args, kwargs)
     if inner is not NotImplemented:
         return inner
-    if only_views(op) and all(map(_is_everywhere, tensors)) and not _is_read_by_strides(name, args[0]):
+    if only_views(op) and all(map(is_everywhere, tensors)) and not _is_read_by_strides(name, args[0]):
         return _on_local(op, args, kwargs, mesh)
     if only_views(op):
         copy = everywhere(full_tensor(args[0]), mesh)
         note_moved(args[0], copy)
         result = op(copy, *args[1:], **kwargs)
     else:
-        result = _gathered(op, args, kwargs, mesh)
+        result = on_gathered(op, args, kwargs, functools.partial(_write, op))
     is_filled = any(_waits(each) for each in tensors if id(each) in written)
-    if not (name in QUIET or is_empty or is_filled or all(map(_is_everywhere, tensors))):
-        warn_of_gathering(f"torch.ops.aten.{name}", why)
+    if not (name in QUIET or is_empty or is_filled or all(map(is_everywhere, tensors))):
+        warn_of_gathering(name_of(op), why)
     return result
 
 
@@ -209,16 +218,6 @@ def _become_sums(tensors: list[Any], specs: list[Any]) -> bool:
 
 def _dtensors(values: Any) -> list[Any]:
     return [each for each in tree_leaves(values) if isinstance(each, DTensor)]
-
-
-def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """The DTensors that an operator changes."""
-    for place, name in written_arguments(op):
-        yield from _dtensors(args[place] if place < len(args) else kwargs.get(name))
-
-
-def _is_everywhere(tensor: Any) -> bool:
-    return all(placement.is_replicate() for placement in tensor.placements)
 
 
 def _waits(tensor: Any) -> bool:
@@ -273,34 +272,6 @@ def _on_local(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
         ),
         op(*args, **kwargs),
     )
-
-
-def _gathered(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
-    """The result of an operator on plain tensors; what it changes keeps its layout."""
-    changed: dict[int, tuple[Any, Any]] = {}
-    written = {id(each) for each in _written(op, args, kwargs)}
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        if id(value) not in written:
-            return full_tensor(value)
-        if id(value) not in changed:
-            changed[id(value)] = value, full_tensor(value).clone(memory_format=torch.preserve_format)
-        return changed[id(value)][1]
-
-    args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
-    result = op(*args, **kwargs)
-    for old, new in changed.values():
-        _write(op, old, new)
-    given = {id(new): old for old, new in changed.values()}
-
-    def on_mesh(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return given[id(value)] if id(value) in given else everywhere(value, mesh)
-
-    return tree_map(on_mesh, result)
 
 
 def _write(op: Any, old: Any, new: Any) -> None:

@@ -13,7 +13,7 @@ randomness    dropout and its like draw what the plain program draws
 rows          what treats images or elements apart, and has no rule for its gradient
 lookups       rows and elements by their number, along a sharded axis
 slices        changes in place of a part of a tensor, which may be a copy
-gathered      values that are read, and what changes the shape of a tensor in place on its way
+gathered      values that are read, custom operators, and what changes the shape of a tensor in place on its way
 
 Plain tensors that meet DTensors count as replicated.
 """
@@ -40,7 +40,9 @@ from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
+    changed_by,
     changes_in_place,
+    custom,
     on_gathered,
 )
 from layoutmap.engines.torch.dtensor_ops.guard import guard
@@ -64,7 +66,9 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.private import (
+    OPERATORS,
     base_of,
+    is_custom,
     outside_of_modes,
     plainly,
     replicates_plain_tensors,
@@ -93,6 +97,7 @@ _HANDLERS: dict[Any, Handler] = {
 }
 _HANDLERS = {function: plainly(handler) for function, handler in _HANDLERS.items()}
 _BY_SHARDS = {f: plainly(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()}
+_INTO_PLAIN = plainly(on_gathered)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
 
 
@@ -139,25 +144,26 @@ class _Computing(TorchFunctionMode):
         found, is_mixed = _survey((*args, *kwargs.values()) if kwargs else args)
         if found is None:
             return func(*args, **kwargs)
-        in_place = known.in_place and bool(args)
-        if in_place and not _are_dtensors(args[0]):
-            return plainly(on_gathered)(func, args, kwargs)
+        changed = changed_by(func, args, kwargs) if known.changes or "out" in kwargs else []
         if known.indexes:
             args = (args[0], _index(args[1]), *args[2:])
             is_mixed = _survey(args)[1]
-        if is_mixed:
+        handler = known.handler
+        if changed and not all(isinstance(each, DTensor) for each in changed):
+            handler = _INTO_PLAIN
+        elif is_mixed:
             args, kwargs = _all_on_mesh(args, kwargs, found.device_mesh)
-        if known.handler is not None:
-            result = known.handler(func, args, kwargs)
+        if handler is not None:
+            result = handler(func, args, kwargs)
         elif known.can_be_unwrapped:
             with self:
                 return unwrapped(func)(*args, **kwargs)
         else:
-            result = _compute(known, func, args, kwargs)
+            result = _compute(known.joins, changed, func, args, kwargs)
         if known.is_view:
             return note_copies(func, args, kwargs, result)
-        if copies and (in_place or "out" in kwargs):
-            follow(func, kwargs["out"] if "out" in kwargs else args[0])
+        if copies and changed:
+            follow(func, changed)
         return result
 
 
@@ -167,7 +173,7 @@ class _Known:
 
     Attributes:
         handler: What computes it; `None`: DTensor, or what it calls is looked up.
-        in_place: Whether it changes its first argument.
+        changes: Whether it changes arguments that are not named `out`.
         indexes: Whether its second argument is an index.
         joins: Whether it joins tensors, of which some may be empty.
         is_view: Whether it may return a view.
@@ -176,7 +182,7 @@ class _Known:
     """
 
     handler: Handler | None
-    in_place: bool
+    changes: bool
     indexes: bool
     joins: bool
     is_view: bool
@@ -188,8 +194,8 @@ class _Known:
 def _known(func: Any, by_shards: bool) -> _Known:
     handler = _BY_SHARDS.get(func) if by_shards else None
     return _Known(
-        handler=handler or _HANDLERS.get(func),
-        in_place=changes_in_place(func),
+        handler=handler or _HANDLERS.get(func) or (plainly(custom) if is_custom(func) else None),
+        changes=isinstance(func, OPERATORS) or changes_in_place(func),
         indexes=func in _INDEXING,
         joins=func in JOINS,
         is_view=func in VIEWS,
@@ -220,16 +226,16 @@ _METHODS = ("size", "dim", "stride", "numel", "is_floating_point", "is_complex",
 _QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in _METHODS)
 
 
-def _compute(known: _Known, function: Any, args: Any, kwargs: Any) -> Any:
+def _compute(joins: bool, changed: list[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Any:
     """Compute what is in no table, outside of all modes; `guard` decides how."""
     with outside_of_modes():
-        if known.joins:
+        if joins:
             args, kwargs = without_empty(args, kwargs)
         result = function(*args, **kwargs)
-        if known.in_place and args:
-            if isinstance(args[0], DTensor) and base_of(args[0]) is not args[0]:
-                keep_gradient(args[0])
-        elif type(result) is DTensor and result.ndim == 0:
+        for each in changed:
+            if base_of(each) is not each:
+                keep_gradient(each)
+        if not changed and type(result) is DTensor and result.ndim == 0:
             return reduced(result)  # it is a loss, or becomes one, and may be read where no mode looks
         return result
 
@@ -240,11 +246,6 @@ def _index(index: Any) -> Any:
         return tuple(map(_index, index))
     numbers = type(index) is list and all(isinstance(each, int) for each in tree_leaves(index))
     return torch.tensor(index) if numbers else index
-
-
-def _are_dtensors(target: Any) -> bool:
-    """Whether what is changed in place, a tensor or a list of them, is all DTensors."""
-    return all(isinstance(each, DTensor) for each in (target if type(target) in (list, tuple) else [target]))
 
 
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, slice))

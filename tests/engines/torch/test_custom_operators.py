@@ -1,0 +1,212 @@
+"""Operators that are not torch's own: values and gradients are those of one device, in every layout."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engines.torch.custom_operators import (
+    CHUNKED,
+    DIFFERENTIABLE,
+    LABELS,
+    OPS,
+    TABLE,
+    X,
+    Y,
+    accumulate,
+    normalized,
+    parts,
+    ranks,
+)
+from engines.torch.dtensors import place, run_on, summands, whole
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import layoutmap as lm
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops import gathered
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*computed on gathered tensors")
+
+LAYOUTS = {
+    "rows": lambda x: place(x, "batch", *[None] * (x.ndim - 1)),
+    "both": lambda x: place(x, *("batch", "model")[: x.ndim]),
+    "two dims on one axis": lambda x: place(x, ("batch", "model"), *[None] * (x.ndim - 1)),
+    "partial sum": lambda x: summands(x),
+    "replicated": lambda x: place(x, *[None] * x.ndim),
+}
+BACKWARD = {
+    "backward": lambda value, leaves: (value.backward(), [each.grad for each in leaves])[1],
+    "grad": lambda value, leaves: torch.autograd.grad(value, leaves),
+}
+
+
+def outcome(function, leaves, backward):
+    """What a function gives, and its gradients."""
+    result = function(*leaves)
+    return [result.detach(), *BACKWARD[backward](result.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_values_and_gradients(name, layout, backward):
+    """The values of a custom operator and its gradients are those of one device, in every layout."""
+    function, arguments = DIFFERENTIABLE[name]
+    expected = outcome(function, [each.clone().requires_grad_() for each in arguments], backward)
+    with run_on():
+        leaves = [LAYOUTS[layout](each).detach().requires_grad_() for each in arguments]
+        actual = [whole(each) for each in outcome(function, leaves, backward)]
+
+    torch.testing.assert_close(actual, expected)
+
+
+COMPUTED = {
+    "ranks": (OPS.ranks, [X]),
+    "one of several": (OPS.twice, [X]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_values_without_gradients(name, layout):
+    """The values of an operator that has no formula for gradients are those of one device, in calls and outside."""
+    function, arguments = COMPUTED[name]
+    expected = function(*arguments)
+    placed = [LAYOUTS[layout](each) for each in arguments]
+    with run_on():
+        inside = function(*placed)
+    with simulation.on_mesh(placed[0].device_mesh):
+        outside = function(*placed)
+
+    assert [expected.tolist()] * 2 == [whole(inside).tolist(), whole(outside).tolist()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("function", [lambda x, y, n: accumulate(x, y, n), lambda x, y, n: OPS.twice(x, y=y)])
+def test_changes_in_place(function, layout):
+    """What a custom operator changes has the values of one device, in the layout that it had; plain tensors, too."""
+    expected = [Y.clone(), torch.tensor([0, 0])]
+    function(X, *expected)
+    changed = LAYOUTS[layout](Y)
+    plain, counts = Y.clone(), [torch.tensor([0, 0]) for _ in range(3)]
+    before = changed.placements
+    with run_on():
+        function(LAYOUTS[layout](X), changed, place(counts[0], None))
+        function(LAYOUTS[layout](X), plain, counts[1])
+        sliced = LAYOUTS[layout](torch.cat([Y, Y], 1))
+        function(LAYOUTS[layout](X), sliced[:, 6:], counts[2])
+
+    assert before == changed.placements
+    torch.testing.assert_close(whole(changed), expected[0])
+    torch.testing.assert_close((plain, counts[1]), tuple(expected))
+    torch.testing.assert_close(whole(sliced), torch.cat([Y, expected[0]], 1))
+
+
+def test_a_gradient_without_a_formula_is_refused_as_on_one_device():
+    """Nothing is made up where the program has registered no formula."""
+    message = "no autograd formula was registered"
+    with pytest.raises(RuntimeError, match=message):
+        OPS.ranks(X.clone().requires_grad_()).sum().backward()
+    with run_on(), pytest.raises(RuntimeError, match=message):
+        OPS.ranks(place(X, "batch", None).requires_grad_()).sum().backward()
+
+
+NUMBERS = torch.zeros(8, 6, dtype=torch.long)
+OUT = {
+    "function": lambda x, out: torch.mul(x, 3.0, out=out),
+    "overload": lambda x, out: torch.ops.aten.mul.out(x, x, out=out),
+    "in place": lambda x, out: torch.ops.aten.add_.Tensor(out, x),
+    "several": lambda x, out: torch.sort(x, 0, out=(out, NUMBERS)),
+    "other names": lambda x, out: torch.ops.aten.frexp.Tensor_out(x, mantissa=out, exponent=NUMBERS.int()),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_plain_tensors_that_are_written_into(name):
+    """A plain tensor that a function of torch is told to write into has the values afterwards, and is returned."""
+    expected, actual = torch.ones(8, 6), torch.ones(8, 6)
+    OUT[name](X, expected)
+    with run_on():
+        result = OUT[name](place(X, "batch", "model"), actual)
+
+    torch.testing.assert_close(actual, expected)
+    assert actual is (result if isinstance(result, torch.Tensor) else result[0])
+
+
+def test_an_operator_that_is_called_as_one_of_torch():
+    """Names count in their namespace: another's `cumsum` has arguments of its own."""
+    x = place(X, "batch", None)
+    with simulation.on_mesh(x.device_mesh):
+        actual = OPS.cumsum(x, -1)
+
+    torch.testing.assert_close(whole(actual), -X)
+
+
+def test_gradients_outside_of_calls_are_right_or_refused_by_name():
+    """Where nobody saw the call, a formula that writes into plain memory is refused, and its operator is named."""
+    x = place(X, "batch", None).requires_grad_()
+    with simulation.on_mesh(x.device_mesh):
+        place(X[:, 0], None).mul_(place(X[:, 0], "batch"))  # which DTensor remembers
+        _, total = parts(x, [x], 4)
+        total.sum().backward()
+        loss = F.linear_cross_entropy(x, TABLE, LABELS, reduction="none", options=CHUNKED).sum()
+        with pytest.raises(lm.EngineError) as found:
+            loss.backward()
+
+    torch.testing.assert_close(whole(x.grad), torch.full_like(X, 2.0))
+    assert "GeneratedBackwardFor_torch_nn__linear_cross_entropy" in str(found.value)
+
+
+def test_a_registered_sharding_is_used():
+    """What the program says of its operator to DTensor is done, without a gather."""
+    with run_on():
+        y = OPS.negated(place(X, "batch", None))
+
+    assert (Shard(0), Replicate()) == y.placements
+    torch.testing.assert_close(whole(y), -X)
+
+
+def test_the_warning():
+    """An operator that is gathered is named, once, and not where every device has its arguments in full."""
+    gathered._warned.discard("torch.ops.layoutmap_custom.ranks")
+    with run_on(), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        OPS.ranks(place(X, None, None))
+        ranks(place(X, "batch", None))
+        OPS.ranks.default(place(X, "batch", None))
+
+    assert ["torch.ops.layoutmap_custom.ranks: computed on gathered tensors, by each process"] == [
+        str(each.message).partition("\n")[0] for each in found
+    ]
+
+
+class Head(nn.Module):
+    """A model whose loss is a custom operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.classes = nn.Linear(6, 6), nn.Linear(6, 12, bias=False)
+
+    def forward(self, x):
+        return F.linear_cross_entropy(
+            normalized(self.up(x), 2.0), self.classes.weight, LABELS, reduction="none", options=CHUNKED
+        )
+
+
+def test_a_model_trains():
+    """Gradients of a model in layouts that calls custom operators are those of the plain model."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=2"))
+    layout_map[r"up\.weight"] = ("model", "batch")
+    layout_map[r"classes\.weight"] = ("model", None)
+
+    def gradients(model):
+        model(X).mean().backward()
+        return [whole(each.grad) for each in model.parameters()]
+
+    torch.manual_seed(0)
+    expected = gradients(Head())
+    torch.manual_seed(0)
+    actual = gradients(layout_map.build(Head, library="torch", batch_dim="batch"))
+
+    torch.testing.assert_close(actual, expected)
