@@ -1,0 +1,172 @@
+"""Processes that hear of each other, in all cases at once; run by test_peers.py.
+
+Each is forked from one that has no framework and does nothing else: it starts at once, and ends as any other does.
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+from layoutmap.engines.peers import Peers
+
+GRACE_SECONDS, LONG_SECONDS = 0.5, 1.5
+NUM_PROCESSES = {"killed": 3, "staggered": 3}
+kept = []
+
+
+class Process:
+    """One of the processes of a case, which the last of them ends first."""
+
+    def __init__(self, case, number, folder):
+        self.case, self.number, self.folder = case, number, folder
+        self.count = NUM_PROCESSES.get(case, 2)
+        self.is_last = number == self.count - 1
+
+    def run(self):
+        getattr(self, self.case.replace(" ", "_"))()
+        print("to the end", flush=True)
+
+    # -- cases
+
+    def killed(self):
+        self.begun()
+        self.die() if self.is_last else self.wait()
+
+    def first_killed(self):
+        self.begun()
+        self.wait() if self.is_last else self.die()
+
+    def killed_with_a_child(self):
+        self.begun()
+        if not self.is_last:
+            self.wait()
+        if os.fork():
+            self.die()
+        time.sleep(5 * GRACE_SECONDS)  # as a worker of a data loader that does not notice
+        os._exit(0)
+
+    def raises(self):
+        self.begun()
+        self.fail() if self.is_last else self.wait()
+
+    def exits(self):
+        peers = self.begun()
+        if self.is_last:
+            self.see("further")
+            sys.exit(3)
+        peers.begin()
+        self.show("further")
+        self.wait()
+
+    def has_ended(self):
+        peers = self.begun()
+        if not self.is_last:
+            time.sleep(GRACE_SECONDS)
+            peers.begin()
+
+    def staggered(self):
+        self.begun()
+        if not self.is_last:
+            time.sleep(LONG_SECONDS)
+
+    def busy(self):
+        self.begun()
+        until = time.monotonic() + LONG_SECONDS
+        while time.monotonic() < until:
+            pow(3, 10**6) if self.is_last else time.sleep(0.1)  # the former holds the lock of the interpreter
+
+    def forgotten(self):
+        peers = self.begun()
+        kept.clear()
+        del peers
+        gc.collect()
+        time.sleep(GRACE_SECONDS / 2)
+        assert 1 == threading.active_count(), threading.enumerate()
+        self.die() if self.is_last else time.sleep(LONG_SECONDS)
+
+    def spawned(self):
+        if self.is_last:
+            self.in_multiprocessing(self.begun)
+        else:
+            self.begun()
+            time.sleep(LONG_SECONDS)
+
+    def spawned_raises(self):
+        if self.is_last:
+            self.in_multiprocessing(lambda: (self.begun(), self.fail()))
+        else:
+            self.begun()
+            self.wait()
+
+    # -- what they do
+
+    def begun(self):
+        """The connections, after some computations of all processes."""
+        kept.append(peers := Peers(self.exchange, GRACE_SECONDS))
+        for _ in range(3):
+            peers.begin()
+        return peers
+
+    def exchange(self, text):
+        """The texts of all processes, through files."""
+        self.show(f"{self.number}", text)
+        return [self.see(f"{number}") for number in range(self.count)]
+
+    def show(self, name, text=""):
+        (self.folder / f"{name}.new").write_text(text)
+        (self.folder / f"{name}.new").rename(self.folder / f"{name}.text")
+
+    def see(self, name):
+        while not (file := self.folder / f"{name}.text").exists():
+            time.sleep(0.01)
+        return file.read_text()
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail(self):
+        raise ValueError("no more disk")
+
+    def wait(self):
+        """As in a collective: until the process is ended."""
+        time.sleep(60)
+
+    def in_multiprocessing(self, function):
+        child = multiprocessing.get_context("fork").Process(target=function)
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+
+
+def main(folder):
+    warnings.simplefilter("error")
+    cases = [name.replace("_", " ") for name in list(vars(Process))[: list(vars(Process)).index("begun")]]
+    started = {}
+    for case in cases[cases.index("run") + 1 :]:
+        (folder / case).mkdir()
+        for number in range(NUM_PROCESSES.get(case, 2)):
+            pid = os.fork()
+            if not pid:
+                for name, file in (("out", 1), ("err", 2)):
+                    os.dup2(os.open(folder / case / f"{number}.{name}", os.O_WRONLY | os.O_CREAT), file)
+                Process(case, number, folder / case).run()
+                sys.exit()
+            started[pid] = case, number
+    told = {}
+    while started:
+        pid, status = os.wait()
+        case, number = started.pop(pid)
+        out, err = ((folder / case / f"{number}.{name}").read_text() for name in ("out", "err"))
+        told.setdefault(case, {})[number] = os.waitstatus_to_exitcode(status), out, err
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
