@@ -64,7 +64,6 @@ PROGRAMS = {
     "setting": "GELU \"more.0\": approximate: 'none' in process 0, 'tanh' in process 1",
     "forward": "doubling.<locals>.Doubling.forward: return x + x in process 0, return x * 2 in process 1",
     "attribute": 'Scale "more.0": scale: 2.0 in process 0, 3.0 in process 1',
-    "configuration": 'Scale "more.0": config.scale: 2.0 in process 0, 3.0 in process 1',
     "lambda": "programs.<locals>.<lambda>.<locals>.<lambda>: "
     "RESUME LOAD_FAST x LOAD_CONST 2 BINARY_OP * RETURN_VALUE in process 0, "
     "RESUME LOAD_FAST x LOAD_CONST 3 BINARY_OP * RETURN_VALUE in process 1",

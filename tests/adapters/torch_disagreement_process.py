@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -51,28 +52,21 @@ class Theirs(torch.nn.Module):
 """
 
 
-class Settings:
-    """A configuration, with what its code reads of it and what not."""
-
-    def __init__(self, scale, place):
-        self.scale, self.place = scale, place
-
-
 class Scale(nn.Module):
-    """Reads attributes, a configuration and functions."""
+    """Reads attributes and functions; it holds also what it does not read, and what one process may have changed."""
 
-    def __init__(self, scale=2.0, number=0, act=torch.tanh, config_scale=1.0):
+    def __init__(self, scale=2.0, number=0, act=torch.tanh):
         super().__init__()
         self.scale, self.act, self.made = scale, act, time.time()
         self.rank, self.device, self.folder = number, f"cuda:{number}", os.path.abspath(f"host {number * 7}")
-        self.config = Settings(config_scale, f"run {time.time()}")
+        self.config = types.SimpleNamespace(dtype=(torch.float32, "float32")[number])
 
     @property
     def places(self):
-        return self.rank, self.device, self.folder
+        return self.rank, self.device, self.folder, self.config.dtype
 
     def forward(self, x):
-        return self.act(x) * self.scale * self.config.scale * len(self.places)
+        return self.act(x) * self.scale * len(self.places)
 
 
 def doubling(number):
@@ -140,7 +134,6 @@ def programs(number, folder, laid_out, stepped):
         "setting": lambda: step(nn.GELU(approximate=("none", "tanh")[number])),
         "forward": lambda: step(doubling(number)),
         "attribute": lambda: step(Scale(2.0 + number)),
-        "configuration": lambda: step(Scale(config_scale=2.0 + number)),
         "lambda": lambda: step(Scale(act=(lambda x: x * 2, lambda x: x * 3)[number])),
         "function": lambda: step(Scale(act=(torch.tanh, torch.sigmoid)[number])),
         "training": lambda: step(change=lambda model: model.train(not number)),

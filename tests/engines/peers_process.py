@@ -39,6 +39,11 @@ class Process:
         self.begun()
         self.die() if self.is_last else self.wait()
 
+    def killed_in_two_scopes(self):
+        self.begun()
+        self.begun("again")
+        self.die() if self.is_last else self.wait()
+
     def first_killed(self):
         self.begun()
         self.wait() if self.is_last else self.die()
@@ -107,17 +112,17 @@ class Process:
 
     # -- what they do
 
-    def begun(self):
+    def begun(self, scope="first"):
         """The connections, after some computations of all processes."""
-        kept.append(peers := Peers(self.exchange, GRACE_SECONDS))
+        kept.append(peers := Peers(lambda text: self.exchange(scope, text), GRACE_SECONDS))
         for _ in range(3):
             peers.begin()
         return peers
 
-    def exchange(self, text):
+    def exchange(self, scope, text):
         """The texts of all processes, through files."""
-        self.show(f"{self.number}", text)
-        return [self.see(f"{number}") for number in range(self.count)]
+        self.show(f"{scope} {self.number}", text)
+        return [self.see(f"{scope} {number}") for number in range(self.count)]
 
     def show(self, name, text=""):
         (self.folder / f"{name}.new").write_text(text)

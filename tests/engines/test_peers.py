@@ -23,6 +23,7 @@ def failed(first="Traceback (most recent call last):"):
 
 CASES = {  # of each process its status, and the first lines of stdout and stderr
     "killed": [ended(2), ended(2), KILLED],
+    "killed in two scopes": [ended(1), KILLED],
     "first killed": [KILLED, ended(0)],
     "killed with a child": [ended(1), KILLED],
     "raises": [ended(1), failed()],
@@ -52,6 +53,11 @@ def test_a_process_ends_if_one_that_it_needs_has_ended(told, case):
     assert CASES[case] == [
         (status, *(text.partition("\n")[0] for text in said)) for status, *said in processes
     ]
+
+
+def test_it_is_said_once(told):
+    """However many scopes and steps are in use."""
+    assert 1 == told["killed in two scopes"]["0"][2].count("has ended")
 
 
 def test_it_is_said_why_a_process_has_ended(told):

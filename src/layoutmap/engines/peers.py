@@ -20,9 +20,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning, listed
@@ -34,6 +33,8 @@ _GRACE_SECONDS = 5.0
 _CONNECTING_SECONDS, _ANSWER_SECONDS = 10.0, 3.0
 _SILENT_HOST = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that is gone closes nothing: its connections are lost after a minute without answers of its system."""
+
+_DONE = "it has begun all that it had to do, and this process begins more"
 
 
 class Peers:
@@ -89,7 +90,6 @@ class _Hearing:
         self._left: dict[int, int] = {}  # how many computations those began that have ended in order
         self._is_closed = False
         self._error: EngineError | None = None
-        self._lock = threading.Lock()
         _close_in_forks()
         _alive.add(self)
         atexit.register(self.leave)
@@ -100,7 +100,7 @@ class _Hearing:
     def begin(self) -> None:
         """See `Peers.begin`."""
         self._num_begun += 1
-        for process, num_begun in self._left.items():
+        for process, num_begun in list(self._left.items()):
             if num_begun < self._num_begun:
                 raise self._gone(process, _DONE)
         if self._error is not None:
@@ -157,13 +157,12 @@ class _Hearing:
 
     def _end(self, process: int, reason: str) -> None:
         """End this process, whose computations another one will not take part in."""
-        with self._lock:
-            if self._error is not None:
-                return
-            ends = f"process {self._number}, ends in {self._grace_seconds:g} s"
-            self._error = self._gone(process, reason, {"this one": ends})
         if self._number == 0:
             self._say(process, 0, reason)
+        ends = f"process {self._number}, ends in {self._grace_seconds:g} s"
+        self._error = self._gone(process, reason, ends)
+        if not _ends.acquire(blocking=False):
+            return
         # Past Python's files: the lock of one may be held by a thread that will run no more.
         with suppress(OSError):
             os.write(2, f"layoutmap: {self._error}\n".encode())
@@ -171,16 +170,13 @@ class _Hearing:
         self._say(self._number, 0, f"it ended since process {process} did")
         os._exit(1)
 
-    def _gone(self, process: int, reason: str, more: Mapping[str, str] = MappingProxyType({})) -> EngineError:
+    def _gone(self, process: int, reason: str, this_one: str = "") -> EngineError:
         return EngineError(
             f"process {process} of this program has ended",
-            facts={f"process {process}": f"{self._names[process]}: {reason}", **more},
+            facts={f"process {process}": f"{self._names[process]}: {reason}", "this one": this_one},
             why="what runs on the mesh needs all of its processes, and waits for ever for one that is gone",
             fix=f"read what process {process} printed last, and start all of them again",
         )
-
-
-_DONE = "it has begun all that it had to do, and this process begins more"
 
 
 def _uncaught() -> str:
@@ -192,6 +188,7 @@ def _uncaught() -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
+_ends = threading.Lock()
 _alive: weakref.WeakSet[_Hearing] = weakref.WeakSet()
 
 
@@ -223,9 +220,9 @@ def _accepted(server: socket.socket, processes: Sequence[Any]) -> dict[int, sock
     """The connections from all other processes; one that says another word than the first process's is a stranger."""
     found: dict[int, socket.socket] = {}
     until = time.monotonic() + _CONNECTING_SECONDS
-    with suppress(TimeoutError):
-        while len(found) < len(processes) - 1:
-            server.settimeout(max(0.1, until - time.monotonic()))
+    while len(found) < len(processes) - 1 and (seconds := until - time.monotonic()) > 0:
+        with suppress(OSError):
+            server.settimeout(seconds)
             connection = _kept(server.accept()[0])
             token, _, number = _line(connection).partition(" ")
             if token == processes[0][0]:

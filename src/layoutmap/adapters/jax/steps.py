@@ -83,8 +83,9 @@ def jit_step(
         LayoutError: An argument is no array, none has a layout, a batch cannot be split evenly, or a donated argument
             is returned with another shape. From the call, as all that follow.
         MeshError: Arguments are on two meshes.
-        ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, or
-            the step changes more of it than arrays.
+        ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, the
+            step changes more of it than arrays, or several processes would run different steps.
+        EngineError: Another process, which is to run the step too, has ended.
 
     Example:
         >>> import jax, optax

@@ -45,17 +45,7 @@ def _add_module(program: Program, path: str, module: torch.nn.Module) -> None:
     trainable = [name for name, each in module.named_parameters(recurse=False) if each.requires_grad]
     program.value(f"{name}: trainable", trainable)
     own = is_users(kind)
-    for key, value in _settings(program, module, own):
-        program.value(f"{name}: {key}", value, may_be_number=own)
-
-
-def _settings(program: Program, module: torch.nn.Module, own: bool) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module, and what is in its configurations; of a user's those that its code reads."""
     for key, value in vars(module).items():
-        if key in OF_TORCH or key in _OURS or (key not in program.read if own else key.startswith("_")):
-            continue
-        yield key, value
-        if own and not callable(value):
-            for inner, each in getattr(value, "__dict__", {}).items():
-                if inner in program.read:
-                    yield f"{key}.{inner}", each
+        is_read = key in program.read if own else not key.startswith("_")
+        if is_read and key not in OF_TORCH and key not in _OURS:
+            program.value(f"{name}: {key}", value, may_be_number=own)
