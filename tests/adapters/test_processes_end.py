@@ -21,7 +21,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ended():
-    """What came of the two processes of each case; those that are still there after a minute were killed."""
+    """What came of the two processes of each case; those that are there after 90 seconds are killed."""
     environment = xla_settings(1) if HERE == "jax" else {"OMP_NUM_THREADS": "1"}
     started = []
     for case, port in zip(CASES, several_processes.free_ports(len(CASES)), strict=True):
@@ -30,7 +30,7 @@ def ended():
             forked.start(WORKER, [each.format(number) for each in arguments], environment)
             for number in range(2)
         ]
-    both = iter(forked.wait_for_all(started, 60))
+    both = iter(forked.wait_for_all(started, 90))
     return {case: (next(both), next(both)) for case in CASES}
 
 
@@ -39,8 +39,8 @@ def test_a_process_that_ends_in_training_ends_the_others(ended, case):
     """Killed, exited or failed: the other one names it, and ends by itself, with a status."""
     first, second = ended[case]
 
-    told = first.returncode, "process 1 of this program has ended\n" in first.stderr
-    assert (1, True) == told, first.stderr
+    told = first.returncode > 0, "process 1 of this program has ended\n" in first.stderr
+    assert (True, True) == told, first.stderr
     assert ("killed" in case) == (second.returncode == -signal.SIGKILL)
 
 

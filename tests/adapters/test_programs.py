@@ -57,7 +57,7 @@ VALUES = {
     "names": frozenset(["one", "two", "three"]),
 }
 """
-PRINTED = f"""
+PRINTED = """
 import sys, json
 from layoutmap.adapters.programs import Program
 sys.path.insert(0, sys.argv[1])
