@@ -89,11 +89,21 @@ def with_torch(blocks: int) -> Callable[[], object]:
 KINDS = {"keras": with_keras, "jit_step": with_jit_step, "torch": with_torch}
 
 
+class Timer:
+    """Calls a function, or something else in its place, and knows how long that took, in seconds."""
+
+    def __init__(self, function: Callable[..., Any], instead: Callable[..., Any] | None):
+        self.function, self.seconds = instead or function, 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        begin = time.perf_counter()
+        made = self.function(*args)
+        self.seconds += time.perf_counter() - begin
+        return made
+
+
 class Nobody:
     """In the place of `Peers`: hears of no other process."""
-
-    def __init__(self, *_: Any):
-        pass
 
     def begin(self) -> None:
         """Nothing."""
@@ -101,17 +111,10 @@ class Nobody:
 
 def child(kind: str, blocks: int, way: str) -> dict[str, float]:
     """What one process measures, in milliseconds."""
-    compared, plain = [0.0], agreement.check_program
-
-    def check_program(*args: Any) -> None:
-        begin = time.perf_counter()
-        if way == "with":
-            plain(*args)
-        compared[0] += time.perf_counter() - begin
-
-    agreement.check_program = check_program  # before what imports it
-    if way == "without":
-        peers.Peers = Nobody  # type: ignore[misc, assignment]
+    without = way == "without"
+    compared = Timer(agreement.check_program, (lambda *_: None) if without else None)
+    connected = Timer(peers.Peers, (lambda *_: Nobody()) if without else None)
+    agreement.check_program, peers.Peers = compared, connected  # type: ignore[misc] # before they are imported
     if kind == "torch":
         import torch.distributed as dist
 
@@ -123,13 +126,14 @@ def child(kind: str, blocks: int, way: str) -> dict[str, float]:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         jax.distributed.initialize(address, 2, int(os.environ["RANK"]))
     step, seconds = KINDS[kind](blocks), list[float]()
-    compared[0] = 0.0
+    compared.seconds = 0.0
     for _ in range(1 + STEPS):
         begin = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - begin)
     first, *later = seconds
-    found = {"first": first, "compared": compared[0], "later": statistics.median(later)}
+    found = {"first": first, "later": statistics.median(later)}
+    found |= {"compared": compared.seconds, "connected": connected.seconds}
     return {name: each * 1e3 for name, each in found.items()}
 
 
@@ -155,7 +159,8 @@ def main() -> None:
             {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
             for rounds in found.values()
         ]
-        print(f"{kind}, {options.blocks} blocks: compared in {both[0]['compared']:.0f} ms")
+        own = f"connected in {both[0]['connected']:.0f} ms, compared in {both[0]['compared']:.0f} ms"
+        print(f"{kind}, {options.blocks} blocks: {own}")
         for name in ("first", "later"):
             one, other = (each[name] for each in both)
             print(f"  {name} step, ms: {one:.1f} / {other:.1f} = {one / other:.2f}")

@@ -8,12 +8,14 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import warnings
 from pathlib import Path
 
+from layoutmap.engines import peers
 from layoutmap.engines.peers import Peers
 
 GRACE_SECONDS, LONG_SECONDS = 0.5, 1.5
@@ -62,19 +64,19 @@ class Process:
         self.fail() if self.is_last else self.wait()
 
     def exits(self):
-        peers = self.begun()
+        others = self.begun()
         if self.is_last:
             self.see("further")
             sys.exit(3)
-        peers.begin()
+        others.begin()
         self.show("further")
         self.wait()
 
     def has_ended(self):
-        peers = self.begun()
+        others = self.begun()
         if not self.is_last:
             time.sleep(GRACE_SECONDS)
-            peers.begin()
+            others.begin()
 
     def staggered(self):
         self.begun()
@@ -88,13 +90,36 @@ class Process:
             pow(3, 10**6) if self.is_last else time.sleep(0.1)  # the former holds the lock of the interpreter
 
     def forgotten(self):
-        peers = self.begun()
+        others = self.begun()
         kept.clear()
-        del peers
+        del others
         gc.collect()
         time.sleep(GRACE_SECONDS / 2)
         assert 1 == threading.active_count(), threading.enumerate()
         self.die() if self.is_last else time.sleep(LONG_SECONDS)
+
+    def unreachable(self):
+        """The others have another port for the first process; warnings are errors here."""
+        peers._CONNECTING_SECONDS = 0.2
+
+        def exchange(text):
+            first, *others = self.exchange("first", text)
+            token, host, _, *rest = json.loads(first)
+            return [json.dumps([token, host, 1, *rest]) if self.is_last else first, *others]
+
+        Peers(exchange)
+
+    def stranger(self):
+        """Somebody else connects first."""
+
+        def exchange(text):
+            texts = self.exchange("first", text)
+            if self.is_last:
+                with socket.create_connection(("127.0.0.1", json.loads(texts[0])[2])) as other:
+                    other.sendall(b"hello\n")
+            return texts
+
+        Peers(exchange).begin()
 
     def spawned(self):
         if self.is_last:
@@ -114,10 +139,10 @@ class Process:
 
     def begun(self, scope="first"):
         """The connections, after some computations of all processes."""
-        kept.append(peers := Peers(lambda text: self.exchange(scope, text), GRACE_SECONDS))
+        kept.append(others := Peers(lambda text: self.exchange(scope, text), GRACE_SECONDS))
         for _ in range(3):
-            peers.begin()
-        return peers
+            others.begin()
+        return others
 
     def exchange(self, scope, text):
         """The texts of all processes, through files."""

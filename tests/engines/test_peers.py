@@ -32,6 +32,8 @@ CASES = {  # of each process its status, and the first lines of stdout and stder
     "staggered": [TO_THE_END] * 3,
     "busy": [TO_THE_END] * 2,
     "forgotten": [TO_THE_END, KILLED],
+    "unreachable": [failed()] * 2,
+    "stranger": [TO_THE_END] * 2,
     "spawned": [TO_THE_END, (0, "", "")],
     "spawned raises": [ended(1), failed("Process ForkProcess-1:")],
 }
@@ -58,6 +60,13 @@ def test_a_process_ends_if_one_that_it_needs_has_ended(told, case):
 def test_it_is_said_once(told):
     """However many scopes and steps are in use."""
     assert 1 == told["killed in two scopes"]["0"][2].count("has ended")
+
+
+def test_processes_that_cannot_reach_each_other_warn(told):
+    """Each says whose end it would not hear of."""
+    warned = "LayoutMapWarning: if another process dies, this one may wait for it for ever\n  no connection to  pid"
+
+    assert [True] * 2 == [warned in told["unreachable"][str(number)][2] for number in range(2)]
 
 
 def test_it_is_said_why_a_process_has_ended(told):
