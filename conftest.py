@@ -117,6 +117,7 @@ CHEAP = {
     "test_keras_hooks",
     "test_keras_lint",
     "test_keras_processes",  # cases look at what one run of two processes told
+    "test_processes_end",  # and of ten
     "test_replay",
     "test_scope_belongs",
     "test_tape",
@@ -148,6 +149,7 @@ SMOKE = {
     "test_keras_hub_presets": (),
     "test_keras_processes_same_batch": ...,
     "test_keras_uneven": (),  # what is uneven is decided by the plan, which knows no backend
+    "test_processes_end": ...,
 }
 
 

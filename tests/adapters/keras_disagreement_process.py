@@ -1,5 +1,6 @@
 """One of two processes of Keras, on any backend, that do not do the same; run by test_keras_disagreements.py."""
 
+import functools
 import importlib
 import os
 import sys
@@ -36,9 +37,9 @@ class Own(L.Layer):
         return x + self.held
 
 
-def make(kernel="glorot_uniform", value=0.0, dropout=0.0):
-    up = L.Dense(8, name="up", kernel_initializer=kernel)
-    layers = [keras.Input((6,)), up, Own(np.full(8, value, np.float32))]
+def make(kernel="glorot_uniform", value=0.0, dropout=0.0, activation=None, more=()):
+    up = L.Dense(8, activation, name="up", kernel_initializer=kernel)
+    layers = [keras.Input((6,)), up, Own(np.full(8, value, np.float32)), *more]
     return keras.Sequential([*layers, L.Dropout(dropout)] if dropout else layers)
 
 
@@ -56,8 +57,8 @@ def of(model):
     return held(BACKEND, {v.path: v.value for v in model.variables})
 
 
-def fitted(model, rows):
-    model.compile("sgd", "mse")
+def fitted(model, rows, optimizer="sgd", loss="mse", **options):
+    model.compile(optimizer, loss, **options)
     x = np.arange(24, dtype=np.float32).reshape(4, 6) / 24 + rows
     model.fit(x, np.zeros((4, 8), np.float32), batch_size=4, epochs=1, verbose=0, shuffle=False)
     return of(model)
@@ -98,6 +99,144 @@ def cases(number):
     return found
 
 
+# -- programs
+
+
+THEIRS = """
+import keras
+
+class Scale(keras.layers.Layer):
+    def call(self, x):
+        return x * 2.0
+
+def loss(y, y_pred):
+    return keras.ops.mean((y - y_pred) ** 2)
+"""
+POWER = 2
+power = 2
+
+
+class Scale(L.Layer):
+    """Reads what nothing but its code knows of."""
+
+    def __init__(self, factor, place):
+        super().__init__()
+        self.factor, self.place = factor, place
+
+    def call(self, x):
+        return x * self.factor
+
+
+class Power(L.Layer):
+    """Reads a number of its module."""
+
+    def call(self, x):
+        return x**POWER
+
+
+class Powers(L.Layer):
+    """Reads what is no constant, and may change."""
+
+    def call(self, x):
+        return x**power
+
+
+def skipping(order):
+    """Two layers one after the other, and what goes around them both or around one."""
+    x = keras.Input((6,))
+    up = L.Dense(8, name="up")(x)
+    down = L.Dense(8, name="down")(up)
+    return keras.Model(x, L.Add(name="sum")([down, down if order else up]))
+
+
+def closed_over(scale):
+    def loss(y, y_pred):
+        return keras.ops.mean((y - y_pred) ** 2) * scale
+
+    return loss
+
+
+def absolute(y, y_pred):
+    return keras.ops.mean(keras.ops.abs(y - y_pred))
+
+
+def weighted(weight, y, y_pred):
+    return keras.ops.mean((y - y_pred) ** 2) * weight
+
+
+def programs(number, folder):
+    """What this process does in each case: it trains, and its program differs somewhere or nowhere."""
+    one, other = ("gelu", "mse"), ("relu", "mae")
+    activation, loss = other if number else one
+
+    def fit(make=make, **options):
+        return fitted(laid_out("scope", number, make), 0, **options)
+
+    def named_anew():
+        for _ in range(3 * number):  # so that Keras gives other numbers to what has no name
+            make(more=[L.Dense(8), L.ReLU()])
+        return fit(lambda: make(more=[L.Dense(8), L.ReLU()]))
+
+    def from_another_path():
+        path = folder / f"host{number}"
+        path.mkdir(exist_ok=True)
+        (path / "theirs.py").write_text("\n" * number + THEIRS)
+        sys.path.insert(0, str(path))
+        theirs = importlib.import_module("theirs")
+        return fit(lambda: make(more=[theirs.Scale()]), loss=theirs.loss)
+
+    def of_another_release():
+        before, keras.__version__ = keras.__version__, f"3.{number}.0"
+        try:
+            return fit()
+        finally:
+            keras.__version__ = before
+
+    def other_numbers():
+        globals().update(POWER=2 + number)
+        return fit(lambda: make(more=[Power()]))
+
+    def other_variables():
+        globals().update(power=2 + number)
+        return fit(lambda: make(more=[Powers()]))
+
+    def evaluated():
+        model = laid_out("scope", number, lambda: make(activation=activation))
+        model.compile(loss="mse")
+        return {"loss": {"it": model.evaluate(np.ones((4, 6)), np.ones((4, 8)), verbose=0)}}
+
+    def predicted():
+        model = laid_out("scope", number, lambda: make(activation=activation))
+        return {"sum": {"it": float(model.predict_on_batch(np.ones((4, 6))).sum())}}
+
+    clipped = keras.optimizers.SGD(0.01, clipnorm=1.0 if number else None)
+    scaled = [lambda x: x * 2.0, lambda x: x * 3.0][number]
+    found = {
+        "activation": lambda: fit(lambda: make(activation=activation)),
+        "loss": lambda: fit(loss=loss),
+        "clipnorm": lambda: fit(optimizer=clipped),
+        "release": of_another_release,
+        "evaluate": evaluated,
+        "predict": predicted,
+        "rate": lambda: fit(lambda: make(dropout=0.1 + 0.1 * number)),
+        "way": lambda: fit(lambda: skipping(number)),
+        "lambda": lambda: fit(lambda: make(activation=scaled)),
+        "function": lambda: fit(loss=absolute if number else closed_over(1.0)),
+        "closure": lambda: fit(loss=closed_over(1.0 + number)),
+        "attribute": lambda: fit(lambda: make(more=[Scale(2.0 + number, "a")])),
+        "constant of a module": other_numbers,
+        "variable of a module": other_variables,
+        "alike": lambda: fit(
+            lambda: make(activation=lambda x: keras.ops.tanh(x), more=[Scale(2.0, f"rank{number}")]),
+            loss=functools.partial(weighted, 2.0),
+            metrics=["mse", absolute],
+        ),
+        "names": named_anew,
+        "paths": from_another_path,
+    }
+    return {f"program {name}": case for name, case in found.items()}
+
+
 def main():
     number, folder = int(sys.argv[1]), Path(sys.argv[2])
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
@@ -105,7 +244,7 @@ def main():
     if BACKEND == "jax":
         jax = importlib.import_module("jax")
         jax.distributed.initialize(sys.argv[3], 2, number, heartbeat_timeout_seconds=100)
-    run(cases(number), number, folder, *sys.argv[4:])
+    run(cases(number) | programs(number, folder), number, folder, *sys.argv[4:])
     if BACKEND == "jax":
         jax.distributed.shutdown()
     if BACKEND == "torch":

@@ -1,9 +1,7 @@
 """One of two processes of JAX, with four devices each, that train Keras models; run by test_keras_processes.py."""
 
 import json
-import os
 import random
-import signal
 import sys
 import warnings
 import zlib
@@ -203,20 +201,11 @@ def refused(cut, shared, names, number):
     }
 
 
-def ended(number):
-    """Train for ever, but process 1 is killed after the first batch."""
-    model, _ = laid_out("batch=2,model=4")
-    callbacks = [Calls(lambda: os.kill(os.getpid(), signal.SIGKILL))] if number else []
-    fitted(model, number, 2, epochs=10**6, callbacks=callbacks)
-
-
 def main():
-    number, folder, address, seconds = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    number, folder, address = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
     warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword")
-    jax.distributed.initialize(address, 2, number, heartbeat_timeout_seconds=seconds)
-    if sys.argv[5:] == ["ended"]:
-        ended(number)
+    jax.distributed.initialize(address, 2, number)
     names = devices("jax")
     told = {"unseeded": without_a_seed()}
     cut, scope = seeded(laid_out, "batch=4,model=2")

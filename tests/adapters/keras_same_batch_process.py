@@ -29,10 +29,10 @@ L = keras.layers
 RULES = {r"up\.kernel": (None, "all"), r"down\.kernel": ("all", None)}
 
 
-def make_model():
+def make_model(activation="relu"):
     layers = [
         keras.Input((6,)),
-        L.Dense(8, name="up", activation="relu"),
+        L.Dense(8, name="up", activation=activation),
         L.Dropout(0.5, name="drop"),
         L.Dense(4, name="down"),
     ]
@@ -41,10 +41,10 @@ def make_model():
     return model
 
 
-def laid_out(rules=RULES):
+def laid_out(rules=RULES, **options):
     """The model in both processes: the batch is sharded over them, and the weights over the same dim."""
     with lm.LayoutMap(lm.create_mesh("all=2"), rules).scope(batch_dim="all"):
-        return make_model()
+        return make_model(**options)
 
 
 def trained(model, x, y):
@@ -80,6 +80,7 @@ def main():
         "expected": trained(models[0], x, y),
         "actual": trained(models[1], x, y),
         "plan": refusal(lambda: laid_out(RULES | ({r"up\.bias": ("all",)} if number else {}))),
+        "program": refusal(lambda: trained(laid_out(activation=("relu", "gelu")[number]), x, y)),
         "batch": refusal(lambda: models[1].train_on_batch(x + number, y)),
     }
     (folder / f"{number}.json").write_text(json.dumps(told))

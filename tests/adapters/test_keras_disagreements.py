@@ -55,6 +55,25 @@ APPLY = {
     **dict.fromkeys(("seed", "seed of one", "argument", "kind", "constant", "constant array"), VALUES),
     **dict.fromkeys(("own initializer", "global init", "masks"), VALUES),
 }
+PROGRAMS = {
+    "activation": "Dense \"up\": activation: 'gelu' in process 0, 'relu' in process 1",
+    "loss": "loss: 'mse' in process 0, 'mae' in process 1",
+    "clipnorm": "SGD: clipnorm: None in process 0, 1.0 in process 1",
+    "release": "keras: 3.0.0 in process 0, 3.1.0 in process 1",
+    "evaluate": "Dense \"up\": activation: 'gelu' in process 0, 'relu' in process 1",
+    "predict": "Dense \"up\": activation: 'gelu' in process 0, 'relu' in process 1",
+    "rate": 'Dropout "dropout": rate: 0.1 in process 0, 0.2 in process 1',
+    "way": "Functional: inputs of Add \"sum\": ['down', 'up'] in process 0, ['down', 'down'] in process 1",
+    "lambda": "programs.<locals>.<lambda>: ",
+    "function": "loss: closed_over.<locals>.loss in process 0, absolute in process 1",
+    "closure": "closed_over.<locals>.loss: scale: 1.0 in process 0, 2.0 in process 1",
+    "attribute": 'Scale "scale": factor: 2.0 in process 0, 3.0 in process 1',
+    "constant of a module": "Power.call: POWER: 2 in process 0, 3 in process 1",
+    # Only what is compiled shows it.
+    "variable of a module": "the lowered train_step, line" if keras.backend.backend() == "jax" else AGREE,
+    **dict.fromkeys(("alike", "names", "paths"), AGREE),
+}
+"""What both processes say, or what that begins with."""
 
 
 def environments():
@@ -84,17 +103,27 @@ def told(folder, only=""):
 def expected():
     rows = ROWS[keras.backend.backend()]
     cases = {f"scope {name}": text for name, text in (SCOPE | rows).items()}
+    cases |= {f"program {name}": text for name, text in PROGRAMS.items()}
     return cases | {f"apply {name}": text for name, text in (rows | APPLY).items()}
+
+
+def begins(told):
+    """What processes say, up to what is expected of it."""
+    wanted = expected()
+    return {name: wanted[name] if text.startswith(wanted[name]) else text for name, text in told.items()}
 
 
 def test_processes_that_disagree(tmp_path):
     """Other constants, values and options are an error in both processes, which says what."""
     few = ("scope constant", "apply constant", "scope existing", "scope wrong batch_dim", "scope same")
+    few += tuple(
+        f"program {name}" for name in ("activation", "loss", "clipnorm", "variable of a module", "alike")
+    )
 
-    assert {name: expected()[name] for name in few} == told(tmp_path, ",".join(few))
+    assert {name: expected()[name] for name in few} == begins(told(tmp_path, ",".join(few)))
 
 
 @pytest.mark.long
 def test_all_ways_to_disagree(tmp_path):
     """Other seeds, initializers, values, rows or options are an error in both processes, or process 0's count."""
-    assert expected() == told(tmp_path)
+    assert expected() == begins(told(tmp_path))

@@ -1,9 +1,7 @@
 """Processes of JAX, each with some of the devices, train one Keras model: the numbers of one process."""
 
-import signal
 from pathlib import Path
 
-import forked
 import keras_process
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ def told(tmp_path_factory):
     """What each of two processes tells, and plain Keras in this one."""
     (port,) = several_processes.free_ports(1)
     folder = tmp_path_factory.mktemp("processes")
-    results = several_processes.run(WORKER, folder, [ENVIRONMENT] * 2, f"127.0.0.1:{port}", "100")
+    results = several_processes.run(WORKER, folder, [ENVIRONMENT] * 2, f"127.0.0.1:{port}")
     plain = keras_process.seeded()
     x, y = (each[: keras_process.BATCH] for each in keras_process.data())
     both = {"evaluate": plain.evaluate(x, y, verbose=0), "predict": plain.predict(x, verbose=0)}
@@ -140,15 +138,3 @@ def test_processes_that_do_not_do_the_same_are_refused(told, what):
 
     for each in processes:
         assert SAID[what] in each["refused"][what]
-
-
-def test_a_process_that_is_killed_ends_the_others(tmp_path):
-    """The other process does not wait for it: `fit` says so, and the process ends soon after the time set for it."""
-    (port,) = several_processes.free_ports(1)
-    arguments = (str(tmp_path), f"127.0.0.1:{port}", "5", "ended")
-    processes = [forked.start(WORKER, [str(number), *arguments], ENVIRONMENT) for number in range(2)]
-    first, second = forked.wait_for_all(processes)
-
-    assert -signal.SIGKILL == second.returncode
-    assert 0 != first.returncode
-    assert "EngineError: another process of this program cannot be reached" in first.stdout + first.stderr

@@ -23,7 +23,7 @@ def environments():
 
 
 def test_two_processes_train_one_model(tmp_path):
-    """Values, losses and predictions are those of one process; other rules and other batches are reported."""
+    """Values, losses and predictions are those of one process; other rules, batches and activations are reported."""
     results = [told for told, _ in several_processes.run(WORKER, tmp_path, environments())]
 
     assert results[0]["unseeded"] == results[1]["unseeded"]
@@ -31,6 +31,7 @@ def test_two_processes_train_one_model(tmp_path):
         assert told["first"]
         for name, expected in told["expected"].items():
             np.testing.assert_allclose(told["actual"][name], expected, rtol=1e-5, atol=1e-6)
+        assert "Dense \"up\": activation: 'relu' in process 0, 'gelu' in process 1\n" in told["program"]
         assert "process 1 has another plan than process 0\n  from 0 to it  up.bias  layout" in told["plan"]
         assert (
             "the processes bring different batches\n  process 0  float32[8, 6], int32[8], checksum"

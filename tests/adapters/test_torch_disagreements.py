@@ -59,6 +59,24 @@ APPLY = {name: expected for name, expected in SCOPE.items() if name not in ONLY_
     "existing": values("up.weight"),
     "gradients": values("up.weight.grad"),
 }
+PROGRAMS = {
+    "module": "more.0: GELU in process 0, ReLU in process 1",
+    "setting": "GELU \"more.0\": approximate: 'none' in process 0, 'tanh' in process 1",
+    "forward": "doubling.<locals>.Doubling.forward: return x + x in process 0, return x * 2 in process 1",
+    "attribute": 'Scale "more.0": scale: 2.0 in process 0, 3.0 in process 1',
+    "lambda": "programs.<locals>.<lambda>.<locals>.<lambda>: "
+    "RESUME LOAD_FAST x LOAD_CONST 2 BINARY_OP * RETURN_VALUE in process 0, "
+    "RESUME LOAD_FAST x LOAD_CONST 3 BINARY_OP * RETURN_VALUE in process 1",
+    "function": 'Scale "more.0": act: tanh in process 0, sigmoid in process 1',
+    "learning rate": "SGD, group 0: lr: 0.1 in process 0, 0.2 in process 1",
+    "optimizer": "optimizer: SGD in process 0, AdamW in process 1",
+    "training": "Model: training: True in process 0, False in process 1",
+    "frozen": "Linear \"up\": trainable: ['weight', 'bias'] in process 0, ['weight'] in process 1",
+    "release": "torch: 3.0 in process 0, 3.1 in process 1",
+    "gradients": "gradients: True in process 0, False in process 1",
+    "another mode": 'Sequential "more": training: False in process 0, True in process 1',
+    **dict.fromkeys(("alike", "paths", "optimizers alike"), AGREE),
+}
 
 
 def test_processes_that_disagree(tmp_path):
@@ -67,5 +85,6 @@ def test_processes_that_disagree(tmp_path):
     results = several_processes.run(WORKER, tmp_path, [{}] * 2, str(port))
     expected = {f"scope {name}": text for name, text in SCOPE.items()}
     expected |= {f"apply {name}": text for name, text in APPLY.items()}
+    expected |= {f"program {name}": text for name, text in PROGRAMS.items()}
 
     assert expected == outcomes(results)

@@ -1,7 +1,12 @@
 """One of two processes of torch that do not do the same; run by test_torch_disagreements.py."""
 
+import contextlib
+import functools
+import importlib
 import os
 import sys
+import time
+import types
 import warnings
 from pathlib import Path
 
@@ -18,18 +23,131 @@ RULES = {"up.weight": ("model", None), "down.weight": (None, None), ".*bias|scal
 class Model(nn.Module):
     """A large weight, which a scope defers, a small one, which it does not, and a buffer."""
 
-    def __init__(self, width=64, change=None, dropout=0.0):
+    def __init__(self, width=64, change=None, dropout=0.0, more=()):
         super().__init__()
         self.up = nn.Linear(64, width)
         self.drop = nn.Dropout(dropout)
         self.down = nn.Linear(width, 4)
         self.register_buffer("scale", torch.ones(4))
+        self.more = nn.Sequential(*more)
         if change is not None:
             with torch.no_grad():
                 change(self)
 
     def forward(self, x):
-        return self.down(self.drop(self.up(x))) * self.scale
+        return self.down(self.more(self.drop(self.up(x)))) * self.scale
+
+
+# -- programs
+
+THEIRS = """
+import torch
+
+def doubled(x):
+    return x * 2
+
+class Theirs(torch.nn.Module):
+    def forward(self, x):
+        return doubled(x)
+"""
+
+
+class Scale(nn.Module):
+    """Reads attributes and functions; it holds also what it does not read, and what one process may have changed."""
+
+    def __init__(self, scale=2.0, number=0, act=torch.tanh):
+        super().__init__()
+        self.scale, self.act, self.made = scale, act, time.time()
+        self.rank, self.device, self.folder = number, f"cuda:{number}", os.path.abspath(f"host {number * 7}")
+        self.config = types.SimpleNamespace(dtype=(torch.float32, "float32")[number])
+
+    @property
+    def places(self):
+        return self.rank, self.device, self.folder, self.config.dtype
+
+    def forward(self, x):
+        return self.act(x) * self.scale * len(self.places)
+
+
+def doubling(number):
+    """A class whose `forward` is written in two ways."""
+    if number:
+
+        class Doubling(nn.Module):
+            def forward(self, x):
+                return x * 2
+
+    else:
+
+        class Doubling(nn.Module):
+            def forward(self, x):
+                return x + x
+
+    return Doubling()
+
+
+def programs(number, folder, laid_out, stepped):
+    """What this process does in each case: it trains, and its program differs somewhere or nowhere."""
+
+    def step(*more, change=lambda model: None):
+        model = laid_out("scope", lambda: Model(more=more))
+        change(model)
+        return stepped(model)
+
+    def from_another_path():
+        path = folder / f"host{number}"
+        path.mkdir()
+        (path / "theirs.py").write_text("\n" * number + THEIRS)
+        sys.path.insert(0, str(path))
+        return step(importlib.import_module("theirs").Theirs())
+
+    def of_another_release():
+        before, torch.__version__ = torch.__version__, f"3.{number}"
+        try:
+            return step()
+        finally:
+            torch.__version__ = before
+
+    def called_without_gradients():
+        with torch.no_grad() if number else contextlib.nullcontext():
+            laid_out("scope")(torch.ones(4, 64))
+        return {}
+
+    def called_twice():
+        model = laid_out("scope")
+        stepped(model)
+        model.eval()
+        if number:
+            model.more = nn.Sequential(nn.ReLU())
+        return stepped(model)
+
+    def optimized(make):
+        model = laid_out("scope")
+        optimizer = make(model.parameters())
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        return held("torch", dict(model.state_dict(keep_vars=True)))
+
+    scaled = functools.partial(torch.mul, other=2.0)
+    found = {
+        "module": lambda: step((nn.GELU, nn.ReLU)[number]()),
+        "setting": lambda: step(nn.GELU(approximate=("none", "tanh")[number])),
+        "forward": lambda: step(doubling(number)),
+        "attribute": lambda: step(Scale(2.0 + number)),
+        "lambda": lambda: step(Scale(act=(lambda x: x * 2, lambda x: x * 3)[number])),
+        "function": lambda: step(Scale(act=(torch.tanh, torch.sigmoid)[number])),
+        "training": lambda: step(change=lambda model: model.train(not number)),
+        "frozen": lambda: step(change=lambda model: model.up.bias.requires_grad_(not number)),
+        "release": of_another_release,
+        "gradients": called_without_gradients,
+        "another mode": called_twice,
+        "learning rate": lambda: optimized(functools.partial(torch.optim.SGD, lr=(0.1, 0.2)[number])),
+        "optimizer": lambda: optimized((torch.optim.SGD, torch.optim.AdamW)[number]),
+        "optimizers alike": lambda: optimized(torch.optim.AdamW),
+        "alike": lambda: step(Scale(number=number), Scale(act=lambda x: x * 2), Scale(act=scaled)),
+        "paths": from_another_path,
+    }
+    return {f"program {name}": case for name, case in found.items()}
 
 
 def main():
@@ -120,7 +238,7 @@ def main():
 
     add("gradients", gradients)
     cases["scope slots"] = slots
-    run(cases, number, folder)
+    run(cases | programs(number, folder, laid_out, stepped), number, folder, *sys.argv[4:])
     dist.destroy_process_group()
 
 

@@ -1,10 +1,8 @@
 """What the processes of one program must do alike; here each is a thread, and they gather over a barrier."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
+from threads_as_processes import everywhere
 
 import layoutmap as lm
 from layoutmap.core.checksums import checksum
@@ -12,50 +10,12 @@ from layoutmap.core.variables import VariableSpec
 from layoutmap.plan.problems import Problem
 from layoutmap.scope.plan import make_plan
 from layoutmap.scope.processes import (
-    check_alike,
     check_batch,
     check_options,
     check_plans,
     check_recipes,
     check_values,
-    gather_texts,
 )
-
-
-def everywhere(number, act):
-    """What each of some processes gets from `act(process, gather)`, or its error."""
-    barrier, rows = threading.Barrier(number, timeout=20), [None] * number
-
-    def process(i):
-        def gather(values):
-            assert values.size, "JAX gathers no empty arrays"
-            rows[i] = values
-            barrier.wait()
-            gathered = np.stack(rows)
-            barrier.wait()
-            return gathered
-
-        try:
-            return act(i, gather)
-        except lm.LayoutMapError as error:
-            return error
-
-    with ThreadPoolExecutor(number) as pool:
-        return list(pool.map(process, range(number)))
-
-
-def test_each_hears_what_all_say():
-    """Texts of any length come to all processes, in their order."""
-    texts = ["", "zwölf", "x" * 1000]
-
-    assert [texts] * 3 == everywhere(3, lambda i, gather: gather_texts(texts[i], gather))
-    assert [[""] * 3] * 3 == everywhere(3, lambda i, gather: gather_texts("", gather))
-
-
-def test_what_is_alike_is_not_reported():
-    """The same words give nothing, others those of all; numbers are gathered along."""
-    assert [([], [0, 1])] * 2 == everywhere(2, lambda i, gather: check_alike("same", gather, i))
-    assert [(["0", "1"], [0, 0])] * 2 == everywhere(2, lambda i, gather: check_alike(str(i), gather))
 
 
 def plan_of(specs, devices=None):

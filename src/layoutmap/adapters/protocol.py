@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.policy import LayoutPolicy
@@ -18,6 +18,9 @@ from layoutmap.core.steps import TrainingStep
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.protocol import Engine
+
+if TYPE_CHECKING:
+    from layoutmap.engines.agreement import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,17 @@ class ScopeContext(Protocol):
 
         They must all ask.
         """
+        ...
+
+    def check_program(self, call: str, parts: Iterable[Part]) -> None:
+        """Raise if the processes of the mesh would run different programs.
+
+        They must all ask, each with what makes its program; `call` is what runs it, as in `"fit"`.
+        """
+        ...
+
+    def begin(self) -> None:
+        """Note that a computation begins that all processes of the mesh take part in; raises if one has ended."""
         ...
 
     def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:

@@ -27,6 +27,8 @@ from layoutmap.scope.progress import Progress
 
 if TYPE_CHECKING:
     from layoutmap.core.blocks import Index, NumpyArray
+    from layoutmap.engines.agreement import Part
+    from layoutmap.engines.peers import Peers
 
 
 class SavedValues(Protocol):
@@ -72,6 +74,7 @@ class Scope:
         self.plan = Plan(mesh, ())
         self.plan_only = engine is None  # a dry run: nothing may get a value
         self.across = False  # whether the mesh has devices of other processes
+        self._peers: Peers | None = None
         self._engine = engine
         self.draws = draws
         self.check_batches = check_batches
@@ -186,9 +189,27 @@ class Scope:
 
         They must all ask.
         """
-        from layoutmap.scope.processes import check_alike
+        from layoutmap.engines.agreement import check_alike
 
         return check_alike(text, self.gather, checksum)
+
+    def check_program(self, call: str, parts: Iterable[Part]) -> None:
+        """Raise if the processes of the mesh would run different programs."""
+        from layoutmap.engines.agreement import check_program
+
+        check_program(call, parts, self.gather)
+
+    def hear_of_others(self) -> None:
+        """From now on, end this process if another one of the mesh dies; all of them must ask."""
+        from layoutmap.engines.agreement import gather_texts
+        from layoutmap.engines.peers import Peers
+
+        self._peers = Peers(lambda text: gather_texts(text, self.gather))
+
+    def begin(self) -> None:
+        """Note that a computation begins that all processes of the mesh take part in; raises if one has ended."""
+        if self._peers is not None:
+            self._peers.begin()
 
     def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Raise if values that each process of the mesh has for itself are not the same in all of them."""

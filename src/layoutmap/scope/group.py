@@ -8,7 +8,8 @@ from typing import Any
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import Engine
-from layoutmap.scope.processes import Result, agreed, gather_texts
+from layoutmap.engines.agreement import gather_texts
+from layoutmap.scope.processes import Result, agreed
 
 
 class Group:

@@ -11,51 +11,19 @@ differ, it raises in all of them.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-import numpy as np
-
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import CheckpointError, PlanError, ScopeError
+from layoutmap.engines.agreement import Gather, check_alike, gather_texts, of_processes, short
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
 
-_MAX_SHOWN = 200  # characters of a process's text in a message
-
 Result = TypeVar("Result")
-
-Gather = Callable[[NumpyArray], NumpyArray]
-"""Returns the values of each process, one row each; all must call it, with values of one shape."""
-
-
-def gather_texts(text: str, gather: Gather) -> list[str]:
-    """Return the text of each process, in order of the processes."""
-    own = np.frombuffer(text.encode(), np.uint8)
-    lengths = gather(np.array([own.size], np.int64))[:, 0]
-    rows = gather(np.pad(own, (0, max(1, int(lengths.max())) - own.size)))  # JAX gathers no empty arrays
-    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
-
-
-def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
-    """Compare a text of each process.
-
-    What is gathered first has the same size whatever is compared, so processes that compare different things find out.
-
-    Args:
-        text: The text of this process.
-        gather: Gathers from all processes.
-        checksum: A number that is gathered along, and not compared.
-
-    Returns:
-        The texts of all processes if they differ, else nothing; and the numbers of all.
-    """
-    rows = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
-    return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
 
 
 def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
@@ -95,7 +63,7 @@ def check_options(options: Mapping[str, object], gather: Gather) -> None:
     if texts:
         raise ScopeError(
             "the processes open this scope with different options",
-            facts=_of_processes(texts),
+            facts=of_processes(texts),
             why="the options decide what each process computes, and all must do their part of the same computation",
             fix="pass the same options in all processes",
         )
@@ -123,7 +91,7 @@ def check_plans(plan: PlanTable, gather: Gather, *, strict: bool = False) -> Non
     if other is None:
         raise PlanError(
             "the processes find different problems in one plan",
-            facts=_of_processes([text or "no problem" for text in refusals]),
+            facts=of_processes([text or "no problem" for text in refusals]),
             why="they have different rules or models, though all variables have the same layouts",
             fix="give all processes the same layout map, and make the same model in each",
         )
@@ -180,7 +148,7 @@ def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
     if (found := _first_difference(named_texts, gather)) is not None:
         raise CheckpointError(
             f"{found[0]}: the processes save different things",
-            facts=_of_processes(found[1]),
+            facts=of_processes(found[1]),
             why="each process writes its part of one step, and all parts must be of the same",
             fix="pass the same directory, step, metadata, model and optimizer in all processes",
         )
@@ -190,7 +158,7 @@ def _check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: s
     found = _first_difference(named_texts, gather)
     if found is not None:
         path, texts = found
-        raise ScopeError(f"{path}: {what}", facts=_of_processes(texts), **parts)
+        raise ScopeError(f"{path}: {what}", facts=of_processes(texts), **parts)
 
 
 def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:
@@ -200,7 +168,7 @@ def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:
     if texts:
         raise ScopeError(
             "the processes bring different batches",
-            facts=_of_processes(texts),
+            facts=of_processes(texts),
             why="every process brings the global batch here, and computes its part of it",
             fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
             "sampler that gives each process its own rows",
@@ -222,15 +190,5 @@ def _first_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) ->
             name = next((n for n in names if not all(n in each for each in known)), names[0])
             texts = [text if of == name else nothing[1] for of, text in each]
             lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
-            return name, [_short(line) for line in next(line for line in lines if len(set(line)) > 1)]
+            return name, [short(line) for line in next(line for line in lines if len(set(line)) > 1)]
     return None
-
-
-def _of_processes(texts: Sequence[str]) -> dict[str, object]:
-    return {f"process {number}": each for number, each in enumerate(texts)}
-
-
-def _short(text: str) -> str:
-    if len(text) <= _MAX_SHOWN:
-        return text
-    return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"

@@ -334,6 +334,7 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
         # Before they are looked at: what is wrong in one process only must be an error in all.
         compared = {name: value for name, value in options.items() if name != "progress"}
         check_options({"library": adapter.name} | compared, opened.gather)
+        opened.hear_of_others()
     if opened.draws not in ("exact", *adapter.other_draws):
         raise ScopeError(
             f"draws={opened.draws!r}: {adapter.name} models do not draw random numbers so",

@@ -20,12 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Arguments, path_text
+from layoutmap.adapters.programs import Program, lowered_lines, versions
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines import get_engine
+from layoutmap.engines.agreement import Part, check_program, gather_texts
+from layoutmap.engines.peers import Peers
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
 
@@ -80,8 +83,9 @@ def jit_step(
         LayoutError: An argument is no array, none has a layout, a batch cannot be split evenly, or a donated argument
             is returned with another shape. From the call, as all that follow.
         MeshError: Arguments are on two meshes.
-        ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, or
-            the step changes more of it than arrays.
+        ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, the
+            step changes more of it than arrays, or several processes would run different steps.
+        EngineError: Another process, which is to run the step too, has ended.
 
     Example:
         >>> import jax, optax
@@ -139,6 +143,7 @@ class _Program:
         avals: The shape and element type of each leaf.
         places: The leaves that are not on the mesh when they are passed: where they are placed, whether they are a
             batch, and the shape in which they are passed.
+        peers: The other processes that run it; `None`: this one runs it alone.
     """
 
     signature: _Signature
@@ -146,6 +151,7 @@ class _Program:
     shardings: list[Any]
     avals: list[Any]
     places: dict[int, tuple[NamedSharding, bool, tuple[int, ...]]]
+    peers: Peers | None
 
     def placed(self, leaves: Sequence[Any]) -> list[Any] | None:
         """The leaves, those off the mesh placed; `None`: the program is not for them."""
@@ -163,6 +169,8 @@ class _Program:
         return leaves if same else None
 
     def __call__(self, leaves: list[Any]) -> Any:
+        if self.peers is not None:
+            self.peers.begin()
         return self.compiled(*_parted(leaves, self.signature.donated))
 
 
@@ -186,6 +194,7 @@ class JitStep:
         self._signatures: dict[Hashable, _Signature] = {}
         self._programs: dict[Hashable, _Program] = {}
         self._last: _Program | None = None
+        self._peers: dict[Mesh, Peers] = {}
         self._objects: StepObjects | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +307,9 @@ class JitStep:
         key = (signature, tuple(shardings), tuple(avals), rows)
         if key not in self._programs:
             compiled = self._compiled(signature, leaves, native, rows)
-            self._programs[key] = _Program(signature, compiled, shardings, avals, places)
+            parted = _parted(leaves, signature.donated)
+            peers = self._compared(mesh, compiled, parted) if native.is_multi_process else None
+            self._programs[key] = _Program(signature, compiled, shardings, avals, places, peers)
         program = self._programs[key]
         program.places.update(places)
         return program
@@ -401,6 +412,23 @@ class JitStep:
             {number: leaves[num_plain + number].sharding for number in changed},
         )
         return jax.jit(run, donate_argnums=0, out_shardings=shardings)
+
+    def _compared(self, mesh: Mesh, compiled: Any, leaves: Any) -> Peers:
+        """Return the other processes of a mesh, after all have compared what they are about to run."""
+        jax.block_until_ready(leaves)  # on CPUs, the step before and what is gathered could block each other
+        gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
+        releases = list(versions("jax", "jaxlib"))
+
+        def terms() -> list[Part]:
+            program = Program()
+            program.function(self._function)
+            return [*releases, *program.settings, *program.lines]
+
+        lowered = lowered_lines(self._name, compiled.lower(*leaves))
+        check_program(self._name, [*releases, *lowered], gather, terms)
+        if mesh not in self._peers:
+            self._peers[mesh] = Peers(lambda text: gather_texts(text, gather))
+        return self._peers[mesh]
 
     def _check_no_object(self, out: Any) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:

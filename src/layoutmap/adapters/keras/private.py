@@ -17,6 +17,8 @@ are read and set by the other modules of this folder, and nowhere else. Those of
                                                     _trainable_variables, _non_trainable_variables, _tracker
     keras.src.models                                functional.Functional, Sequential._functional, cloning
     keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
+    keras.src.trainers.trainer.Trainer              _compile_config.config
+    keras.src.ops                                   Function._nodes_by_depth, Node.arguments, KerasTensor._keras_history
     keras.src.optimizers                            BaseOptimizer.__init__, _trainable_variables; Adafactor._r, _c
     keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
                                                     safe_get_h5_dataset, safe_get_h5_group,

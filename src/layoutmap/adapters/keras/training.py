@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from layoutmap.adapters.keras.programs import program_of
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutMapError, ScopeError, brief
@@ -120,12 +121,26 @@ def step_wraps(
 
             materialize_for_training(model, session)
             if getattr(model, attribute) is None or force:
-                setattr(model, attribute, step(name, own))
+                across = session.context.across
+                made = step(name, own)
+                setattr(model, attribute, _compared(made, model, session, name) if across else made)
             return getattr(model, attribute)
 
         return make
 
     return {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
+
+
+def _compared(step: Callable[..., Any], model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+    """A step of which the processes have compared the program, and which counts how often it is begun."""
+    session.context.check_program(f"the {name} step", program_of(model, name))
+
+    @functools.wraps(step)
+    def compared(*args: Any) -> Any:
+        session.context.begin()
+        return step(*args)
+
+    return compared
 
 
 def build_for_step(model: Any, session: KerasSession, batch: Any) -> bool:

@@ -25,6 +25,7 @@ from layoutmap.adapters.torch.fsdp_own import Order
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
 from layoutmap.adapters.torch.mesh_context import compiling, here, is_running, running, summing_up
+from layoutmap.adapters.torch.programs import program_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, PlanError
 from layoutmap.core.layout import Layout
@@ -74,6 +75,7 @@ class Forward:
         self._output = home.policy.activation_layout(path) if path else None
         self._watch: Watch | None = None
         self._num_checked = 0
+        self._compared: set[Any] = set()  # modes in which the processes have compared their programs
         self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
         self._as_called: dict[Any, Mapping[Forward, Compiled]] = {}
@@ -159,6 +161,9 @@ class Forward:
 
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
         self._refuse_transforms()
+        if self.home.across:
+            self._compare()
+            self.home.begin()
         if torch.is_grad_enabled():
             self._watch = self._watch or self._first_watch()
             self._watch.look()
@@ -178,6 +183,15 @@ class Forward:
                 why="its moves between devices have gradients of their own, which torch.func cannot transform",
                 fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
             )
+
+    def _compare(self) -> None:
+        """In the first call of a mode, refuse a module that is another one in another process."""
+        module = self._the_module()
+        mode = module.training, torch.is_grad_enabled()
+        if mode not in self._compared:
+            parts = program_of(module, (each._before for each in self._inside()))
+            self.home.check_program(f"{type(module).__name__}.forward", parts)
+            self._compared.add(mode)
 
     def _first_watch(self) -> Watch:
         """The watch of a model that begins to train, after a look at what else it trains: adapters, for example."""
@@ -254,6 +268,7 @@ class Forward:
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
+        made._compared = set()
         made._as_called = {}
         return made
 

@@ -1,5 +1,7 @@
 """Before an optimizer steps: what it would do wrongly is refused, and slots that came plain get their layouts.
 
+Of several processes each steps its own shards, so all must have the same optimizer with the same settings.
+
 Most of torch's optimizers are sums and products, which `DTensor`s compute right, or raise where they cannot. One that
 reads numbers in order to decide, as `Adafactor` does, reads those of one process's piece and goes on silently. So does
 one that still holds the parameters that a model had before it was laid out: it would step those, and train nothing.
@@ -15,10 +17,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from layoutmap.adapters.programs import Program
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
+from layoutmap.engines.agreement import check_program
+from layoutmap.engines.torch import simulation
 
 _READ = (torch.optim.Adafactor,)
+# Those that the processes have compared, before their first steps.
+_compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 # By id: what is no model's any more, and its path.
 _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
@@ -53,8 +60,26 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if isinstance(parameter, DTensor):
                 if isinstance(optimizer, _READ):
                     _refuse(optimizer)
+                if optimizer not in _compared:
+                    _compare(optimizer, parameter)
                 if parameter in state:
                     _lay_out(state[parameter], parameter)
+
+
+def _compare(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
+    """Before the first step, refuse an optimizer that is another one in another process."""
+    engine = get_engine("torch")
+    layout = engine.layout_of(parameter)
+    if layout is not None and not simulation.is_simulated():
+        program, kind = Program(), type(optimizer)
+        program.value("optimizer", kind)
+        for number, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if name != "params":
+                    program.value(f"{kind.__name__}, group {number}: {name}", value)
+        gather = functools.partial(engine.all_gather, mesh=layout.mesh)
+        check_program("optimizer.step", program.settings, gather)
+    _compared.add(optimizer)
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,9 @@ import torch
 
 from layoutmap.engines.torch.private import hooks_of_module, members_of_module
 
-_OF_TORCH = frozenset(vars(torch.nn.Module()))
+OF_TORCH = frozenset(vars(torch.nn.Module()))
+"""The attributes that each module has."""
+
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _SIMPLE = frozenset(_VALUES)
 _BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module)
@@ -61,7 +63,7 @@ class Structure:
         for members in (vars(module), *members_of_module(module)):
             self.members.append(members)
             for name, value in members.items():
-                if members is vars(module) and name in _OF_TORCH:
+                if members is vars(module) and name in OF_TORCH:
                     continue
                 if isinstance(value, torch.Tensor):
                     self.places.append((members, name))

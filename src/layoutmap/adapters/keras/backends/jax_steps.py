@@ -24,6 +24,7 @@ from jax.experimental.sparse import JAXSparse
 from layoutmap.adapters.keras.backends.jax_processes import Rows, reporting
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import step_wraps
+from layoutmap.adapters.programs import lowered_lines
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
 _STEPS = ("train", "test", "predict")
@@ -39,7 +40,7 @@ def training_wraps(model: Any, session: KerasSession) -> Wraps:
     wraps |= {f"{name}_step": _in_layouts(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
     wraps |= step_wraps(model, session, lambda name, own: _step(own(), session, name))
     wraps["_get_jax_state"] = lent.lending(model._get_jax_state)
-    wraps["_make_function"] = lent.noting(model._make_function)
+    wraps["_make_function"] = lent.noting(model._make_function, session)
     return wraps
 
 
@@ -106,11 +107,14 @@ class _Lent:
 
         return get
 
-    def noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(self, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
         """Return a `_make_function` for steps of which each notes the values that it returns."""
 
         @functools.wraps(plain)
         def make(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if session.context.across and hasattr(step, "lower"):
+                step = _compared(step, session)
+
             def noted(state: Any, data: Any) -> Any:
                 result, new = step(state, data)
                 self._note(new)
@@ -191,6 +195,21 @@ def _step(step: Callable[..., Any], session: KerasSession, name: str) -> Callabl
     if session.context.across:
         return _across(step, Rows(session, name), name)
     return lambda state, data: step(state, (placed(batch, session) for batch in data))
+
+
+def _compared(step: Any, session: KerasSession) -> Callable[..., Any]:
+    """A compiled step of which the processes compare what is lowered, before it runs with arrays of other shapes."""
+    known: set[Any] = set()
+
+    def compared(state: Any, data: Any) -> Any:
+        signature = tuple((np.shape(each), jax.numpy.result_type(each)) for each in jax.tree.leaves(data))
+        if signature not in known:
+            lowered = lowered_lines(step.__name__, step.lower(state, data))
+            session.context.check_program(f"the {step.__name__}", lowered)
+            known.add(signature)
+        return step(state, data)
+
+    return compared
 
 
 def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., Any]:

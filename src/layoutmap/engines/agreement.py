@@ -1,0 +1,156 @@
+"""What the processes of one program compare: texts, and what makes a program.
+
+What is gathered first has the same size whatever is compared, so processes that compare different things find out. All
+must ask alike, each with its own part and a `gather` that gathers from all. Where they differ, it is said in all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from layoutmap.core.blocks import NumpyArray
+from layoutmap.core.errors import ScopeError
+
+_MAX_SHOWN = 200  # characters of a process's text in a message
+
+Gather = Callable[[NumpyArray], NumpyArray]
+"""Returns the values of each process, one row each; all must call it, with values of one shape."""
+
+
+def gather_texts(text: str, gather: Gather) -> list[str]:
+    """Return the text of each process, in order of the processes."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    rows = _gather_padded(own, gather)
+    return [row.tobytes().decode() for row in rows]
+
+
+def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
+    """The values of each process, of which each may have another number."""
+    lengths = gather(np.array([own.size], np.int64))[:, 0]
+    rows = gather(np.pad(own, (0, max(1, int(lengths.max())) - own.size)))  # JAX gathers no empty arrays
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
+    """Compare a text of each process.
+
+    Args:
+        text: The text of this process.
+        gather: Gathers from all processes.
+        checksum: A number that is gathered along, and not compared.
+
+    Returns:
+        The texts of all processes if they differ, else nothing; and the numbers of all.
+    """
+    rows = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
+    return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
+
+
+def of_processes(texts: Sequence[str]) -> dict[str, object]:
+    """Facts for a message: what each process says."""
+    return {f"process {number}": each for number, each in enumerate(texts)}
+
+
+def short(text: str) -> str:
+    """A text as messages show it: the begin of a long one."""
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"
+
+
+class Part(NamedTuple):
+    """A part of what makes a program.
+
+    Attributes:
+        name: What it is, in the words of who wrote the program.
+        text: What is compared.
+        shown: What messages show of it; empty: the text.
+        may_be_number: Whether it is a value of the user's code, which may be the number of the process.
+    """
+
+    name: str
+    text: str
+    shown: str = ""
+    may_be_number: bool = False
+
+
+def check_program(
+    call: str, parts: Iterable[Part], gather: Gather, terms: Callable[[], Iterable[Part]] = tuple
+) -> None:
+    """Raise a `ScopeError` if the processes would run different programs; it names the first difference.
+
+    Args:
+        call: What runs it, as in `"fit"`.
+        parts: What makes the program.
+        gather: Gathers from all processes.
+        terms: Parts that say a difference in better words. Where only they differ, the programs are the same.
+    """
+    own = list(parts)
+    name = f"the program of {call}"
+    sums = _checksums(own)
+    texts, _ = check_alike(f"{name}, checksum {zlib.crc32(sums.tobytes()):08x}", gather)
+    if any(not text.startswith(f"{name}, ") for text in texts):
+        raise ScopeError(
+            f"{call}: the processes do different things",
+            facts=of_processes(texts),
+            why="all processes of a mesh do the same, each its part of it",
+            fix="make the same calls in all processes, in the same order",
+        )
+    if texts and (found := _first_difference(own, gather)) is not None:
+        raise _different(call, _first_difference(list(terms()), gather) or found)
+
+
+def _checksums(parts: Sequence[Part]) -> NumpyArray:
+    return np.array([zlib.crc32(f"{part.name}\0{part.text}".encode()) for part in parts], np.uint32)
+
+
+def _first_difference(parts: Sequence[Part], gather: Gather) -> list[Part] | None:
+    """The first part that differs, as each process has it."""
+    sums = _gather_padded(_checksums(parts), gather)
+    most = max(map(len, sums))
+    rows = np.array([np.pad(row, (0, most - len(row))) for row in sums])
+    for place in np.flatnonzero((rows != rows[0]).any(axis=0)).tolist():
+        own = parts[place] if place < len(parts) else Part("", "nothing more")
+        shown = own._replace(text=short(own.text), shown=short(own.shown))
+        each = [Part(*json.loads(text)) for text in gather_texts(json.dumps(shown), gather)]
+        if not _are_numbers(each):
+            return each
+    return None
+
+
+def _are_numbers(parts: Sequence[Part]) -> bool:
+    """Whether a part is the same in all processes but for their numbers, those of all or those on one host."""
+    if len({part.name for part in parts}) > 1 or not all(part.may_be_number for part in parts):
+        return False
+    largest = max(int(digits) for part in parts for digits in re.findall(r"\d+", f"{part.text} 0"))
+    return any(len(_without_numbers(parts, size)) == 1 for size in (len(parts), largest + 1))
+
+
+def _without_numbers(parts: Sequence[Part], size: int) -> set[str]:
+    """The texts of processes without the number of each, which is counted up to a size, and anew from there."""
+    return {
+        re.sub(rf"(?<![\d.]){number % size}(?![\d.])", "#", part.text) for number, part in enumerate(parts)
+    }
+
+
+def _different(call: str, parts: Sequence[Part]) -> ScopeError:
+    names = {part.name for part in parts}
+    told = [part.shown or part.text for part in parts]
+    if len(set(told)) == 1:  # as where two lines of source read other names
+        told = [part.text for part in parts]
+    if len(names) > 1:
+        told = [f"{part.name}: {each}" if part.name else each for part, each in zip(parts, told, strict=True)]
+    other = next(number for number, part in enumerate(parts) if part[:2] != parts[0][:2])
+    start = f"{parts[0].name}: " if len(names) == 1 else ""
+    return ScopeError(
+        f"{start}{told[0]} in process 0, {told[other]} in process {other}",
+        facts={"in": call} | (of_processes(told) if len(told) > 2 else {}),
+        why="each process computes its part of one program, and parts of two give numbers that are neither's",
+        fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
+    )
