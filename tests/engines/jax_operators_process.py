@@ -164,14 +164,18 @@ def sharding(sizes, specs, corrected):
     return NamedSharding(Mesh(devices.reshape(*sizes.values()), tuple(sizes)), PartitionSpec(*specs))
 
 
+def name_of(harness):
+    return f"{harness.group_name} {harness.fullname}"
+
+
 def main():
     folder, which, number, how = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     warnings.simplefilter("ignore")
     first, step = map(int, which.split(":"))
     begun = {json.loads(line)[0] for line in (folder / "outcome.jsonl").read_text().splitlines()}
     with (folder / "outcome.jsonl").open("a", buffering=1) as lines:
-        for harness in all_harnesses[first::step]:
-            name = f"{harness.group_name} {harness.fullname}"
+        for harness in sorted(all_harnesses, key=name_of)[first::step]:  # JAX's order is that of addresses
+            name = name_of(harness)
             unimplemented = [
                 limit for limit in harness.jax_unimplemented if limit.filter("cpu", harness.dtype)
             ]

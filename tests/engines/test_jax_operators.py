@@ -1,7 +1,8 @@
 """JAX's own cases of its operators, on random layouts: with what is corrected each is right or fails, and never wrong.
 
 `make test` tries another few cases each day; LAYOUTMAP_OPERATORS=17 tries those of another day. `make test-all` tries
-all of them, on the same layouts. `python tests/engines/test_jax_operators.py` writes the table of docs/xla-faults.md.
+all of them, on the same layouts. The table of docs/xla-faults.md is written by
+`PYTHONPATH=tests python tests/engines/test_jax_operators.py`.
 """
 
 import functools
