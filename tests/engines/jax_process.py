@@ -5,13 +5,43 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from several_processes import SHAPE, Framework, work
 
+import layoutmap as lm
+from layoutmap.engines.jax.devices import named_sharding
 from layoutmap.engines.jax.engine import engine
 
 
 def normal(seed):
     return jax.random.normal(seed, SHAPE) * 0.3 + 0.1
+
+
+def check_corrections():
+    """Over two processes, too, the gradient of a depthwise kernel is one device's, and so is that of pooling."""
+    rng = np.random.default_rng(0)
+    kernel, x = rng.normal(size=(3, 3, 1, 8)), rng.normal(size=(8, 8, 8, 8))
+
+    def loss(kernel, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=8
+        )
+        return (jax.lax.reduce_window(y, -np.inf, jax.lax.max, (1, 3, 3, 1), (1,) * 4, "SAME") ** 2).sum()
+
+    mesh = lm.create_mesh("batch=2,model=4")
+    rows, everywhere = (named_sharding(lm.Layout([dim, None, None, None], mesh)) for dim in ("batch", None))
+    lines = named_sharding(lm.Layout(["batch", "model", None, None], mesh))
+    kernel, x = np.float32(kernel), np.float32(x)
+    expected = jax.jit(jax.grad(loss, (0, 1)))(kernel, x)
+    for sharding in (rows, lines):
+        placed = (
+            jax.make_array_from_callback(each.shape, where, each.__getitem__)
+            for each, where in ((kernel, everywhere), (x, sharding))
+        )
+        found = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(everywhere, everywhere))(*placed)
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_allclose(other.addressable_data(0), one, rtol=1e-4, atol=1e-4)
 
 
 def main():
@@ -27,6 +57,7 @@ def main():
         cuts_over_several_dims=True,
     )
     work(engine(), framework, number, folder)
+    check_corrections()
     jax.distributed.shutdown()
 
 
