@@ -15,6 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import layoutmap as lm
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.jax.cost.compiled import compile_module
+from layoutmap.engines.jax.cost.targets import target_named
 from layoutmap.engines.jax.devices import named_sharding
 
 PROCESSES = ("jax",)
@@ -280,3 +283,21 @@ def test_what_is_not_sharded_is_not_gathered():
     assert {"all-gather": 0, "all-reduce": 1, "all-to-all": 0, "collective-permute": 0} == collectives(
         compiled.as_text()
     )
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_each_compiler_adds_up_over_the_batch_alone(target):
+    """The gradient of a depthwise kernel is summed over the dim of the batch, also by the compiler for GPUs."""
+    try:
+        target_named(target)
+    except EngineError as error:  # the extra xla-gpu
+        pytest.skip(str(error).splitlines()[0])
+    mesh = lm.create_mesh("batch=2,model=4")
+    shardings = tuple(
+        map(named_sharding, (lm.Layout.replicated(mesh, 4), lm.Layout.batch_sharded(mesh, "batch", 4)))
+    )
+    step = jax.jit(gradient_of, in_shardings=shardings, out_shardings=shardings[0])
+    compiled = compile_module(step.lower(KERNEL, ROWS).as_text(), 8, target)
+
+    assert {("all_reduce", 2)} == {(each.kind, each.group) for each in compiled.collectives}
+    assert KERNEL.nbytes == sum(each.tensor_bytes * n for each, n in compiled.collectives.items())
