@@ -1,0 +1,197 @@
+"""Draws Keras models: layer after layer, each one that fits what the last one has put out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from layoutmap.testing.models.choices import Choices
+from layoutmap.testing.models.describing import Call, Input, Layer, Model, Output, Shape
+from layoutmap.testing.models.layers import ATTENTION, WIDTHS, WITH_LORA, Options, layer_for
+
+_STYLES = {"functional": 5, "sequential": 2, "subclassed": 3, "listed": 2}
+_INPUTS = {"vector": 3, "sequence": 4, "image": 5, "volume": 2, "tokens": 4}
+_LOSSES = {"mse": 4, "classes": 3, "huber": 1, "mae": 1, "log_cosh": 1}
+
+
+def draw_model(choices: Choices) -> Model:
+    """A model of a few layers."""
+    style = choices.weighted(_STYLES)
+    growing = _Growing(choices, is_chain=style == "sequential")
+    value = growing.add_input()
+    for _ in range(1 + choices.below(6)):
+        value = growing.add_part(value)
+    growing.add_output(value)
+    layers = tuple(growing.layers.values())
+    named = style in ("subclassed", "listed") or not choices.one_in(4)
+    able = [layer.name for layer in layers if layer.kind in WITH_LORA]
+    lora = choices.one_of(*able) if named and choices.one_in(5) else ""
+    return Model(
+        style, tuple(growing.inputs), layers, tuple(growing.calls), tuple(growing.outputs), named, lora
+    )
+
+
+class _Growing:
+    """A model so far; its methods take the name of a value, and return that of what they make of it.
+
+    Args:
+        choices: Decides.
+        is_chain: Whether each layer takes what the last one has put out, and nothing else.
+    """
+
+    def __init__(self, choices: Choices, *, is_chain: bool):
+        self.choices, self.is_chain = choices, is_chain
+        self.inputs: list[Input] = []
+        self.layers: dict[str, Layer] = {}
+        self.calls: list[Call] = []
+        self.outputs: list[Output] = []
+        self.shapes: dict[str, Shape] = {}
+        self.tables: dict[str, tuple[int, int]] = {}  # shapes of tables that can be called in reverse
+
+    def add_input(self) -> str:
+        """Add an input; tokens are embedded at once."""
+        choices = self.choices
+        kind = choices.weighted(_INPUTS)
+        num_axes = {"vector": 0, "sequence": 1, "image": 2, "volume": 3, "tokens": 1}[kind]
+        sides = (4, 6) if kind == "volume" else (8, 8, 4, 6, 16)
+        shape = tuple(choices.one_of(*sides) for _ in range(num_axes))
+        vocabulary = choices.one_of(32, 64, 30) if kind == "tokens" else None
+        if not vocabulary:
+            shape = (*shape, choices.weighted(WIDTHS))
+        value = f"x{len(self.shapes)}"
+        self.inputs.append(Input(value, shape, vocabulary))
+        self.shapes[value] = shape
+        if not vocabulary:
+            return value
+        width = choices.weighted(WIDTHS)
+        tied = not self.is_chain and choices.one_in(2)
+        options = {"input_dim": vocabulary, "output_dim": width}
+        value = self.put(
+            "ReversibleEmbedding" if tied else "Embedding", options, (*shape, width), value
+        )
+        if tied:
+            self.tables[self.calls[-1].layer] = vocabulary, width
+        return value
+
+    def add_part(self, value: str) -> str:
+        """Add a layer, or several that belong together."""
+        if self.is_chain:
+            return self.add_layer(value)
+        parts = {
+            self.add_layer: 9,
+            self._residual: 3,
+            self._gate: 1,
+            self._shared: 2,
+            self._joined: 2,
+            self._output_beside: 1,
+        }
+        return self.choices.weighted(parts)(value)
+
+    def add_layer(self, value: str) -> str:
+        """Add a layer that fits; a few are in a model of their own."""
+        if self.choices.one_in(12):
+            return self._nested(value)
+        kind, options, shape = layer_for(self.choices, self.shapes[value], attention=not self.is_chain)
+        if kind not in ATTENTION:
+            return self.put(kind, options, shape, value)
+        causal = {"use_causal_mask": True} if self.choices.one_in(2) else {}
+        return self.put(kind, options, shape, value, value, called_with=causal)
+
+    def put(
+        self, kind: str, options: Options, shape: Shape, *inputs: str, called_with: Options | None = None
+    ) -> str:
+        """Add a layer and a call of it; a few layers are frozen."""
+        name = f"l{len(self.layers)}"
+        if self.choices.one_in(16):
+            options = {**options, "trainable": False}
+        self.layers[name] = Layer(kind, tuple(options.items()), name)
+        return self.call(name, shape, *inputs, **called_with or {})
+
+    def call(self, layer: str, shape: Shape, *inputs: str, **options: Any) -> str:
+        """Add a call of a layer."""
+        value = f"x{len(self.shapes)}"
+        self.calls.append(Call(value, layer, inputs, shape, tuple(options.items())))
+        self.shapes[value] = shape
+        return value
+
+    def add_output(self, value: str) -> None:
+        """Add an output: for each place or for all, or by a table of embeddings."""
+        shape = self.shapes[value]
+        if self.tables and len(shape) == 2 and not self.choices.one_in(3):
+            table, (vocabulary, width) = next(iter(self.tables.items()))
+            if shape[-1] != width:
+                value = self._dense(value, width)
+            value = self.call(table, (shape[0], vocabulary), value, reverse=True)
+            self.outputs.append(Output(value, self.shapes[value], "classes"))
+            return
+        if len(shape) > 1 and not self.choices.one_in(3):
+            value = self._vector(value)
+        shape = (*self.shapes[value][:-1], self.choices.weighted(WIDTHS))
+        name = f"l{len(self.layers)}"
+        self.layers[name] = Layer("Dense", (("units", shape[-1]),), name)  # never frozen: something has to learn
+        value = self.call(name, shape, value)
+        self.outputs.append(Output(value, shape, self.choices.weighted(_LOSSES)))
+
+    def _vector(self, value: str) -> str:
+        """One axis of features, of all places."""
+        shape = self.shapes[value]
+        if math.prod(shape) <= 512 and self.choices.one_in(2):
+            return self.put("Flatten", {}, (math.prod(shape),), value)
+        kind = self.choices.one_of("Average", "Max")
+        return self.put(f"Global{kind}Pooling{len(shape) - 1}D", {}, shape[-1:], value)
+
+    def _dense(self, value: str, width: int, **options: Any) -> str:
+        return self.put("Dense", {"units": width, **options}, (*self.shapes[value][:-1], width), value)
+
+    def _nested(self, value: str) -> str:
+        shape = self.shapes[value]
+        inner: list[Layer] = []
+        for _ in range(2):
+            kind, options, shape = layer_for(self.choices, shape, attention=False)
+            inner.append(Layer(kind, tuple(options.items())))
+        return self.put("Sequential", {"layers": tuple(inner)}, shape, value)
+
+    def _residual(self, value: str) -> str:
+        inner = self.add_layer(value)
+        if self.choices.one_in(2):
+            inner = self.add_layer(inner)
+        shape, other = self.shapes[value], self.shapes[inner]
+        if shape[:-1] != other[:-1]:
+            return inner
+        if shape != other:
+            inner = self._dense(inner, shape[-1])
+        return self.put("Add", {}, shape, value, inner)
+
+    def _gate(self, value: str) -> str:
+        gate = self._dense(value, self.shapes[value][-1], activation="sigmoid")
+        return self.put("Multiply", {}, self.shapes[value], value, gate)
+
+    def _shared(self, value: str) -> str:
+        """A layer that is called twice, with another one between."""
+        value = self._dense(value, self.shapes[value][-1], activation="tanh")
+        layer, shape = self.calls[-1].layer, self.shapes[value]
+        value = self.put("LayerNormalization", {}, shape, value)
+        return self.call(layer, shape, value)
+
+    def _joined(self, value: str) -> str:
+        """Another input, which is attended to, added, multiplied or concatenated."""
+        if len(self.inputs) > 2:
+            return self.add_layer(value)
+        other, shape = self.add_input(), self.shapes[value]
+        if len(shape) == len(self.shapes[other]) == 2 and self.choices.one_in(2):
+            kind = self.choices.one_of(*ATTENTION)
+            return self.put(kind, ATTENTION[kind](self.choices), shape, value, other)
+        if len(self.shapes[other]) > 1:
+            other = self._vector(other)
+        other = self._dense(other, shape[-1])
+        if len(shape) == 1 and self.choices.one_in(3):
+            return self.put("Concatenate", {}, (2 * shape[-1],), value, other)
+        if len(shape) > 1:
+            broadcast = (*(1 for _ in shape[:-1]), shape[-1])
+            other = self.put("Reshape", {"target_shape": broadcast}, broadcast, other)
+        return self.put(self.choices.one_of("Add", "Multiply"), {}, shape, value, other)
+
+    def _output_beside(self, value: str) -> str:
+        if len(self.outputs) < 2:
+            self.add_output(value)
+        return self.add_layer(value)
