@@ -24,11 +24,15 @@ def draw_model(choices: Choices) -> Model:
     growing.add_output(value)
     layers = tuple(growing.layers.values())
     named = style in ("subclassed", "listed") or not choices.one_in(4)
-    able = [layer.name for layer in layers if layer.kind in WITH_LORA]
-    lora = choices.one_of(*able) if named and choices.one_in(5) else ""
+    able = [each.name for each in layers if each.kind in WITH_LORA and not _is_constrained(each)]
+    lora = choices.one_of(*able) if able and named and choices.one_in(5) else ""
     return Model(
         style, tuple(growing.inputs), layers, tuple(growing.calls), tuple(growing.outputs), named, lora
     )
+
+
+def _is_constrained(layer: Layer) -> bool:
+    return "kernel_constraint" in dict(layer.options)
 
 
 class _Growing:
@@ -180,6 +184,8 @@ class _Growing:
         other, shape = self.add_input(), self.shapes[value]
         if len(shape) == len(self.shapes[other]) == 2 and self.choices.one_in(2):
             kind = self.choices.one_of(*ATTENTION)
+            if shape[-1] != self.shapes[other][-1]:  # heads in groups want one width
+                other = self._dense(other, shape[-1])
             return self.put(kind, ATTENTION[kind](self.choices), shape, value, other)
         if len(self.shapes[other]) > 1:
             other = self._vector(other)

@@ -1,0 +1,154 @@
+"""Keras models that nobody chose, on layout maps that nobody chose, train on JAX as on one device.
+
+`make test` tries a few each day; LAYOUTMAP_DRAWN=17 tries those of another day. As a program it tries as many as asked,
+and prints what fails as programs:
+
+    python tests/adapters/test_drawn_models.py --seed 5000 --count 300
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax
+import keras
+import pytest
+from cases import xla_settings
+
+import layoutmap as lm
+from layoutmap.adapters import get_adapter
+from layoutmap.testing import models
+
+PROCESSES = ("jax",)
+A_DAY = 6
+PARTS, OF_PART = 12, 20
+IN_ONE_PROCESS = 25
+pytestmark = pytest.mark.filterwarnings("ignore")  # of maps and models that nobody would write
+
+
+def tried(seed):
+    """What became of a case: `held`, `refused` by the plan, or `wrong`; and why."""
+    case = dataclasses.replace(models.draw(seed), optimizer=models.SGD)
+    plan = case.plan()
+    if plan.errors:
+        return "refused", str(plan.errors[0])
+    try:
+        why = differences(case, plan)
+    except Exception:
+        why = [traceback.format_exc(limit=-3)]
+    return ("wrong", "\n".join(why)) if why else ("held", "")
+
+
+def differences(case, plan):
+    """Where a model in layouts differs from its plan, and from the plain model."""
+    made = []
+
+    def make_model():
+        made.append(case.make_model())
+        return made[-1]
+
+    report = parity(case, make_model)
+    built = {path: v.layout for path, v in get_adapter("keras").variables(made[0]).items()}
+    planned = {a.variable.path: a.layout for a in plan.assignments}
+    found = [
+        f"{path}: planned {planned.get(path)}, built {layout}"
+        for path, layout in built.items()
+        if planned.get(path) != layout
+    ]
+    if report.agrees or (report.worst("weights") == 0 and parity_in_float64(case).agrees):
+        return found
+    return found + [str(row) for row in report.rows if not row.agrees]
+
+
+def parity(case, make_model, **options):
+    return lm.check_parity(
+        make_model, case.layout_map, case.batch, batch_dim=case.map.batch_dim, raises=False, **options
+    )
+
+
+def parity_in_float64(case):
+    """The same with numbers of which no model magnifies the rounding so much that it is seen."""
+    keras.config.set_floatx("float64")
+    try:
+        with jax.enable_x64(True):
+            return parity(case, case.make_model, tolerance=1e-10)
+    finally:
+        keras.config.set_floatx("float32")
+
+
+def test_some_drawn_models():
+    """The cases of this day have the layouts of their plan, first values of the plain model, and its steps."""
+    day = int(os.environ.get("LAYOUTMAP_DRAWN", date.today().toordinal()))
+    print(f"LAYOUTMAP_DRAWN={day} tries these cases again")
+
+    assert {} == wrong(range(day * A_DAY, (day + 1) * A_DAY))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_drawn_models(part):
+    """So have these."""
+    assert {} == wrong(range(part * OF_PART, (part + 1) * OF_PART))
+
+
+def wrong(seeds):
+    return {seed: why for seed in seeds for what, why in [tried(seed)] if what == "wrong"}
+
+
+# -- as a program
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=date.today().toordinal() * 1000)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    seeds = range(asked.seed, asked.seed + asked.count)
+    if asked.in_this_process:
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            print(json.dumps([seed, "begun", ""]), flush=True)
+            print(json.dumps([seed, *tried(seed)]), flush=True)
+        return 0
+    begun, counts = time.perf_counter(), Counter()
+    while seeds:
+        for seed, what, why in outcomes(seeds[:IN_ONE_PROCESS]):
+            counts[what] += 1
+            if what != "held":
+                print(f"\n{what}: seed {seed}: {why}")
+            if what == "wrong":
+                print(dataclasses.replace(models.draw(seed), optimizer=models.SGD))
+            seeds = range(seed + 1, seeds.stop)
+        print(f"{counts.total()} of {asked.count} in {time.perf_counter() - begun:.0f} s: {dict(counts)}", flush=True)
+    return 1 if counts["wrong"] else 0
+
+
+def outcomes(seeds):
+    """What became of cases, tried in a process of their own; the last of them may have ended it."""
+    arguments = [sys.executable, __file__, "--seed", str(seeds.start), "--count", str(len(seeds)), "--in-this-process"]
+    environment = os.environ | xla_settings(8) | {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    begun = None
+    for seed, what, why in map(json.loads, done.stdout.splitlines()):
+        begun = seed if what == "begun" else None
+        if what != "begun":
+            yield seed, what, why
+    if begun is not None:
+        yield begun, "wrong", f"ends the process with status {done.returncode}: {done.stderr[-2000:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
