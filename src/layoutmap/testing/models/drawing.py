@@ -7,10 +7,10 @@ from typing import Any
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.describing import Call, Input, Layer, Model, Output, Shape
-from layoutmap.testing.models.layers import ATTENTION, WIDTHS, WITH_LORA, Options, layer_for
+from layoutmap.testing.models.layers import ATTENTION, KINDS, WIDTHS, WITH_LORA, Options, layer_for
 
 _STYLES = {"functional": 5, "sequential": 2, "subclassed": 3, "listed": 2}
-_INPUTS = {"vector": 3, "sequence": 4, "image": 5, "volume": 2, "tokens": 4}
+_INPUTS = {"vector": 3, "sequence": 4, "image": 4, "volume": 3, "tokens": 4}
 _LOSSES = {"mse": 4, "classes": 3, "huber": 1, "mae": 1, "log_cosh": 1}
 
 
@@ -45,6 +45,8 @@ class _Growing:
 
     def __init__(self, choices: Choices, *, is_chain: bool):
         self.choices, self.is_chain = choices, is_chain
+        # Each model has favourites of its own: else two rare kinds would hardly ever meet.
+        self.favourites = choices.taken(list(KINDS), 3)
         self.inputs: list[Input] = []
         self.layers: dict[str, Layer] = {}
         self.calls: list[Call] = []
@@ -57,7 +59,7 @@ class _Growing:
         choices = self.choices
         kind = choices.weighted(_INPUTS)
         num_axes = {"vector": 0, "sequence": 1, "image": 2, "volume": 3, "tokens": 1}[kind]
-        sides = (4, 6) if kind == "volume" else (8, 8, 4, 6, 16)
+        sides = (4, 2) if kind == "volume" else (8, 8, 4, 6, 16)
         shape = tuple(choices.one_of(*sides) for _ in range(num_axes))
         vocabulary = choices.one_of(32, 64, 30) if kind == "tokens" else None
         if not vocabulary:
@@ -95,11 +97,14 @@ class _Growing:
         """Add a layer that fits; a few are in a model of their own."""
         if self.choices.one_in(12):
             return self._nested(value)
-        kind, options, shape = layer_for(self.choices, self.shapes[value], attention=not self.is_chain)
+        kind, options, shape = self._layer_for(self.shapes[value], attention=not self.is_chain)
         if kind not in ATTENTION:
             return self.put(kind, options, shape, value)
         causal = {"use_causal_mask": True} if self.choices.one_in(2) else {}
         return self.put(kind, options, shape, value, value, called_with=causal)
+
+    def _layer_for(self, shape: Shape, *, attention: bool) -> tuple[str, Options, Shape]:
+        return layer_for(self.choices, shape, attention=attention, favourites=self.favourites)
 
     def put(
         self, kind: str, options: Options, shape: Shape, *inputs: str, called_with: Options | None = None
@@ -151,7 +156,7 @@ class _Growing:
         shape = self.shapes[value]
         inner: list[Layer] = []
         for _ in range(2):
-            kind, options, shape = layer_for(self.choices, shape, attention=False)
+            kind, options, shape = self._layer_for(shape, attention=False)
             inner.append(Layer(kind, tuple(options.items())))
         return self.put("Sequential", {"layers": tuple(inner)}, shape, value)
 
@@ -182,6 +187,8 @@ class _Growing:
         if len(self.inputs) > 2:
             return self.add_layer(value)
         other, shape = self.add_input(), self.shapes[value]
+        for _ in range(self.choices.below(3)):
+            other = self.add_layer(other)
         if len(shape) == len(self.shapes[other]) == 2 and self.choices.one_in(2):
             kind = self.choices.one_of(*ATTENTION)
             if shape[-1] != self.shapes[other][-1]:  # heads in groups want one width

@@ -29,21 +29,28 @@ _KERNEL: dict[Any, int] = {
 _MOST_ELEMENTS = 4096
 
 
-def layer_for(choices: Choices, shape: Shape, *, attention: bool) -> tuple[str, Options, Shape]:
+def layer_for(
+    choices: Choices, shape: Shape, *, attention: bool, favourites: Collection[str] = ()
+) -> tuple[str, Options, Shape]:
     """A layer that fits a shape: its kind, its options and the shape that it puts out.
 
     Args:
         choices: Decides.
         shape: The shape, without the axis of rows.
         attention: Whether it may be called with several values.
+        favourites: Kinds that are drawn more often.
     """
     rank = len(shape)
-    fits = {kind: weight for kind, (ranks, weight, _) in _KINDS.items() if rank in ranks}
+    fits = {
+        kind: weight + 20 * (kind in favourites)
+        for kind, (ranks, weight, _) in KINDS.items()
+        if rank in ranks
+    }
     if not attention:
         fits = {kind: weight for kind, weight in fits.items() if kind not in ATTENTION}
     while True:
         kind = choices.weighted(fits)
-        made = _KINDS[kind][2](choices, shape)
+        made = KINDS[kind][2](choices, shape)
         if made and math.prod(made[1]) <= _MOST_ELEMENTS:
             return kind.replace("*", str(rank - 1)), *made
         del fits[kind]
@@ -255,7 +262,7 @@ def _repeat(choices: Choices, shape: Shape) -> Made:
 
 
 _ANY, _PLACES = range(1, 5), range(2, 5)
-_KINDS: dict[str, tuple[Collection[int], int, Callable[[Choices, Shape], Made]]] = {
+KINDS: dict[str, tuple[Collection[int], int, Callable[[Choices, Shape], Made]]] = {
     # kind: the ranks that it takes, how often it is drawn, what makes it; a `*` is the number of axes of places
     "Dense": (_ANY, 10, _dense),
     "EinsumDense": (range(1, 4), 5, _einsum_dense),
