@@ -88,7 +88,7 @@ class _Growing:
             self._residual: 3,
             self._gate: 1,
             self._shared: 2,
-            self._joined: 2,
+            self._joined: 3,
             self._output_beside: 1,
         }
         return self.choices.weighted(parts)(value)
@@ -197,7 +197,7 @@ class _Growing:
         if len(self.shapes[other]) > 1:
             other = self._vector(other)
         other = self._dense(other, shape[-1])
-        if len(shape) == 1 and self.choices.one_in(3):
+        if len(shape) == 1 and self.choices.one_in(2):
             return self.put("Concatenate", {}, (2 * shape[-1],), value, other)
         if len(shape) > 1:
             broadcast = (*(1 for _ in shape[:-1]), shape[-1])

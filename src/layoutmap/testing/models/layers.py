@@ -289,7 +289,7 @@ KINDS: dict[str, tuple[Collection[int], int, Callable[[Choices, Shape], Made]]] 
     "GRU": ((2,), 4, _recurrent),
     "SimpleRNN": ((2,), 3, _recurrent),
     "Bidirectional": ((2,), 4, _bidirectional),
-    "TimeDistributed": (_PLACES, 1, _time_distributed),
+    "TimeDistributed": (_PLACES, 2, _time_distributed),
     "MultiHeadAttention": ((2,), 8, lambda choices, shape: (_heads(choices), shape)),
     "GroupQueryAttention": ((2,), 7, lambda choices, shape: (_grouped_heads(choices), shape)),
     "Flatten": (_PLACES, 1, _flatten),

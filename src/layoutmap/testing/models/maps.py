@@ -104,8 +104,8 @@ def _draw_specs(
     choices: Choices, mesh: Mesh, shape: Shape, uneven: Uneven, taken: Sequence[str] = ()
 ) -> Specs:
     """Specs for the axes of a tensor; of `taken` dims none is used."""
-    number = choices.weighted({1: 8, 0: 4, 2: 6, 3: 1})
-    same_axis, may_be_uneven = choices.one_in(3), uneven != "error" and choices.one_in(3)
+    number = choices.weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
+    same_axis, may_be_uneven = choices.one_in(4), uneven != "error" and choices.one_in(3)
     axes: list[tuple[str, ...]] = [()] * len(shape)
     used: list[int] = []
     for dim in choices.taken([d for d in mesh.dim_names if d not in taken], number):
