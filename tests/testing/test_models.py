@@ -69,7 +69,9 @@ def test_outputs_have_the_shapes_that_are_described(seed):
     case = models.draw(seed)
     made = case.make_model()
     if model.is_subclassed:
-        inputs = [keras.Input(each.shape, dtype="int32" if each.vocabulary else None) for each in model.inputs]
+        inputs = [
+            keras.Input(each.shape, dtype="int32" if each.vocabulary else None) for each in model.inputs
+        ]
         outputs = made(inputs if len(inputs) > 1 else inputs[0])
     else:
         outputs = made.outputs

@@ -91,7 +91,9 @@ class Input:
 
 def data(shape: Shape, classes: int | None) -> str:
     """The expression that draws an array from `rng`: numbers, or one of so many classes."""
-    return f"rng.integers(0, {classes}, {shape})" if classes else f"rng.normal(size={shape}).astype('float32')"
+    return (
+        f"rng.integers(0, {classes}, {shape})" if classes else f"rng.normal(size={shape}).astype('float32')"
+    )
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,7 @@ class _Growing:
         width = choices.weighted(WIDTHS)
         tied = not self.is_chain and choices.one_in(2)
         options = {"input_dim": vocabulary, "output_dim": width}
-        value = self.put(
-            "ReversibleEmbedding" if tied else "Embedding", options, (*shape, width), value
-        )
+        value = self.put("ReversibleEmbedding" if tied else "Embedding", options, (*shape, width), value)
         if tied:
             self.tables[self.calls[-1].layer] = vocabulary, width
         return value
@@ -137,7 +135,9 @@ class _Growing:
             value = self._vector(value)
         shape = (*self.shapes[value][:-1], self.choices.weighted(WIDTHS))
         name = f"l{len(self.layers)}"
-        self.layers[name] = Layer("Dense", (("units", shape[-1]),), name)  # never frozen: something has to learn
+        self.layers[name] = Layer(
+            "Dense", (("units", shape[-1]),), name
+        )  # never frozen: something has to learn
         value = self.call(name, shape, value)
         self.outputs.append(Output(value, shape, self.choices.weighted(_LOSSES)))
 

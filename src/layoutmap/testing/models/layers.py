@@ -125,7 +125,9 @@ def _divisors(*numbers: int) -> list[int]:
 # -- windows
 
 
-def _windows(choices: Choices, space: Shape, *, dilated: bool = True, equal: bool = False) -> tuple[Options, Shape]:
+def _windows(
+    choices: Choices, space: Shape, *, dilated: bool = True, equal: bool = False
+) -> tuple[Options, Shape]:
     """Windows over some axes, how they step, and the number of places along each axis.
 
     Args:

@@ -110,7 +110,11 @@ def _draw_specs(
     used: list[int] = []
     for dim in choices.taken([d for d in mesh.dim_names if d not in taken], number):
         free = used if same_axis and used else [i for i in range(len(shape)) if i not in used]
-        fits = [i for i in free if may_be_uneven or not shape[i] % (_num_shards(axes[i], mesh) * mesh.dim_size(dim))]
+        fits = [
+            i
+            for i in free
+            if may_be_uneven or not shape[i] % (_num_shards(axes[i], mesh) * mesh.dim_size(dim))
+        ]
         if fits:
             axis = choices.one_of(*fits)
             axes[axis] = (*axes[axis], dim)
