@@ -17,7 +17,6 @@ from layoutmap.testing import models
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.drawing import draw_model
 from layoutmap.testing.models.layers import KINDS
-from layoutmap.testing.models.maps import kind_of
 
 PROCESSES = ("jax",)
 
@@ -55,28 +54,27 @@ def test_every_kind_of_layout_is_drawn_for_every_kind_of_layer():
             variable, layout = assignment.variable, assignment.layout
             kind = next((kind for path, kind in layers.items() if variable.path.startswith(f"{path}.")), "")
             if kind and variable.kind is Kind.WEIGHT and len(variable.shape) > 1:
-                found[re.sub(r"\dD", "*D", kind), kind_of(layout.sharding_specs, layout.mesh)] += 1
+                dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+                found[re.sub(r"\dD", "*D", kind), (sum(map(len, dims)), sum(map(bool, dims)))] += 1
 
     kinds = {kind for kind, _ in found}
-    expected = ("replicated", "1 on 1", "2 on 2", "2 on 1")
+    expected = ((0, 0), (1, 1), (2, 2), (2, 1))  # dims, and the axes that they shard
     assert [] == [(kind, layout) for kind in kinds for layout in expected if not found[kind, layout]]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_outputs_have_the_shapes_that_are_described(seed):
     """So do targets, which a loss would broadcast without a word."""
-    model = models.draw(seed).model
     case = models.draw(seed)
-    made = case.make_model()
+    model, made = case.model, case.make_model()
     if model.is_subclassed:
-        inputs = [
-            keras.Input(each.shape, dtype="int32" if each.vocabulary else None) for each in model.inputs
-        ]
+        inputs = [keras.Input(each.shape, dtype="int32" if each.classes else None) for each in model.inputs]
         outputs = made(inputs if len(inputs) > 1 else inputs[0])
     else:
         outputs = made.outputs
 
-    assert [each.shape for each in model.outputs] == [each.shape[1:] for each in keras.tree.flatten(outputs)]
+    expected = [(*each.shape, each.classes) if each.classes else each.shape for each in model.outputs]
+    assert expected == [each.shape[1:] for each in keras.tree.flatten(outputs)]
 
 
 def test_a_seed_gives_the_same_case_for_ever():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.core.variables import Kind
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan
@@ -31,8 +31,7 @@ _OPTIMIZERS = {
     "keras.optimizers.Lion(0.001)": 1,
 }
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
-
-_BEFORE = """\
+_IMPORTS = """\
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -61,72 +60,67 @@ class Case:
 
     model: Model
     map: Map
-    optimizer: str = SGD
-    rows: int = 16
+    optimizer: str
+    rows: int
 
     def __str__(self) -> str:
         check = f"lm.check_parity(make_model, layout_map, batch, batch_dim={self.map.batch_dim!r})"
-        return f"{_BEFORE}{self._source}print({check})\n"
+        return f"{_IMPORTS}{self._source}print({check})\n"
 
     @property
     def make_model(self) -> Callable[[], Any]:
         """The function of the program that makes the model, compiled."""
-        return self._made["make_model"]
+        return self._defined["make_model"]
 
     @property
     def layout_map(self) -> LayoutMap:
         """The layout map of the program."""
-        return self._made["layout_map"]
+        return self._defined["layout_map"]
 
     @property
     def batch(self) -> tuple[Any, Any]:
         """The batch of the program: inputs and targets."""
-        return self._made["batch"]
+        return self._defined["batch"]
 
     def plan(self) -> Plan:
         """The plan, of all variables that training makes."""
         return _plan(self.model, self.make_model, self.layout_map)
 
     @cached_property
-    def _made(self) -> dict[str, Any]:
+    def _defined(self) -> dict[str, Any]:
         return _run(self._source)
 
     @property
     def _source(self) -> str:
-        inputs = [each.data(self.rows) for each in self.model.inputs]
-        targets = [each.data(self.rows) for each in self.model.outputs]
+        data = [
+            one_or_list([each.data(self.rows) for each in values])
+            for values in (self.model.inputs, self.model.outputs)
+        ]
         return (
             f"{self.model.source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
-            f"rng = np.random.default_rng(0)\n"
-            f"batch = {one_or_list(inputs)}, {one_or_list(targets)}\n"
+            f"rng = np.random.default_rng(0)\nbatch = {', '.join(data)}\n"
         )
 
 
 def draw_case(choices: Choices) -> Case:
-    """A model, a map of its variables, a batch and an optimizer."""
+    """A model, a map of its variables, an optimizer and a batch."""
     model = draw_model(choices)
-    make_model = _run(model.source(SGD))["make_model"]
-    found = _plan(model, make_model, LayoutMap("batch=8", rest="replicated"))
-    variables = {a.variable.path: a.variable.shape for a in found.assignments if _has_rules(a.variable)}
-    called = [call.layer for call in model.calls]
-    outputs = {
-        model.path(call.layer): call.shape
-        for call in model.calls
-        if model.named and called.count(call.layer) == 1
+    found = _plan(model, _run(model.source(SGD))["make_model"], LayoutMap("batch=8", rest="replicated"))
+    variables = {
+        v.path: v.shape
+        for v in (assignment.variable for assignment in found.assignments)
+        if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None and v.shape
     }
+    called = [call.layer for call in model.calls] if model.named else []
+    outputs = {model.path(call.layer): call.shape for call in model.calls if called.count(call.layer) == 1}
     drawn = draw_map(choices, variables, outputs)
-    rows = choices.weighted(_ROWS)
-    return Case(model, drawn, choices.weighted(_OPTIMIZERS), rows)
-
-
-def _has_rules(variable: VariableSpec) -> bool:
-    return variable.kind in (Kind.WEIGHT, Kind.STATE) and variable.parent is None and bool(variable.shape)
+    return Case(model, drawn, choices.weighted(_OPTIMIZERS), choices.weighted(_ROWS))
 
 
 def _plan(model: Model, make_model: Callable[[], Any], layout_map: LayoutMap) -> Plan:
     inputs = None
     if model.is_subclassed:  # what it makes at its first call belongs to the plan
-        inputs = _run(f"inputs = {one_or_list([each.source() for each in model.inputs])}")["inputs"]
+        inputs = _run(f"inputs = {one_or_list([each.input_source for each in model.inputs])}")["inputs"]
     return plan(make_model, layout_map, inputs=inputs, library="keras")
 
 

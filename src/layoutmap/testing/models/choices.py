@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
 class Choices:
-    """Choices, each of which is a number below another.
-
-    Alternatives come simplest first: Hypothesis shrinks towards 0.
+    """Choices, each of which is a number; the simplest alternative comes first, since Hypothesis shrinks towards 0.
 
     Args:
         below: Returns a number from 0 to its argument, less 1.
@@ -22,7 +20,7 @@ class Choices:
         self.below = below
 
     @classmethod
-    def of_seed(cls, seed: int) -> Self:
+    def of_seed(cls, seed: int) -> Choices:
         """The choices that a seed makes: Python keeps the sequence of `random()`, and of no other method, for ever."""
         numbers = random.Random(seed)
         return cls(lambda n: int(numbers.random() * n))
@@ -33,18 +31,13 @@ class Choices:
 
     def weighted(self, weights: Mapping[T, int]) -> T:
         """One of the keys, as often as their weights say."""
-        number = self.below(sum(weights.values()))
-        for key, weight in weights.items():
-            number -= weight
-            if number < 0:
-                return key
-        raise AssertionError("a number below the sum of the weights")
+        return self.one_of(*(key for key, weight in weights.items() for _ in range(weight)))
 
     def one_in(self, number: int) -> bool:
         """True once in so many times."""
         return self.below(number) == number - 1
 
-    def taken(self, alternatives: Sequence[T], number: int) -> list[T]:
+    def taken(self, alternatives: Iterable[T], number: int) -> list[T]:
         """So many of the alternatives, or all of them if they are fewer, in any order."""
         left = list(alternatives)
         return [left.pop(self.below(len(left))) for _ in range(min(number, len(left)))]

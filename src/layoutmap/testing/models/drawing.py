@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.describing import Call, Input, Layer, Model, Output, Shape
+from layoutmap.testing.models.describing import Call, Layer, Model, Shape, Value
 from layoutmap.testing.models.layers import ATTENTION, KINDS, WIDTHS, WITH_LORA, Options, layer_for
 
 _STYLES = {"functional": 5, "sequential": 2, "subclassed": 3, "listed": 2}
@@ -24,15 +24,15 @@ def draw_model(choices: Choices) -> Model:
     growing.add_output(value)
     layers = tuple(growing.layers.values())
     named = style in ("subclassed", "listed") or not choices.one_in(4)
-    able = [each.name for each in layers if each.kind in WITH_LORA and not _is_constrained(each)]
-    lora = choices.one_of(*able) if able and named and choices.one_in(5) else ""
+    can_lora = [
+        layer.name
+        for layer in layers
+        if named and layer.kind in WITH_LORA and "kernel_constraint" not in dict(layer.options)
+    ]
+    lora = choices.one_of(*can_lora) if can_lora and choices.one_in(5) else ""
     return Model(
         style, tuple(growing.inputs), layers, tuple(growing.calls), tuple(growing.outputs), named, lora
     )
-
-
-def _is_constrained(layer: Layer) -> bool:
-    return "kernel_constraint" in dict(layer.options)
 
 
 class _Growing:
@@ -46,13 +46,13 @@ class _Growing:
     def __init__(self, choices: Choices, *, is_chain: bool):
         self.choices, self.is_chain = choices, is_chain
         # Each model has favourites of its own: else two rare kinds would hardly ever meet.
-        self.favourites = choices.taken(list(KINDS), 3)
-        self.inputs: list[Input] = []
+        self.favourites = choices.taken(KINDS, 3)
+        self.inputs: list[Value] = []
         self.layers: dict[str, Layer] = {}
         self.calls: list[Call] = []
-        self.outputs: list[Output] = []
+        self.outputs: list[Value] = []
         self.shapes: dict[str, Shape] = {}
-        self.tables: dict[str, tuple[int, int]] = {}  # shapes of tables that can be called in reverse
+        self.tables: dict[str, tuple[int, int]] = {}  # shapes of embeddings that can be called in reverse
 
     def add_input(self) -> str:
         """Add an input; tokens are embedded at once."""
@@ -60,21 +60,19 @@ class _Growing:
         kind = choices.weighted(_INPUTS)
         num_axes = {"vector": 0, "sequence": 1, "image": 2, "volume": 3, "tokens": 1}[kind]
         sides = (4, 2) if kind == "volume" else (8, 8, 4, 6, 16)
-        shape = tuple(choices.one_of(*sides) for _ in range(num_axes))
+        places = tuple(choices.one_of(*sides) for _ in range(num_axes))
+        width = choices.weighted(WIDTHS)
         vocabulary = choices.one_of(32, 64, 30) if kind == "tokens" else None
-        if not vocabulary:
-            shape = (*shape, choices.weighted(WIDTHS))
-        value = f"x{len(self.shapes)}"
-        self.inputs.append(Input(value, shape, vocabulary))
-        self.shapes[value] = shape
+        value, shape = f"x{len(self.shapes)}", (*places, width)
+        self.inputs.append(Value(value, places if vocabulary else shape, vocabulary))
+        self.shapes[value] = self.inputs[-1].shape
         if not vocabulary:
             return value
-        width = choices.weighted(WIDTHS)
-        tied = not self.is_chain and choices.one_in(2)
         options = {"input_dim": vocabulary, "output_dim": width}
-        value = self.put("ReversibleEmbedding" if tied else "Embedding", options, (*shape, width), value)
-        if tied:
-            self.tables[self.calls[-1].layer] = vocabulary, width
+        if self.is_chain or choices.one_in(2):
+            return self.put("Embedding", options, shape, value)
+        value = self.put("ReversibleEmbedding", options, shape, value)
+        self.tables[self.calls[-1].layer] = vocabulary, width
         return value
 
     def add_part(self, value: str) -> str:
@@ -93,26 +91,28 @@ class _Growing:
 
     def add_layer(self, value: str) -> str:
         """Add a layer that fits; a few are in a model of their own."""
+        shape = self.shapes[value]
         if self.choices.one_in(12):
-            return self._nested(value)
-        kind, options, shape = self._layer_for(self.shapes[value], attention=not self.is_chain)
+            inner: list[Layer] = []
+            for _ in range(2):
+                kind, options, shape = self._layer_for(shape, attention=False)
+                inner.append(Layer(kind, tuple(options.items())))
+            return self.put("Sequential", {"layers": tuple(inner)}, shape, value)
+        kind, options, shape = self._layer_for(shape, attention=not self.is_chain)
         if kind not in ATTENTION:
             return self.put(kind, options, shape, value)
-        causal = {"use_causal_mask": True} if self.choices.one_in(2) else {}
-        return self.put(kind, options, shape, value, value, called_with=causal)
+        return self.put(kind, options, shape, value, value, use_causal_mask=self.choices.one_in(2))
 
     def _layer_for(self, shape: Shape, *, attention: bool) -> tuple[str, Options, Shape]:
         return layer_for(self.choices, shape, attention=attention, favourites=self.favourites)
 
-    def put(
-        self, kind: str, options: Options, shape: Shape, *inputs: str, called_with: Options | None = None
-    ) -> str:
+    def put(self, kind: str, options: Options, shape: Shape, *inputs: str, **called_with: Any) -> str:
         """Add a layer and a call of it; a few layers are frozen."""
         name = f"l{len(self.layers)}"
         if self.choices.one_in(16):
             options = {**options, "trainable": False}
         self.layers[name] = Layer(kind, tuple(options.items()), name)
-        return self.call(name, shape, *inputs, **called_with or {})
+        return self.call(name, shape, *inputs, **called_with)
 
     def call(self, layer: str, shape: Shape, *inputs: str, **options: Any) -> str:
         """Add a call of a layer."""
@@ -123,23 +123,23 @@ class _Growing:
 
     def add_output(self, value: str) -> None:
         """Add an output: for each place or for all, or by a table of embeddings."""
-        shape = self.shapes[value]
-        if self.tables and len(shape) == 2 and not self.choices.one_in(3):
-            table, (vocabulary, width) = next(iter(self.tables.items()))
-            if shape[-1] != width:
-                value = self._dense(value, width)
-            value = self.call(table, (shape[0], vocabulary), value, reverse=True)
-            self.outputs.append(Output(value, self.shapes[value], "classes"))
+        *places, width = shape = self.shapes[value]
+        if self.tables and len(places) == 1 and not self.choices.one_in(3):
+            table, (vocabulary, needed) = next(iter(self.tables.items()))
+            value = value if width == needed else self._dense(value, needed)
+            value = self.call(table, (*places, vocabulary), value, reverse=True)
+            self.outputs.append(Value(value, tuple(places), vocabulary))
             return
-        if len(shape) > 1 and not self.choices.one_in(3):
+        if places and not self.choices.one_in(3):
             value = self._vector(value)
-        shape = (*self.shapes[value][:-1], self.choices.weighted(WIDTHS))
+        *places, width = shape = (*self.shapes[value][:-1], self.choices.weighted(WIDTHS))
         name = f"l{len(self.layers)}"
-        self.layers[name] = Layer(
-            "Dense", (("units", shape[-1]),), name
-        )  # never frozen: something has to learn
-        value = self.call(name, shape, value)
-        self.outputs.append(Output(value, shape, self.choices.weighted(_LOSSES)))
+        self.layers[name] = Layer("Dense", (("units", width),), name)  # never frozen: something has to learn
+        value, loss = self.call(name, shape, value), self.choices.weighted(_LOSSES)
+        is_class = loss == "classes"
+        self.outputs.append(
+            Value(value, tuple(places), width) if is_class else Value(value, shape, loss=loss)
+        )
 
     def _vector(self, value: str) -> str:
         """One axis of features, of all places."""
@@ -152,23 +152,14 @@ class _Growing:
     def _dense(self, value: str, width: int, **options: Any) -> str:
         return self.put("Dense", {"units": width, **options}, (*self.shapes[value][:-1], width), value)
 
-    def _nested(self, value: str) -> str:
-        shape = self.shapes[value]
-        inner: list[Layer] = []
-        for _ in range(2):
-            kind, options, shape = self._layer_for(shape, attention=False)
-            inner.append(Layer(kind, tuple(options.items())))
-        return self.put("Sequential", {"layers": tuple(inner)}, shape, value)
-
     def _residual(self, value: str) -> str:
         inner = self.add_layer(value)
         if self.choices.one_in(2):
             inner = self.add_layer(inner)
-        shape, other = self.shapes[value], self.shapes[inner]
-        if shape[:-1] != other[:-1]:
+        *places, width = shape = self.shapes[value]
+        if tuple(places) != self.shapes[inner][:-1]:
             return inner
-        if shape != other:
-            inner = self._dense(inner, shape[-1])
+        inner = inner if self.shapes[inner] == shape else self._dense(inner, width)
         return self.put("Add", {}, shape, value, inner)
 
     def _gate(self, value: str) -> str:
@@ -179,8 +170,7 @@ class _Growing:
         """A layer that is called twice, with another one between."""
         value = self._dense(value, self.shapes[value][-1], activation="tanh")
         layer, shape = self.calls[-1].layer, self.shapes[value]
-        value = self.put("LayerNormalization", {}, shape, value)
-        return self.call(layer, shape, value)
+        return self.call(layer, shape, self.put("LayerNormalization", {}, shape, value))
 
     def _joined(self, value: str) -> str:
         """Another input, which is attended to, added, multiplied or concatenated."""
@@ -193,7 +183,7 @@ class _Growing:
             kind = self.choices.one_of(*ATTENTION)
             if shape[-1] != self.shapes[other][-1]:  # heads in groups want one width
                 other = self._dense(other, shape[-1])
-            return self.put(kind, ATTENTION[kind](self.choices), shape, value, other)
+            return self.put(kind, KINDS[kind][2](self.choices, shape)[0], shape, value, other)
         if len(self.shapes[other]) > 1:
             other = self._vector(other)
         other = self._dense(other, shape[-1])

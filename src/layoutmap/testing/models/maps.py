@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from layoutmap.core.layout import Layout
@@ -12,9 +13,9 @@ from layoutmap.core.uneven import Uneven
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.describing import Shape
 
-Specs = tuple[str | None | tuple[str, ...], ...]
+Specs = tuple[str | tuple[str, ...] | None, ...]
 
-_MESHES = {
+_MESHES = {  # of 8 devices, and how often each is drawn
     "batch=2,model=4": 4,
     "batch=4,model=2": 4,
     "batch=2,model=2,x=2": 4,
@@ -25,7 +26,6 @@ _MESHES = {
     "batch=1,model=8": 1,
     "x=2,model=2,batch=2": 2,
 }
-"""Meshes of 8 devices, and how often each is drawn."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,12 @@ class Map:
     @property
     def source(self) -> str:
         """The expression that makes it."""
-        rules = "".join(f"    {_text(pattern)}: {specs!r},\n" for pattern, specs in self.rules)
-        activations = ", ".join(f"{_text(pattern)}: {specs!r}" for pattern, specs in self.activations)
-        options = [f"activations={{{activations}}}"] if activations else []
-        options += [] if self.uneven == "error" else [f"uneven={self.uneven!r}"]
-        options.append("rest='replicated'")
-        return f"lm.LayoutMap({self.mesh!r}, {{\n{rules}}}, {', '.join(options)})"
-
-
-def _text(pattern: str) -> str:
-    return f"r{pattern!r}".replace("\\\\", "\\")
+        rules, activations = (
+            "{" + ",".join(f"\n    r'{pattern}': {specs!r}" for pattern, specs in each) + "\n}"
+            for each in (self.rules, self.activations)
+        )
+        options = f", activations={activations}" if self.activations else ""
+        return f"lm.LayoutMap({self.mesh!r}, {rules}{options}, uneven={self.uneven!r}, rest='replicated')"
 
 
 def draw_map(choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[str, Shape]) -> Map:
@@ -75,70 +71,41 @@ def draw_map(choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[
     batch_dim = "batch" if "batch" in mesh and not choices.one_in(8) else None
     rules: dict[str, Specs] = {}
     for path, shape in variables.items():
-        if any(re.match(pattern, path) for pattern in rules):
-            continue
         specs = _draw_specs(choices, mesh, shape, uneven)
-        if any(specs):
-            pattern = choices.one_of(_exactly(path), *_like(path))
+        if any(specs) and not any(re.match(pattern, path) for pattern in rules):
+            exactly, last = re.escape(path) + "$", path.rpartition(".")[2]
+            pattern = choices.one_of(exactly, rf".*\.{last}$", re.sub(r"\d+", lambda _: r"\d+", exactly))
             matched = [variables[each] for each in variables if re.match(pattern, each)]
-            rules[pattern if _fits(specs, mesh, matched, uneven) else _exactly(path)] = specs
+            rules[pattern if _fits(Layout(specs, mesh), matched, uneven) else exactly] = specs
     activations: dict[str, Specs] = {}
     for path in choices.taken(sorted(outputs), choices.weighted({0: 3, 1: 1, 2: 1})):
-        rows = batch_dim if batch_dim and not choices.one_in(4) else None
-        specs = _draw_specs(choices, mesh, outputs[path], "error", () if rows is None else (rows,))
-        activations[_exactly(path)] = (rows, *specs)
+        rows = batch_dim if not choices.one_in(4) else None
+        activations[re.escape(path) + "$"] = (
+            rows,
+            *_draw_specs(choices, mesh, outputs[path], "error", [rows]),
+        )
     return Map(text, tuple(rules.items()), tuple(activations.items()), uneven, batch_dim)
 
 
-def _exactly(path: str) -> str:
-    return re.escape(path) + "$"
-
-
-def _like(path: str) -> tuple[str, ...]:
-    """Patterns that match a variable and others that are called alike."""
-    last = path.rpartition(".")[2]
-    return rf".*\.{last}$", re.sub(r"\d+", lambda _: r"\d+", re.escape(path)) + "$"
-
-
 def _draw_specs(
-    choices: Choices, mesh: Mesh, shape: Shape, uneven: Uneven, taken: Sequence[str] = ()
+    choices: Choices, mesh: Mesh, shape: Shape, uneven: Uneven, taken: Collection[str | None] = ()
 ) -> Specs:
     """Specs for the axes of a tensor; of `taken` dims none is used."""
     number = choices.weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
     same_axis, may_be_uneven = choices.one_in(4), uneven != "error" and choices.one_in(3)
     axes: list[tuple[str, ...]] = [()] * len(shape)
-    used: list[int] = []
-    for dim in choices.taken([d for d in mesh.dim_names if d not in taken], number):
-        free = used if same_axis and used else [i for i in range(len(shape)) if i not in used]
-        fits = [
-            i
-            for i in free
-            if may_be_uneven or not shape[i] % (_num_shards(axes[i], mesh) * mesh.dim_size(dim))
-        ]
+    for dim in choices.taken([dim for dim in mesh.dim_names if dim not in taken], number):
+        used = [axis for axis, dims in enumerate(axes) if dims]
+        free = used if same_axis and used else [axis for axis in range(len(shape)) if axis not in used]
+        shards = [math.prod(map(mesh.dim_size, (*dims, dim))) for dims in axes]
+        fits = [axis for axis in free if may_be_uneven or not shape[axis] % shards[axis]]
         if fits:
-            axis = choices.one_of(*fits)
-            axes[axis] = (*axes[axis], dim)
-            used.append(axis)
+            axes[choices.one_of(*fits)] += (dim,)
     return tuple(dims if len(dims) > 1 else dims[0] if dims else None for dims in axes)
 
 
-def _num_shards(dims: Sequence[str], mesh: Mesh) -> int:
-    product = 1
-    for dim in dims:
-        product *= mesh.dim_size(dim)
-    return product
-
-
-def _fits(specs: Specs, mesh: Mesh, shapes: Sequence[Shape], uneven: Uneven) -> bool:
-    """Whether specs fit tensors of all these shapes."""
-    layout = Layout(specs, mesh)
+def _fits(layout: Layout, shapes: Collection[Shape], uneven: Uneven) -> bool:
+    """Whether a layout fits tensors of all these shapes."""
     return all(
-        len(shape) == len(specs) and (uneven != "error" or not layout.uneven_axes(shape)) for shape in shapes
+        len(shape) == layout.rank and (uneven != "error" or not layout.uneven_axes(shape)) for shape in shapes
     )
-
-
-def kind_of(specs: Specs, mesh: Mesh) -> str:
-    """What kind of layout some specs are: of how many dims, on how many axes."""
-    sharded = [Layout(specs, mesh).mesh_dims_of(axis) for axis in range(len(specs))]
-    dims, axes = sum(map(len, sharded)), sum(map(bool, sharded))
-    return f"{dims} on {axes}" if dims else "replicated"
