@@ -41,7 +41,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of maps and models that nob
 
 
 def tried(seed):
-    """What became of a case: `held`, `refused` by the plan, `no numbers` on one device, or `wrong`; and why."""
+    """What became of a case, and why: `held`, `refused` by the plan, `wrong`, or `no numbers`.
+
+    XLA without its optimizations divides 0 by 0 in the gradient of some maxima, on one device, too.
+    """
     case = dataclasses.replace(models.draw(seed), optimizer=models.SGD)
     plan = case.plan()
     if plan.errors:
@@ -50,21 +53,9 @@ def tried(seed):
         why = differences(case, plan)
     except Exception:
         why = [traceback.format_exc(limit=-3)]
-    if why and not is_finite(case):
+    if any("differs by nan" in each for each in why):
         return "no numbers", why[0]
     return ("wrong", "\n".join(why)) if why else ("held", "")
-
-
-def is_finite(case):
-    """Whether the plain model trains: XLA without its optimizations divides 0 by 0 in gradients of some maxima."""
-    adapter = get_adapter("keras")
-    adapter.set_seed(0)
-    model = case.make_model()
-    adapter.complete(model, case.batch)
-    logs, gradients = adapter.gradients(model, case.batch)
-    steps = [adapter.train_step(model, case.batch) for _ in range(3)]
-    numbers = [*gradients.values(), *(number for each in (logs, *steps) for number in each.values())]
-    return all(np.isfinite(each).all() for each in numbers if each is not None)
 
 
 def differences(case, plan):
@@ -173,6 +164,7 @@ def main():
         for seed, what, why in outcomes(seeds[:IN_ONE_PROCESS], xla_settings(8)):
             if what == "no numbers":
                 ((_, what, why),) = outcomes(range(seed, seed + 1), OPTIMIZED)
+            what = "wrong" if what == "no numbers" else what
             counts[what] += 1
             if what != "held":
                 print(f"\n{what}: seed {seed}: {why}")
