@@ -111,6 +111,22 @@ def test_a_model_that_is_not_compiled():
     assert report.agrees
 
 
+def test_losses_of_outputs_without_names():
+    """They are compared although Keras calls them by layers, whose numbers go on with each build."""
+
+    def make_model():
+        x = keras.Input((8,))
+        model = keras.Model(x, [L.Dense(8)(x) for _ in range(11)])  # a 9 is sorted behind a 10
+        model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"] + ["mse"] * 9)
+        return model
+
+    layout_map = lm.LayoutMap(lm.create_mesh(MESHES[1]), {r".*\.kernel": (None, "model")}, rest="replicated")
+    random = np.random.default_rng(0)
+    x, *targets = random.normal(size=(12, 8, 8)).astype("float32")
+
+    assert lm.check_parity(make_model, layout_map, (x, targets), batch_dim="batch").agrees
+
+
 def test_a_wrong_seed_is_found_at_its_variable():
     """A first value that differs is found bit for bit, by the variable's path, before anything is computed."""
     calls = []

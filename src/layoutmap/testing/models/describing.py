@@ -1,0 +1,231 @@
+"""Keras models as values: their layers, how these are called, and the program that makes the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+Shape = tuple[int, ...]
+
+CUSTOM = {
+    "Scale": """\
+class Scale(L.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="random_normal", name="scale")
+
+    def call(self, x):
+        return x * (1 + self.scale)
+
+
+"""
+}
+"""The layers that a program defines itself, by kind."""
+
+_MERGING = ("Add", "Multiply", "Concatenate")  # called with a list
+_INDENT = "    "
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer.
+
+    Args:
+        kind: Its class in `keras.layers`, a key of `CUSTOM`, or `"Sequential"`.
+        options: What it is made with, by name; layers inside of it are descriptions, too.
+        name: Its name; empty inside of another layer.
+
+    Example:
+        >>> print(Layer("Bidirectional", (("layer", Layer("LSTM", (("units", 8),))),)).source())
+        L.Bidirectional(layer=L.LSTM(units=8))
+    """
+
+    kind: str
+    options: tuple[tuple[str, Any], ...] = ()
+    name: str = ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Its kind and those of the layers inside of it."""
+        values = [
+            value for _, option in self.options for value in (option if type(option) is tuple else [option])
+        ]
+        return (self.kind, *(kind for each in values if isinstance(each, Layer) for kind in each.kinds))
+
+    def source(self, name: str = "") -> str:
+        """The expression that makes it; with a name, if one is given."""
+        options = dict(self.options) | ({"name": name} if name else {})
+        module = {"Sequential": "keras."}.get(self.kind, "" if self.kind in CUSTOM else "L.")
+        return f"{module}{self.kind}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+
+    __repr__ = source  # inside of the options of another one
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or an output of a model.
+
+    Args:
+        name: What the program calls it.
+        shape: The shape of one row of data; of an output that has logits of classes it lacks their axis.
+        classes: How many tokens or classes there are; `None`: the data are numbers.
+        loss: The loss of an output of numbers.
+    """
+
+    name: str
+    shape: Shape
+    classes: int | None = None
+    loss: str = "mse"
+
+    @property
+    def input_source(self) -> str:
+        """The expression of an input of Keras."""
+        return f"keras.Input({self.shape}{', dtype=' + repr('int32') if self.classes else ''})"
+
+    @property
+    def loss_source(self) -> str:
+        """The expression of a loss for it."""
+        of_classes = "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
+        return of_classes if self.classes else repr(self.loss)
+
+    def data(self, rows: int) -> str:
+        """The expression that draws a batch of it from `rng`."""
+        shape = (rows, *self.shape)
+        if self.classes:
+            return f"rng.integers(0, {self.classes}, {shape})"
+        return f"rng.normal(size={shape}).astype('float32')"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer that is called.
+
+    Args:
+        value: What the program calls the result.
+        layer: The layer's name.
+        inputs: The values that it is called with.
+        shape: The shape of the result.
+        options: Further arguments.
+    """
+
+    value: str
+    layer: str
+    inputs: tuple[str, ...]
+    shape: Shape
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Keras model.
+
+    Args:
+        style: `"functional"`, `"sequential"`, `"subclassed"`, with layers in attributes, or `"listed"`: in a list.
+        inputs: Its inputs.
+        layers: Its layers, in the order of their first call.
+        calls: How they are called, in order.
+        outputs: Its outputs.
+        named: Whether its layers have names, or attributes, of their own.
+        lora: The layer that gets LoRA factors once the model is built; empty: none.
+    """
+
+    style: str
+    inputs: tuple[Value, ...]
+    layers: tuple[Layer, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[Value, ...]
+    named: bool = True
+    lora: str = ""
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of all its layers, in order."""
+        return tuple(kind for layer in self.layers for kind in layer.kinds)
+
+    @property
+    def is_subclassed(self) -> bool:
+        """Whether it is an instance of a class of its own, which has no weights before it is called."""
+        return self.style in ("subclassed", "listed")
+
+    def path(self, layer: str) -> str:
+        """The path of a layer of a model whose layers are named."""
+        return f"parts.{list(self._of_name).index(layer)}" if self.style == "listed" else layer
+
+    def source(self, optimizer: str) -> str:
+        """The program of `make_model`, a function that returns the model, compiled.
+
+        Args:
+            optimizer: The expression that makes the optimizer.
+        """
+        custom = "".join(CUSTOM[kind] for kind in dict.fromkeys(self.kinds) if kind in CUSTOM)
+        lines = ["model = Net()"] if self.is_subclassed else self._functional()
+        if self.style == "sequential":
+            parts = [self.inputs[0].input_source, *(self._made(layer) for layer in self.layers)]
+            lines = ["model = keras.Sequential([", *(f"{_INDENT}{part}," for part in parts), "])"]
+        if self.lora and self.is_subclassed:
+            inputs = one_or_list([each.input_source for each in self.inputs])
+            lines += [f"model({inputs})", f"{self._attribute('model', self.lora)}.enable_lora(2)"]
+        elif self.lora:
+            lines.append(f"model.get_layer({self.lora!r}).enable_lora(2)")
+        losses = one_or_list([output.loss_source for output in self.outputs])
+        lines += [f"model.compile({optimizer}, {losses})", "return model"]
+        own_class = "\n".join([*self._subclassed(), "\n\n"]) if self.is_subclassed else ""
+        return "\n".join([f"{custom}{own_class}def make_model():", *(_INDENT + line for line in lines), ""])
+
+    @cached_property
+    def _of_name(self) -> Mapping[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
+
+    def _made(self, layer: Layer) -> str:
+        return layer.source(layer.name if self.named else "")
+
+    def _attribute(self, owner: str, layer: str) -> str:
+        number = list(self._of_name).index(layer)
+        return f"{owner}.parts[{number}]" if self.style == "listed" else f"{owner}.{layer}"
+
+    def _called(self, call: Call, layer: str) -> str:
+        inputs = ", ".join(call.inputs)
+        inputs = f"[{inputs}]" if self._of_name[call.layer].kind in _MERGING else inputs
+        return (
+            f"{call.value} = {layer}({inputs}{''.join(f', {key}={value!r}' for key, value in call.options)})"
+        )
+
+    def _functional(self) -> list[str]:
+        lines = [f"{each.name} = {each.input_source}" for each in self.inputs]
+        uses, made = Counter(call.layer for call in self.calls), set[str]()
+        for call in self.calls:
+            expression = self._made(self._of_name[call.layer])
+            if uses[call.layer] > 1:  # a line of its own, before the first call
+                lines += [] if call.layer in made else [f"{call.layer} = {expression}"]
+                made.add(call.layer)
+                expression = call.layer
+            lines.append(self._called(call, expression))
+        inputs = one_or_list([each.name for each in self.inputs])
+        return [*lines, f"model = keras.Model({inputs}, {self._returned})"]
+
+    def _subclassed(self) -> list[str]:
+        made = [f"self.{layer.name} = {layer.source()}" for layer in self.layers]
+        if self.style == "listed":
+            made = ["self.parts = [", *(f"{_INDENT}{layer.source()}," for layer in self.layers), "]"]
+        names = [each.name for each in self.inputs]
+        lines = [] if len(names) == 1 else [f"{', '.join(names)} = inputs"]
+        lines += [self._called(call, self._attribute("self", call.layer)) for call in self.calls]
+        return [
+            "class Net(keras.Model):",
+            f"{_INDENT}def __init__(self):",
+            *(2 * _INDENT + line for line in ["super().__init__()", *made]),
+            "",
+            f"{_INDENT}def call(self, {names[0] if len(names) == 1 else 'inputs'}):",
+            *(2 * _INDENT + line for line in [*lines, f"return {self._returned}"]),
+        ]
+
+    @property
+    def _returned(self) -> str:
+        return one_or_list([each.name for each in self.outputs])
+
+
+def one_or_list(parts: list[str]) -> str:
+    """The expression of one part, or of a list of several."""
+    return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
