@@ -19,6 +19,7 @@ NOT_OF_TORCH = {
     "_module",
     "_before",
     "_watch",
+    "_compared",
 }  # of tuples, of sys, of our own classes
 NOT_OF_TORCH |= {"_to_copy"}  # an operation of torch's dispatcher, as others print its name
 

@@ -21,7 +21,6 @@ from layoutmap.adapters.programs import Program
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
-from layoutmap.engines.torch import simulation
 
 _READ = (torch.optim.Adafactor,)
 # Those that the processes have compared, before their first steps.
@@ -70,7 +69,7 @@ def _compare(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
     """Before the first step, refuse an optimizer that is another one in another process."""
     engine = get_engine("torch")
     layout = engine.layout_of(parameter)
-    if layout is not None and not simulation.is_simulated():
+    if layout is not None:
         program, kind = Program(), type(optimizer)
         program.value("optimizer", kind)
         for number, group in enumerate(optimizer.param_groups):

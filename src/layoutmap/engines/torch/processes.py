@@ -17,8 +17,10 @@ from layoutmap.engines.torch import simulation
 
 
 def across() -> bool:
-    """Whether there are other processes."""
-    return not simulation.is_simulated() and simulation.world_size() > 1
+    """Whether there are other processes; those of torch's `fake` backend, as of a step that is counted, are none."""
+    if simulation.is_simulated() or simulation.world_size() == 1:
+        return False
+    return not dist.is_initialized() or dist.get_backend() != "fake"
 
 
 def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:
