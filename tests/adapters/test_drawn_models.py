@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import pytest
 from cases import xla_settings
+from rounding import beyond
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
@@ -34,8 +35,6 @@ PROCESSES = ("jax",)
 A_DAY = 4
 PARTS, OF_PART = 12, 20
 IN_ONE_PROCESS = 25
-ROUNDINGS = 30
-"""How many times as far as by one rounding of the weights a model may differ: each operation rounds."""
 NAN = "differs by nan"
 """XLA without its optimizations, as tests run, divides 0 by 0 in the gradient of some maxima, on one device, too."""
 OPTIMIZED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
@@ -79,14 +78,7 @@ def differences(case, plan):
         for path, variable in get_adapter("keras").variables(made[0]).items()
         if planned.get(path) != variable.layout
     ]
-    if rows and rows[0].stage != "weights":
-        rounding = moved(case)
-        rows = [
-            row
-            for row in rows
-            if not row.error <= ROUNDINGS * rounding.worst(row.stage.replace("fit", "step"))
-        ]
-    return [*map(str, rows), *others]
+    return [*map(str, beyond(rows, case.make_model, case.batch)), *others]
 
 
 def trained(case, made):
@@ -117,23 +109,6 @@ def difference(actual, expected):
     """The largest one, by the size of the values, as `check_parity` has it."""
     actual, expected = np.asarray(actual, "float64"), np.asarray(expected, "float64")
     return np.max(np.abs(actual - expected), initial=0) / np.max(np.abs(expected), initial=1)
-
-
-def moved(case):
-    """How far the plain model differs from itself where its weights are moved by one rounding: some magnify it."""
-    made, adapter = [], get_adapter("keras")
-
-    def make_model():
-        made.append(case.make_model())
-        if len(made) == 2:
-            adapter.complete(made[1], case.batch)
-            signs = np.random.default_rng(0)
-            for variable in made[1].trainable_variables:
-                value = np.asarray(variable)
-                variable.assign(value * (1 + signs.choice([-1, 1], value.shape) * 2**-23).astype(value.dtype))
-        return made[-1]
-
-    return lm.check_parity(make_model, lm.LayoutMap("one=1", rest="replicated"), case.batch, raises=False)
 
 
 def test_some_drawn_models():

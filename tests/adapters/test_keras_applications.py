@@ -1,13 +1,14 @@
 """Models of keras.applications with convolutions in groups: gradients and steps on a mesh are those of one device.
 
-They are deep, and normalize by batches of few values: on one device, too, gradients of their first layers change by up
-to a thousandth with the order of sums. A wrong factor, of two or more, is far from that.
+They are deep, and normalize by batches of few values: on one device, too, they change visibly when each weight is moved
+by one rounding, and that is what they are allowed. A wrong factor, of two or more, is far from it.
 """
 
 import hub_families
 import keras
 import numpy as np
 import pytest
+from rounding import beyond
 
 import layoutmap as lm
 
@@ -42,9 +43,9 @@ def test_a_model_trains_as_on_one_device(name):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(8, *MODELS[name]["input_shape"])).astype("float32")
 
-    report = lm.check_parity(
-        make, layout_map, (x, rng.integers(0, 8, 8)), batch_dim="batch", steps=3, raises=False
-    )
+    batch = x, rng.integers(0, 8, 8)
+    report = lm.check_parity(make, layout_map, batch, batch_dim="batch", raises=False)
+    off = [row for row in report.rows if not row.agrees]
 
-    assert [] == [str(row) for row in report.rows if row.error > 1e-2 or row.factor is not None]
-    assert [] == [str(row) for row in report.rows if row.stage in ("weights", "forward") and not row.agrees]
+    assert [] == [str(row) for row in off if row.factor is not None]
+    assert [] == list(map(str, beyond(off, make, batch)))

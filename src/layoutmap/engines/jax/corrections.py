@@ -9,6 +9,7 @@ is right in every layout. docs/xla-faults.md has the faults, each as a program o
                                                                      sums of products
     a convolution in groups of features                              features are sharded between groups only
     the gradients of pooling                                         the axes that windows go over are gathered
+    a product that adds up over three axes or more                   it adds up over one that is made of them
 
 Private names of JAX, tested on 0.9.2 and 0.10.2:
 
@@ -174,6 +175,29 @@ def _axes_of_windows(*, window_dimensions: Sequence[int], **_: Any) -> set[int]:
     return {axis for axis, size in enumerate(window_dimensions) if size > 1}
 
 
+# -- products of matrices
+
+
+def _product(lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    """A product that adds up over three axes or more, as over one: XLA may leave out a mesh dim of one of them."""
+    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    if len(lhs_summed) > 2 and (_grids or _without_devices.get()):
+        lhs, lhs_batch, lhs_summed = _one_summed(lhs, lhs_batch, lhs_summed)
+        rhs, rhs_batch, rhs_summed = _one_summed(rhs, rhs_batch, rhs_summed)
+        dimension_numbers = (lhs_summed, rhs_summed), (lhs_batch, rhs_batch)
+    return lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimension_numbers, **params)
+
+
+def _one_summed(value: Any, batch: Sequence[int], summed: Sequence[int]) -> tuple[Any, Any, Any]:
+    """An operand with the axes of its batch first, then one of all that are added up over; where these are."""
+    others = [axis for axis in range(value.ndim) if axis not in (*batch, *summed)]
+    shape = [value.shape[axis] for axis in (*batch, *others)]
+    number = math.prod(value.shape[axis] for axis in summed)
+    first = len(batch)
+    value = jnp.transpose(value, (*batch, *summed, *others))
+    return value.reshape(*shape[:first], number, *shape[first:]), tuple(range(first)), (first,)
+
+
 # -- convolutions
 
 
@@ -306,6 +330,7 @@ def _in_order(result: Any, numbers: Any) -> Any:
 
 _PATCHES = Patches(
     [
+        _Lowering(lax.dot_general_p, _product),
         _Lowering(lax.conv_general_dilated_p, _convolution),
         _Lowering(lax.select_and_scatter_p, _select_and_scatter),
         _Lowering(lax.select_and_gather_add_p, _select_and_gather),
