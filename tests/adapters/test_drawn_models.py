@@ -36,8 +36,10 @@ A_DAY = 4
 PARTS, OF_PART = 12, 20
 IN_ONE_PROCESS = 25
 NAN = "differs by nan"
-"""XLA without its optimizations, as tests run, divides 0 by 0 in the gradient of some maxima, on one device, too."""
 OPTIMIZED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+"""As users run; so what is wrong is tried again so. XLA without its optimizations, as tests run to be quick, has faults of
+its own: it divides 0 by 0 in the gradient of some maxima, on one device, too, and gave 1 of 640 models wrong gradients
+of a normalization in layouts."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # of maps and models that nobody would write
 
 
@@ -128,7 +130,9 @@ def test_many_drawn_models(part):
 
 
 def wrong(seeds):
-    return {seed: why for seed in seeds for what, why in [tried(seed)] if what == "wrong"}
+    suspects = [seed for seed in seeds if tried(seed)[0] == "wrong"]
+    again = (case for seed in suspects for case in outcomes(range(seed, seed + 1), OPTIMIZED))
+    return {seed: why for seed, what, why in again if what == "wrong"}
 
 
 # -- as a program
@@ -150,7 +154,8 @@ def main():
     begun, counts = time.perf_counter(), Counter()
     while seeds:
         for seed, what, why in outcomes(seeds[:IN_ONE_PROCESS], xla_settings(8)):
-            if NAN in why:
+            if what == "wrong" or NAN in why:
+                print(f"\n{what} without optimizations: seed {seed}: {why}")
                 ((_, what, why),) = outcomes(range(seed, seed + 1), OPTIMIZED)
             counts[what] += 1
             if what != "held":
