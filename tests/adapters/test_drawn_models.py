@@ -37,9 +37,9 @@ PARTS, OF_PART = 12, 20
 IN_ONE_PROCESS = 25
 NAN = "differs by nan"
 OPTIMIZED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-"""As users run; so what is wrong is tried again so. XLA without its optimizations, as tests run to be quick, has faults of
-its own: it divides 0 by 0 in the gradient of some maxima, on one device, too, and gave 1 of 640 models wrong gradients
-of a normalization in layouts."""
+"""As users run, so what is wrong is tried again so. XLA without its optimizations, as tests run to be quick, has faults
+of its own: it divides 0 by 0 in the gradient of some maxima, on one device, too, and gave 1 of 640 models wrong
+gradients of a normalization in layouts."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # of maps and models that nobody would write
 
 
