@@ -314,8 +314,9 @@ def test_if_all_steps_are_damaged_it_is_an_error(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import sys, time, jax.numpy as jnp, layoutmap as lm
+import signal, sys, time, jax.numpy as jnp, layoutmap as lm
 from layoutmap.checkpoint.storage import LocalStorage
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 create = LocalStorage.create
 def slow(self, folder, name):
     time.sleep(0.5)

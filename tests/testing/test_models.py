@@ -1,16 +1,17 @@
 """Drawn models are models, each kind and each pair of kinds of layers comes, and what is printed runs."""
 
 import os
+import random
 import re
 import subprocess
 import sys
 from collections import Counter
 from itertools import combinations
 
+import hypothesis
 import keras
 import pytest
 from cases import xla_settings
-from hypothesis import find
 
 from layoutmap.core.variables import Kind
 from layoutmap.testing import models
@@ -48,7 +49,7 @@ def test_every_kind_and_every_pair_of_kinds_is_drawn():
 def test_every_kind_of_layout_is_drawn_for_every_kind_of_layer():
     """Weights of several axes are replicated, and sharded over one dim, two, and two along one axis."""
     found = Counter()
-    for case in map(models.draw, range(400)):
+    for case in map(models.draw, range(800)):
         layers = {case.model.path(layer.name): layer.kind for layer in case.model.layers if case.model.named}
         for assignment in case.plan().assignments:
             variable, layout = assignment.variable, assignment.layout
@@ -97,7 +98,10 @@ def test_a_case_is_a_program(tmp_path):
 
 
 def test_cases_shrink():
-    """What fails is found in a model of few layers."""
-    found = find(models.models(), lambda model: "LSTM" in model.kinds)
+    """What fails is found in a model of few layers: with one seed, since Hypothesis may give up early with another."""
+    settings = hypothesis.settings(max_examples=2000, database=None)
+    found = hypothesis.find(
+        models.models(), lambda model: "LSTM" in model.kinds, settings=settings, random=random.Random(0)
+    )
 
     assert len(found.layers) <= 3

@@ -4,7 +4,7 @@ A seed and a release of this library give the same case for ever. What fails is 
 
 >>> case = draw(3)
 >>> case.make_model().count_params() > 0, case.plan().errors
-(True, [])
+(True, ())
 >>> program = str(case)
 >>> program.count("lm.check_parity(")
 1
