@@ -51,6 +51,10 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         what = error.what.replace("rules file", where, 1)
         raise RuleError(what, facts=error.facts, why=error.why, fix=error.fix) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: text that cannot be encoded
+        # libyaml since 0.2.6 has a limit of its own, and reads up to 1024 characters ahead of its events.
+        if "maximum nesting depth" in str(error):
+            marked: Any = error
+            raise _too_deep(marked.problem_mark, where) from None
         raise RuleError(
             f"{where} cannot be read", why=str(error), fix="correct the text at that place"
         ) from error
@@ -91,10 +95,7 @@ class _Reader:
         if event.tag not in (None, "!", _STR) or (event.tag and not isinstance(event, yaml.ScalarEvent)):
             raise _refused(event, f"the tag {event.tag} is not read", _KNOWN, "delete the tag")
         if depth > _DEEPEST:
-            why = "the deepest of a rules file is a sharding spec of several mesh dims, in a layout of a rule"
-            raise _refused(
-                event, f"it is nested more than {_DEEPEST} deep", why, "write a rule as in a: [null, model]"
-            )
+            raise _too_deep(event.start_mark)
         if event.anchor:
             self._anchors[event.anchor] = None
         if isinstance(event, yaml.ScalarEvent):
@@ -178,6 +179,15 @@ def _yaml() -> Any:  # what is known of its types is half of them
     import yaml
 
     return yaml
+
+
+def _too_deep(mark: Any, where: str = "rules file") -> RuleError:
+    return RuleError(
+        f"{where}: it is nested more than {_DEEPEST} deep",
+        facts={"line": mark.line + 1},
+        why="the deepest of a rules file is a sharding spec of several mesh dims, in a layout of a rule",
+        fix="write a rule as in a: [null, model]",
+    )
 
 
 def _refused(event: Any, what: str, why: str, fix: str) -> RuleError:
