@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import frameworks
@@ -136,7 +137,8 @@ def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
 
     assert run is None or 0 == run.returncode, run.stderr
     printed = run.stdout if run else ""
-    shown = [b.code for b in read_blocks(page.read_text(encoding="utf-8")) if b.is_printed]
+    blocks = read_blocks(page.read_text(encoding="utf-8"))
+    shown = [b.code for before, b in pairwise(blocks) if b.is_printed and not before.reason_not_to_run]
     assert [] == [text for text in shown if not is_as_shown(f"...\n{text}...", f"-\n{printed}\n-")]
 
 
