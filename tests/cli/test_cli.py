@@ -26,6 +26,18 @@ def make():
 def make_lazily():
     return keras.Sequential([keras.layers.Dense(16, name="up"), keras.layers.Dense(8, name="down")])
 
+def make_partly():
+    model = make_lazily()
+    model.layers[0].build((None, 8))
+    return model
+
+def make_nothing():
+    class Net(keras.Model):
+        def call(self, x):
+            return x
+
+    return Net()
+
 def make_wider():
     return keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, name="up"), keras.layers.Dense(8, name="down")])
 
@@ -85,7 +97,7 @@ def test_a_plan_is_printed_and_written(folder, capsys):
     code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
     kept = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{kept}\n\n{kept.memory}\n") == (code, out)
+    assert (0, f"{kept.verdict}\n\n{kept}\n\n{kept.memory}\n") == (code, out)
     assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept.assignments]
 
 
@@ -118,7 +130,7 @@ def test_a_plan_is_written_as_a_page(folder, capsys):
     code, out, err = run(capsys, "plan", "plan.json", "--html", "file.html")
     kept = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{kept}\n\n{kept.memory}\n", "written: file.html\n") == (code, out, err)
+    assert (0, f"{kept.verdict}\n\n{kept}\n\n{kept.memory}\n", "written: file.html\n") == (code, out, err)
     assert kept.to_html() == (folder / "file.html").read_text() == (folder / "model.html").read_text()
 
 
@@ -133,9 +145,6 @@ def test_problems_are_in_the_exit_code(capsys):
 
 def test_what_a_model_makes_at_its_first_call(capsys):
     """With `--inputs` its weights are planned, and with `--optimizer` the slots of an optimizer."""
-    _, out, _ = run(capsys, "plan", "cli_models:make_lazily", "--rules", "rules.yaml")
-    assert "layers have no weights yet" in out
-
     code, out, _ = run(
         capsys,
         *("plan", "cli_models:make_lazily", "--rules", "rules.yaml", "--strict"),
@@ -143,6 +152,51 @@ def test_what_a_model_makes_at_its_first_call(capsys):
     )
     assert 0 == code
     assert "optimizer.*.velocity" in out
+
+
+GATES = (["plan", "--device-memory", "1KiB"], ["lint"], ["diff", "plan.json"], ["diff"])
+
+
+@pytest.mark.parametrize("maker", ["make_lazily", "make_partly", "make_nothing"])
+@pytest.mark.parametrize("gate", GATES, ids=" ".join)
+def test_no_gate_passes_on_a_model_that_is_not_built(folder, capsys, maker, gate):
+    """All say what is missing and which option gives it; nothing is said of rules, and nothing is written."""
+    model = ("cli_models:" + maker, "--rules", "half.yaml")
+    if gate == ["plan", "--device-memory", "1KiB"]:
+        gate = [*gate, "--json", "new.json", "--html", "new.html"]
+    if gate == ["diff", "plan.json"]:
+        run(capsys, "plan", "cli_models:make", "--rules", "half.yaml", "--json", "plan.json")
+    code, out, err = run(capsys, *gate, *(model[:1] if gate == ["diff"] else ()), *model)
+
+    assert (2, "") == (code, out)
+    assert "the plan is incomplete" in err
+    assert "--inputs" in err
+    assert "--partial" in err
+    assert "dwon" not in err
+    assert not [*folder.glob("new.*")]
+
+
+@pytest.mark.parametrize("maker", ["make_lazily", "make_partly", "make_nothing"])
+def test_a_plan_of_a_part_is_one_that_was_asked_for(folder, capsys, maker):
+    """`--partial` makes it, without a word of rules or of what fits; kept, it passes no gate either."""
+    model = ("cli_models:" + maker, "--rules", "half.yaml", "--partial")
+    code, out, _ = run(capsys, "plan", *model, "--device-memory", "1KiB", "--json", "part.json")
+    assert 0 == code
+    assert "dwon" not in out
+    assert "fits" not in out
+
+    code, _, err = run(capsys, "diff", "part.json", "part.json")
+    assert 2 == code
+    assert "part.json: the plan is incomplete" in err
+    assert 0 == run(capsys, "diff", "part.json", *model)[0]
+
+
+def test_lint_names_the_rules_that_are_not_used(capsys):
+    """Once all variables are known."""
+    code, out, _ = run(capsys, "lint", "cli_models:make", "--rules", "half.yaml")
+
+    assert 1 == code
+    assert r"unused rule: rule 3 'dwon\.kernel': matches no variable" in out
 
 
 def test_explain(capsys):
@@ -170,14 +224,14 @@ def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
     """Of weights and gradients, a device of this mesh holds 76 floats each: 608 bytes."""
     arguments = ("plan", "cli_models:make", "--rules", "rules.yaml", "--device-memory")
     code, out, _ = run(capsys, *arguments, "0.608KB")
-    assert (0, "fits: 608 B of 608 B on each device, and 0 B are left for activations") == (
+    assert (0, "Fits: 608 B of 608 B per device, and 0 B are left for activations; no problems") == (
         code,
-        out.splitlines()[-1],
+        out.splitlines()[0],
     )
     code, out, _ = run(capsys, *arguments, "0.5 KiB")
-    assert (1, "does not fit: 608 B of 512 B on each device, before activations") == (
+    assert (1, "Does not fit: 608 B of 512 B per device, before activations; no problems") == (
         code,
-        out.splitlines()[-1],
+        out.splitlines()[0],
     )
 
 
@@ -194,18 +248,18 @@ def test_the_cost_of_a_step_is_printed_and_its_memory_is_in_the_exit_code(folder
     plan = lm.Plan.from_json((folder / "plan.json").read_text())
 
     assert 0 == code
-    assert out.startswith(f"{plan}\n\n{plan.memory}\n")
+    assert out.startswith(f"{plan.verdict}\n\n{plan}\n\n{plan.memory}\n")
     assert out.endswith(f"\n\n{plan.cost}\n")
     assert run(capsys, "plan", "plan.json")[1].endswith(f"\n\n{plan.cost}\n")
     code, out, _ = run(capsys, "plan", "plan.json", "--device-memory", "1KiB")
     assert 1 == code
     assert (
-        f"does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB on each device, at the peak of a step"
-        in out
+        f"Does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB per device, at the peak of a step; no problems"
+        == out.splitlines()[0]
     )
     code, out, _ = run(capsys, "plan", *model, "--on", "mine.yaml:small:8")
     assert 1 == code
-    assert "of 1.0 KiB at the peak: does not fit" in out
+    assert "of 1.0 KiB per device, at the peak of a step" in out.splitlines()[0]
     assert "all-reduce" in run(capsys, "explain", model[0], "up.kernel", *model[1:], "--on", "h100")[1]
 
 

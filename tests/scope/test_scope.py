@@ -83,8 +83,8 @@ def test_a_plan_without_inputs_says_what_it_cannot_know():
     """Layers that have no weights yet are a warning of their own, with the fix, and an error if `strict`."""
     message = textwrap.dedent("""\
         Lazy: 2 layers have no weights yet: dense, dense_1
-          why   they make them at their first call, and nothing has called them
-          fix   pass inputs=: an example batch, or keras.Input(...); what the model never calls needs nothing""")
+          why   a layer makes its weights at its first call, and nothing has called these
+          fix   pass inputs=, an example batch or keras.Input(...); give lazy layers of torch their sizes""")
     keras.utils.clear_session()
     plan = lm.plan(Lazy, lm.LayoutMap(make_map().mesh))
 
@@ -94,6 +94,21 @@ def test_a_plan_without_inputs_says_what_it_cannot_know():
     with pytest.raises(lm.PlanError) as caught:
         lm.plan(Lazy, lm.LayoutMap(make_map().mesh), strict=True)
     assert message == str(caught.value)
+
+
+def test_a_strict_scope_says_what_it_cannot_check_yet():
+    """Of a model that is not built; the error comes with the first call, and with `inputs=` at once."""
+    layout_map = make_map()
+    layout_map["dwon"] = (None, None)
+    with pytest.warns(lm.LayoutMapWarning, match="strict=True: not all is checked yet") as caught:
+        model = layout_map.build(Lazy, strict=True)
+    assert "'dwon'" in str(caught[0].message)
+    assert "inputs=" in str(caught[0].message)
+
+    with pytest.raises(lm.PlanError, match="matches no variable"):
+        model(np.ones((4, 8)))
+    with pytest.raises(lm.PlanError, match="matches no variable"):
+        layout_map.build(Lazy, strict=True, inputs=np.ones((4, 8)))
 
 
 def test_a_batch_is_sharded_where_it_divides():

@@ -26,12 +26,13 @@ function memoryView(holder) {
 
   const unfit = variables.filter((v) => !v.fits).length;
   const share = model ? `${((100 * device) / model).toPrecision(2).replace(/\.0$/, "")} % of the whole model` : "nothing";
-  const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: cost ? `${Math.round((10 * cost.memory) / 2 ** 30) / 10}` : "80" });
+  const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: data.limit === null ? "" : `${Number((data.limit / 2 ** 30).toPrecision(4))}` });
+  const given = budget.value;
   const presets = PRESETS.map((gib) => make("button", { type: "button", class: "chip", onclick: () => {
     budget.value = gib;
     tell();
   } }, `${gib}`));
-  const verdict = make("p", { class: "readout", id: "verdict", "aria-live": "polite" });
+  const verdict = make("p", { class: "readout", id: "whether-it-fits", "aria-live": "polite" });
   const fitting = make("div", { class: "fitting" });
 
   function tell() {
@@ -42,8 +43,8 @@ function memoryView(holder) {
       fitting.replaceChildren();
       return;
     }
-    const has = gib * 2 ** 30;
-    const needed = cost ? cost.peak : device;
+    const has = budget.value === given ? data.limit : gib * 2 ** 30; // what is shown of the limit is rounded
+    const needed = data.verdict.needed;
     const fits = needed <= has;
     const scale = Math.max(has, needed);
     const limit = make("span", { class: "limit" });
@@ -52,7 +53,7 @@ function memoryView(holder) {
     left.append(limit);
     fitting.replaceChildren(left);
     verdict.replaceChildren(
-      make("strong", { class: fits ? "well" : "bad" }, fits ? "It fits. " : "It does not fit. "),
+      make("strong", { class: fits ? "well" : "bad" }, fits ? "Fits. " : "Does not fit. "),
       cost
         ? `${sizeText(needed)} of ${gib} GiB are taken at the peak of a step: ${sizeText(needed - cost.beside)} of weights, slots and state, and ${sizeText(cost.beside)} of activations, gradients, the batch and what is gathered.`
         : fits
@@ -63,7 +64,7 @@ function memoryView(holder) {
 
   holder.append(
     make("p", { class: "lead" },
-      mesh.size === 1 ? "The only device holds " : `Axes divide evenly, so each of the ${countText(mesh.size)} devices holds the same: `,
+      mesh.size === 1 ? "The only device holds " : `Each of the ${countText(mesh.size)} devices holds the same${unfit ? "" : ", as axes divide evenly"}: `,
       make("strong", {}, sizeText(device)), `, gradients among them: ${share}.`,
       unfit ? ` ${counted(unfit, "variable")} that ${unfit === 1 ? "does" : "do"} not fit ${unfit === 1 ? "its" : "their"} layout ${unfit === 1 ? "is" : "are"} not counted.` : ""),
     line("Whole model", data.memory.model, model),
