@@ -237,19 +237,19 @@ def plan(
     with adapter.undisturbed():
         make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
         model = make_in(dry, make, inputs)
-    unbuilt = dry.session.unbuilt()
     found = dry.plan
+    missing = [*_not_built(model, dry.session.unbuilt(), inputs, len(found))]
     final = make_plan(
         [a.variable for a in found.assignments],
         dry.layout_map,
         global_init={a.variable.key: a.global_init for a in found.assignments},
         layers=dry.layers,
         free_activations=dry.free_activations,
-        complete=inputs is not None or not unbuilt,
+        complete=all(problem.severity == "note" for problem in missing),
     ).with_problems(
         [
             *(problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")),
-            *_not_built(model, unbuilt, inputs, len(found)),
+            *missing,
         ]
     )
     if strict:

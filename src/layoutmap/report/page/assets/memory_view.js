@@ -49,16 +49,16 @@ function memoryView(holder) {
     const scale = Math.max(has, needed);
     const limit = make("span", { class: "limit" });
     limit.style.left = `${(100 * has) / scale}%`;
-    const left = bar(peak ?? data.memory.device, scale, `${sizeText(needed)} of ${gib} GiB`);
+    const left = bar(peak ?? data.memory.device, scale, `${sizeText(needed)} of ${sizeText(has)}`);
     left.append(limit);
     fitting.replaceChildren(left);
     verdict.replaceChildren(
       make("strong", { class: fits ? "well" : "bad" }, fits ? "Fits. " : "Does not fit. "),
       cost
-        ? `${sizeText(needed)} of ${gib} GiB are taken at the peak of a step: ${sizeText(needed - cost.beside)} of weights, slots and state, and ${sizeText(cost.beside)} of activations, gradients, the batch and what is gathered.`
+        ? `${sizeText(needed)} of ${sizeText(has)} are taken at the peak of a step: ${sizeText(needed - cost.beside)} of weights, slots and state, and ${sizeText(cost.beside)} of activations, gradients, the batch and what is gathered.`
         : fits
-          ? `${sizeText(device)} of ${gib} GiB are taken, and ${sizeText(has - device)} are left for activations, which are not counted here.`
-          : `${sizeText(device)} are needed, ${sizeText(device - has)} more than ${gib} GiB, before any activations, which are not counted here.`);
+          ? `${sizeText(device)} of ${sizeText(has)} are taken, and ${sizeText(has - device)} are left for activations, which are not counted here.`
+          : `${sizeText(device)} are needed, ${sizeText(device - has)} more than ${sizeText(has)}, before any activations, which are not counted here.`);
   }
   budget.addEventListener("input", tell);
 
