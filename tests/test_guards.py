@@ -13,6 +13,7 @@ import yaml
 
 import layoutmap as lm
 from layoutmap.core.variables import VariableSpec
+from layoutmap.plan.problems import NOT_BUILT, Problem
 from layoutmap.scope.plan import make_plan
 
 PAGE = (frameworks.ROOT / "docs" / "how-to" / "guard-layouts-in-ci.md").read_text(encoding="utf-8")
@@ -65,6 +66,10 @@ def project(tmp_path):
         ("edited", re.sub("(?m)^  down.*", r"  down\\.kernel: [null, model]", rules)),
     ):
         Path(f"{name}.json").write_text(make_plan(variables, lm.LayoutMap.from_yaml(text)).to_json())
+    part = make_plan(variables[:1], lm.LayoutMap.from_yaml(rules))
+    missing = Problem(NOT_BUILT, "warning", "Net", "Net: 1 layer has no weights yet: down")
+    Path("part.json").write_text(part.with_problem(missing).to_json())
+    Path("nothing.json").write_text(make_plan([], lm.LayoutMap.from_yaml(rules)).to_json())
     return folder
 
 
@@ -110,6 +115,8 @@ SAME = "### Layouts of `plan.json`\n\n````text\nno change\n````\n"
         ({"model": "edited.json", "fail": "false"}, (0, "changed=true\n", MOVED)),
         ({"model": "edited.json", "plan": "none.json"}, (2, "", "")),
         ({"model": "$(touch ran).json"}, (2, "", "")),
+        ({"model": "part.json", "plan": "part.json"}, (2, "", "")),
+        ({"model": "nothing.json", "plan": "nothing.json"}, (2, "", "")),
     ],
 )
 def test_the_step_shows_what_moves_and_fails_if_it_is_to(given, expected, project):
@@ -145,6 +152,9 @@ def test_the_hooks_pass_what_was_agreed_on_and_stop_what_was_not(project, tmp_pa
 
     diff["args"] = ["plan.json", "plan.json"]
     assert ["Passed", "Passed"] == run_hooks(project, config)[0]
+
+    diff["args"] = ["part.json", "part.json"]
+    assert ["Passed", "Failed"] == run_hooks(project, config)[0]
 
     diff["args"] = ["plan.json", "edited.json"]
     (project / "rules.yaml").write_text((project / "rules.yaml").read_text().replace("up", "up("))
