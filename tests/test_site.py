@@ -1,5 +1,6 @@
 """The site in a browser, opened from the disk, with no network and with the keyboard alone."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
+from test_docs import FENCE
 
 pytestmark = pytest.mark.long  # the site is built first
 
@@ -32,6 +34,35 @@ def site(tmp_path_factory):
         check=True,
     )
     return folder
+
+
+def article(page):
+    """What a page shows of its source, without the frame around it."""
+    html = page.read_text(encoding="utf-8")
+    return html[html.index("<article") : html.index("</article>")]
+
+
+def sources(site):
+    """Each page of the site that is written by hand, and its source."""
+    docs = frameworks.ROOT / "docs"
+    for source in docs.rglob("*.md"):
+        place = source.relative_to(docs)
+        page = site / (place.parent / "index.html" if place.name == "README.md" else place.with_suffix(".html"))
+        if page.exists():
+            yield source.read_text(encoding="utf-8"), page
+
+
+def test_each_fence_is_a_block_of_code(site):
+    """As many blocks as fences, and no mark of one in the prose; made by mkdocstrings are more."""
+    wrong = []
+    for text, page in sources(site):
+        shown = article(page)
+        prose = re.sub(r"<pre.*?</pre>|<code>.*?</code>", "", shown, flags=re.DOTALL)
+        fences, blocks = len(FENCE.findall(text)), shown.count("<pre")
+        if "```" in prose or blocks < fences or (blocks > fences and "::: layoutmap" not in text):
+            wrong.append((page.name, fences, blocks))
+
+    assert [] == wrong
 
 
 def press(browser, *keys):

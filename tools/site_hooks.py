@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = re.compile(
     r"\]\(((?:\.\./)+)((?:examples|src|tests|tools|benchmarks)/[^)#]+|[A-Z]+\.md|pyproject\.toml)"
 )
+# What the opening line of a block says to the tests. Python-Markdown takes such a line for prose.
+NO_RUN = re.compile(r"(^ *```+\w+) no-run:.*$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -42,7 +44,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def inside(match: re.Match[str]) -> str:
         return f"]({up}files/{match[2]}.txt" if (ROOT / match[2]).is_file() else match[0]
 
-    return as_page(OUTSIDE.sub(inside, markdown))
+    return as_page(NO_RUN.sub(r"\1", OUTSIDE.sub(inside, markdown)))
 
 
 def as_page(text: str) -> str:
