@@ -17,13 +17,14 @@ import sysconfig
 import time
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keras looks for TensorFlow, which then talks
 
 import keras
 import numpy as np
 
 import layoutmap as lm
+
+lm.simulate_devices(8)  # leave it out where there are as many devices
 
 VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS = 128, 64, 64, 4, 2
 BATCH = 16
