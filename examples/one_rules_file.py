@@ -32,6 +32,7 @@ RULES = pathlib.Path(__file__).with_name("gpt_rules.yaml")
 def run(library: str, steps: int) -> tuple[str, list[float], list[float]]:
     """Return the plan of one library's model, as JSON, and the losses on one device and on the mesh."""
     gpt = importlib.import_module(f"gpt_{library}")
+    lm.simulate_devices(8)  # on the framework of that library
     layout_map = lm.LayoutMap.from_yaml(RULES.read_text())
     plan = lm.plan(gpt.make_gpt, layout_map, strict=True)  # nothing is allocated
     if not steps:
@@ -91,6 +92,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keras looks for TensorFlow, which then talks
     main()

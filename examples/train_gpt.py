@@ -3,9 +3,10 @@
     python examples/train_gpt.py                                      on two meshes of 8 simulated devices
     python examples/train_gpt.py --mesh batch=8 --steps 100           on another mesh
     python examples/train_gpt.py --mesh batch=2,model=4 --plan-only   only the plan; nothing is allocated
+    python examples/train_gpt.py --plan-only --html plan.html         and as a page for a browser
 
 For each mesh it prints the plan, creates the model in its layouts, shows what each device holds, and trains.
-The losses are the same on every mesh.
+The losses are the same on every mesh. Then a rule is misspelt, and the plan says so.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keras looks for TensorFlow, which then talks
 
 import keras
@@ -25,10 +27,14 @@ import numpy as np
 
 import layoutmap as lm
 
+lm.simulate_devices(8)  # leave it out where there are as many devices
+
 VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS = 128, 64, 64, 4, 2
 BATCH = 16
+EXAMPLE = np.zeros((BATCH, LENGTH), "int32")  # what the model is called with
 
-RULES = {
+Specs = tuple[str | None, ...]
+RULES: dict[str, Specs] = {
     r"tokens\.embeddings": ("model", None),
     r"places\.embeddings": (None, None),
     r"blocks\.\d+\.attention\.(query|key|value)_dense\.kernel": (None, "model", None),
@@ -103,16 +109,14 @@ def standard_library_text(num_batches: int) -> np.ndarray:
 
 def train(mesh: lm.Mesh, steps: int) -> list[float]:
     """Plan, create and train on one mesh; return the loss of every step."""
-    layout_map = lm.LayoutMap(mesh, {p: _on(mesh, specs) for p, specs in RULES.items()})
-    example = np.zeros((BATCH, LENGTH), "int32")
-
-    plan = lm.plan(make_gpt, layout_map, inputs=example, strict=True)
+    layout_map = layout_map_on(mesh)
+    plan = lm.plan(make_gpt, layout_map, inputs=EXAMPLE, strict=True)
     print(f"\n== mesh {mesh}: the plan, nothing allocated\n\n{plan}\n")
 
     keras.utils.set_random_seed(0)
     start = time.perf_counter()
     batch_dim = "batch" if "batch" in mesh else None
-    model = layout_map.build(make_gpt, inputs=example, strict=True, batch_dim=batch_dim)
+    model = layout_map.build(make_gpt, inputs=EXAMPLE, strict=True, batch_dim=batch_dim)
     print(f"== created in {time.perf_counter() - start:.1f} s; what each device holds of the weights\n")
     show_devices(model)
 
@@ -146,9 +150,35 @@ def show_devices(model: keras.Model) -> None:
     print(f"   {'the model':<10} {total:>9,} bytes  {'#' * 40}")
 
 
-def _on(mesh: lm.Mesh, specs: tuple[str | None, ...]) -> lm.Layout:
-    """The specs of a rule, on a mesh that may lack one of the dims: those axes are not sharded."""
-    return lm.Layout([spec if spec in mesh.dim_names else None for spec in specs], mesh)
+def show_a_rule_that_fails(mesh: lm.Mesh) -> None:
+    """Misspell a rule; elsewhere its weights would be replicated, and nothing would say so."""
+    right, wrong = r"down\.kernel", r"down\.kernal"
+    rules = {pattern.replace(right, wrong): specs for pattern, specs in RULES.items()}
+    print(f"\n== a misspelt rule, {wrong} for {right}: refused before anything is made\n")
+    try:
+        lm.plan(make_gpt, layout_map_on(mesh, rules), inputs=EXAMPLE, strict=True)
+    except lm.PlanError as error:
+        print(error)
+
+
+def show_what_is_next() -> None:
+    """What to type and to read after this."""
+    print(f"""
+== next
+
+   {os.path.relpath(sys.executable)} {os.path.relpath(__file__)} --plan-only --mesh batch=4,model=4 --html plan.html
+      the plan for 16 devices, as a page for a browser
+   change RULES in {os.path.relpath(__file__)}, and see what the plan says
+   docs/get-started/keras.md, or nnx.md, pytrees.md, torch.md, tensorflow.md
+      the same for a model of your own, in a minute""")
+
+
+def layout_map_on(mesh: lm.Mesh, rules: Mapping[str, Specs] = RULES) -> lm.LayoutMap:
+    """The rules on a mesh that may lack one of the dims: axes are not sharded over that one."""
+    on_mesh = {
+        pattern: [each if each in mesh else None for each in specs] for pattern, specs in rules.items()
+    }
+    return lm.LayoutMap(mesh, on_mesh)
 
 
 def main() -> None:
@@ -158,12 +188,15 @@ def main() -> None:
     parser.add_argument("--mesh", action="append", help='as in "batch=2,model=4"; may be given several times')
     parser.add_argument("--steps", type=int, default=60, help="training steps on each mesh (default: 60)")
     parser.add_argument("--plan-only", action="store_true", help="print the plan and stop")
+    parser.add_argument("--html", metavar="FILE", help="for --plan-only: also write the last plan as a page")
     args = parser.parse_args()
     meshes = [lm.create_mesh(text) for text in args.mesh or ["batch=2,model=4", "batch=4,model=2"]]
     if args.plan_only:
         for mesh in meshes:
-            layout_map = lm.LayoutMap(mesh, {p: _on(mesh, specs) for p, specs in RULES.items()})
-            print(lm.plan(make_gpt, layout_map, inputs=np.zeros((BATCH, LENGTH), "int32")))
+            plan = lm.plan(make_gpt, layout_map_on(mesh), inputs=EXAMPLE)
+            print(plan)
+            if args.html:
+                pathlib.Path(args.html).write_text(plan.to_html(), encoding="utf-8")
         return
     runs = {str(mesh): train(mesh, args.steps) for mesh in meshes}
     if len(runs) > 1:
@@ -172,6 +205,8 @@ def main() -> None:
             print(f"   mesh {mesh:<16} first loss {losses[0]:.4f}   last loss {losses[-1]:.4f}")
         table = np.array(list(runs.values()))
         print(f"\n   largest difference between two losses of one step: {np.ptp(table, axis=0).max():.1e}")
+    show_a_rule_that_fails(meshes[0])
+    show_what_is_next()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import os
 import pathlib
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub looks for TensorFlow, which then talks
 
 import keras
@@ -26,6 +25,8 @@ import keras_hub
 import numpy as np
 
 import layoutmap as lm
+
+lm.simulate_devices(8)  # leave it out where there are as many devices
 
 VOCABULARY, LENGTH, ROWS = 128, 32, 16
 

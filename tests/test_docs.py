@@ -1,6 +1,7 @@
 """Every Python block and every console block of the documentation runs.
 
-A file is one program: its blocks run in order in one namespace, in a process of its own with eight simulated devices.
+A file is one program: its blocks run in order in one namespace, in a process of its own with eight simulated devices,
+unless it simulates them itself: then with no variable set.
 A block that cannot run says why in its opening line: ```python no-run: needs two machines
 A block that is a file has its name there, ```python title="train.py", for a later block to import or to start.
 
@@ -106,6 +107,14 @@ def is_as_shown(shown: str, printed: str) -> bool:
     return doctest.OutputChecker().check_output(shown, printed, options)
 
 
+def environment(program: str) -> dict[str, str]:
+    """Keras's backend and eight devices; neither for a program that simulates devices, which says all itself."""
+    if "lm.simulate_devices(" not in program:
+        return {**os.environ, "KERAS_BACKEND": "jax"}
+    set_here = ("KERAS_BACKEND", "XLA_FLAGS", "JAX_PLATFORMS")
+    return {name: value for name, value in os.environ.items() if name not in set_here}
+
+
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a page's program in an empty folder."""
     script = (
@@ -120,8 +129,7 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         cwd=folder,
         env={
-            **os.environ,
-            "KERAS_BACKEND": "jax",
+            **environment(program_of(page)),
             "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join([str(frameworks.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         },

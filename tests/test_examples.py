@@ -1,12 +1,14 @@
-"""The example with one rules file for several libraries."""
+"""The examples: one rules file for several libraries, and the demo."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import frameworks
 import pytest
@@ -37,6 +39,33 @@ def test_one_rules_file_serves_each_library(monkeypatch):
 
 
 if not TORCH:
+
+    def test_the_demo_trains_alike_on_two_meshes_and_says_what_is_next(monkeypatch, tmp_path, capsys):
+        """Losses are the same, a misspelt rule is refused with the right one, and what it names to do next works."""
+        demo = EXAMPLES / "train_gpt.py"
+        monkeypatch.chdir(frameworks.ROOT)
+        run_main(monkeypatch, demo, "--steps", "1")
+        shown = capsys.readouterr().out
+        first = re.findall(r"^   mesh (batch=\d, model=\d) +first loss (\S+) ", shown, re.M)
+        _, refused, then = re.split(r"^== (?=a misspelt rule|next)", shown, flags=re.M)
+        ((python, script, options),) = re.findall(r"^   (\S+) (\S+\.py) (--.*) plan\.html$", then, re.M)
+        run_main(monkeypatch, demo, *options.split(), str(tmp_path / "plan.html"))
+
+        assert ["batch=2, model=4", "batch=4, model=2"] == [mesh for mesh, _ in first]
+        assert 1 == len({loss for _, loss in first})
+        assert "blocks.{0..1}.down.kernel: no rule matches" in refused
+        assert r'did you mean r"blocks\.0\.down\.kernel$"?' in refused
+        assert Path(script).samefile(demo)
+        assert Path(python).samefile(sys.executable)
+        assert (tmp_path / "plan.html").stat().st_size > 50_000
+        page, others = re.findall(r"(docs/[\w/-]+\.md), or (.*)", then)[0]
+        assert [] == [
+            n for n in (Path(page).name, *others.split(", ")) if not Path(page).with_name(n).exists()
+        ]
+
+    def run_main(monkeypatch, script, *arguments):
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        runpy.run_path(str(script), run_name="__main__")
 
     @pytest.mark.long  # it starts three processes; what they plan is tested above
     def test_each_library_trains_to_the_losses_of_one_device():

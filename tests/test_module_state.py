@@ -20,6 +20,7 @@ STATE = {
     "engines.torch.engine._meshes": "the mesh that tensors come to on this thread, inside of run_on",
     # what a framework has one of in a process
     "engines.torch.simulation._simulation": "simulated ranks: one process group, and a mode for the process's life",
+    "engines.torch.simulation._num_devices": "how many ranks will be simulated, until they are",
     "engines.torch.simulation._has_begun": "whether there is a process group, asked at each operation",
     "adapters.torch.optimizer_hooks.look_after_optimizers": "torch's hooks on all optimizers, registered once",
     "adapters.torch.from_pretrained._patches": "what replaces functions of transformers while scopes are open",

@@ -21,7 +21,7 @@ from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import Activations
 from layoutmap.scope.context import Scope
-from layoutmap.scope.devices import create_mesh
+from layoutmap.scope.devices import create_mesh, simulate_devices
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
@@ -90,6 +90,7 @@ __all__ = [
     "save",
     "scope",
     "search",
+    "simulate_devices",
     "step_cost",
 ]
 

@@ -1,5 +1,6 @@
 """Meshes of devices that exist, and of devices that need not."""
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.mesh import Mesh
-from layoutmap.scope.devices import create_mesh, default_engine_name, devices
+from layoutmap.scope.devices import create_mesh, default_engine_name, devices, simulate_devices
 
 PROCESSES = ("jax",)
 
@@ -91,7 +92,7 @@ def test_a_mesh_that_cannot_be_is_refused(kind, words, asked):
 
 @pytest.mark.parametrize("device_type", [None, "cpu"])
 def test_too_few_devices_are_refused_with_what_helps_a_program_that_runs(device_type):
-    """The number of devices is fixed once JAX has started, so the fix begins anew, with the variable to set."""
+    """The number of devices is fixed once JAX has started, so the fix begins anew, with the call to make first."""
     with pytest.raises(MeshError) as refused:
         create_mesh("x=16", engine="jax", device_type=device_type)
 
@@ -100,8 +101,8 @@ mesh of 16 devices, and JAX has 8
   mesh     x=16
   devices  CPU:0, CPU:1, CPU:2, CPU:3, CPU:4, CPU:5, CPU:6, CPU:7
   why      each place of the mesh needs a device
-  fix      restart Python with XLA_FLAGS=--xla_force_host_platform_device_count=16 for as many virtual CPU devices, \
-since JAX has started and their number is fixed; or make the mesh smaller""" == str(refused.value)
+  fix      restart Python and call lm.simulate_devices(16) before JAX starts, for as many devices of the CPU; \
+or make the mesh smaller""" == str(refused.value)
 
 
 def test_devices_are_listed():
@@ -117,11 +118,36 @@ def test_the_framework_in_use_is_the_default(imported):
     assert "jax" == default_engine_name()
 
 
-def test_without_a_framework_in_use_one_must_be_named(imported):
-    """Where no framework is imported, an open size is refused, and the fix says what to pass."""
+def test_without_a_framework_in_use_one_must_be_named(imported, monkeypatch):
+    """Where none is imported and several are installed, an open size is refused, and the fix says what to pass."""
     imported()
-    with pytest.raises(EngineError, match=r"no framework is imported[^$]*pass engine="):
-        create_mesh("x=-1")
+    monkeypatch.delenv("KERAS_BACKEND")
+    for ask in (lambda: create_mesh("x=-1"), lambda: simulate_devices(8)):
+        with pytest.raises(
+            EngineError, match=r"no framework is imported[^$]*jax, tensorflow, torch[^$]*pass engine="
+        ):
+            ask()
+
+
+def test_without_a_framework_in_use_it_is_the_one_that_will_be(imported, monkeypatch):
+    """That of KERAS_BACKEND, or else the only one that is installed; but what is imported comes first."""
+    imported()
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    assert "torch" == default_engine_name()
+    monkeypatch.delenv("KERAS_BACKEND")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec(name) if name == "jax" else None)
+    assert "jax" == default_engine_name()
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    imported("tensorflow")
+    assert "tensorflow" == default_engine_name()
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, True, None, "8"])
+def test_what_is_no_number_of_devices_is_refused(number):
+    """Before a framework is asked."""
+    with pytest.raises(MeshError, match=r"devices cannot be simulated[^$]*simulate_devices\(8\)"):
+        simulate_devices(number, engine="nosuch")
 
 
 def test_a_backend_without_an_engine_is_named(imported):

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
+from layoutmap.adapters.missing_backend import missing_backend
 from layoutmap.adapters.protocol import Adapter
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.tested import import_for
@@ -64,7 +65,7 @@ def get_adapter(name: str) -> Adapter:
         name: One of `ADAPTERS`, as `"keras"`.
 
     Raises:
-        ScopeError: There is no such adapter, or its library is not installed.
+        ScopeError: There is no such adapter, or its library or the backend of Keras is not installed.
         EngineError: The library lacks names that are needed.
     """
     if name in REFUSED:
@@ -81,7 +82,12 @@ def get_adapter(name: str) -> Adapter:
             why=f"no package {name!r} is found in this environment",
             fix=f'pip install "layoutmap[{name}]"',
         )
-    return import_for(name, ADAPTERS[name]).adapter()
+    try:
+        return import_for(name, ADAPTERS[name]).adapter()
+    except ModuleNotFoundError as error:
+        if (missing := missing_backend(error)) is not None:
+            raise missing from error
+        raise
 
 
 def imported_adapter() -> Adapter:

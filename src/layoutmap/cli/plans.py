@@ -170,7 +170,7 @@ def _plan_of_model(name: str, options: Any) -> Plan:
         layout_map = rules_of_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
     by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
     say(f"layoutmap: planning {name}{by}", sys.stderr)
-    with users_code(name):
+    with users_code(name, choose_backend="add --backend {}"):
         make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
         library = options.library or ("keras" if known else imported_library())
         # Slots of torch are those of a step, and its plans have none.

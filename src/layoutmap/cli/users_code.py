@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+from layoutmap.adapters.missing_backend import missing_backend
 from layoutmap.cli.models import refuse_unknown
 from layoutmap.core.errors import LayoutMapError
 
@@ -43,7 +44,7 @@ class UsersCodeError(LayoutMapError):
 
 
 @contextlib.contextmanager
-def users_code(name: str) -> Generator[None]:
+def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ...") -> Generator[None]:
     """While open, code of the user's may run: it can import from the present folder, and it cannot end the program.
 
     What it prints goes to stderr, so that stdout has the plan and nothing else. The present folder and stdout are
@@ -51,9 +52,10 @@ def users_code(name: str) -> Generator[None]:
 
     Args:
         name: What the user calls it: `module:function`.
+        choose_backend: What to type so that Keras has another backend, with `{}` for its name.
 
     Raises:
-        LayoutMapError: The code called `sys.exit`.
+        LayoutMapError: The code called `sys.exit`, or the backend of Keras is not installed.
         UsersCodeError: The code raised something else than an error of this library.
     """
     folder = os.getcwd()
@@ -61,7 +63,14 @@ def users_code(name: str) -> Generator[None]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
-    except (LayoutMapError, KeyboardInterrupt):
+    except (LayoutMapError, ModuleNotFoundError) as error:
+        missing = missing_backend(error.__cause__ or error, choose_backend)
+        if missing is not None:
+            raise missing from error
+        if isinstance(error, LayoutMapError):
+            raise
+        raise UsersCodeError(name, error) from error
+    except KeyboardInterrupt:
         raise
     except SystemExit as error:
         raise LayoutMapError(

@@ -14,12 +14,17 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.tested import import_for, warn_if_untested
 from layoutmap.engines.protocol import Engine
 
-__all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine", "step_counter"]
+__all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine", "installed_engines", "step_counter"]
 
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
 """Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
 
 _STEP_COUNTERS = {"jax": "layoutmap.engines.jax.cost.lowered", "torch": "layoutmap.engines.torch.cost"}
+
+
+def installed_engines() -> list[str]:
+    """The names of the engines whose framework is installed; nothing is imported."""
+    return [name for name in ENGINES if importlib.util.find_spec(name) is not None]
 
 
 def get_engine(name: str) -> Engine:

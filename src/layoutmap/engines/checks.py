@@ -38,6 +38,35 @@ def no_devices(framework: str, kind: str, usable: str, why: str) -> EngineError:
     )
 
 
+def fix_too_few(framework: str, number: int) -> str:
+    """The fix for a mesh of so many devices, where the framework has started with fewer."""
+    return (
+        f"restart Python and call lm.simulate_devices({number}) before {framework} starts, for as many devices of the "
+        "CPU; or make the mesh smaller"
+    )
+
+
+def check_simulated(framework: str, number: int, there: Sequence[str]) -> None:
+    """Refuse a number of simulated devices other than that with which a framework has started.
+
+    Args:
+        framework: The framework's name.
+        number: How many devices were asked for.
+        there: The devices that a mesh gets.
+
+    Raises:
+        EngineError: They are others, or another number of them.
+    """
+    if tuple(there) == tuple(f"CPU:{i}" for i in range(number)):
+        return
+    raise EngineError(
+        f"{number} devices cannot be simulated: {framework} has started",
+        facts={"devices": listed(there)},
+        why="their number is fixed when the framework starts, with the first array or question for devices",
+        fix=f"restart Python, and call lm.simulate_devices({number}) right after the imports",
+    )
+
+
 def device_names_of(
     mesh: Mesh,
     device_names: Callable[[str | None], Sequence[str]],

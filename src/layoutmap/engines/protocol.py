@@ -28,6 +28,7 @@ class Engine(Protocol):
     Six methods are the engine: `devices`, `native`, `create`, `from_shards`, `to_shards`, `relayout`. Each of the
     others answers what these cannot (decision 0046):
 
+    - `simulate` says how many devices there are, while that is open.
     - `bind` knows which devices of a mesh are of this process; names alone do not say it.
     - `check_layout` is asked by plans, where `native` would start the framework.
     - `layout_of` is `native` backwards.
@@ -50,6 +51,14 @@ class Engine(Protocol):
 
         Raises:
             EngineError: There are none of that type.
+        """
+        ...
+
+    def simulate(self, number: int) -> None:
+        """Have the framework, which has not started, start on so many devices of the CPU, and on no others.
+
+        Raises:
+            EngineError: It has started on others.
         """
         ...
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 
-from layoutmap.core.errors import EngineError, MeshError
+from layoutmap.core.arguments import as_int
+from layoutmap.core.errors import EngineError, MeshError, brief
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.mesh_devices import device_names
 from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
-from layoutmap.engines import ENGINES, get_engine
+from layoutmap.engines import ENGINES, get_engine, installed_engines
 
 
 def create_mesh(
@@ -88,11 +90,41 @@ def devices(engine: str | None = None, device_type: str | None = None) -> tuple[
     return get_engine(default_engine_name() if engine is None else engine).devices(device_type)
 
 
-def default_engine_name() -> str:
-    """The engine of the framework that is in use: Keras's backend if Keras is imported, else the one imported.
+def simulate_devices(number: int, engine: str | None = None) -> None:
+    """Simulate devices on this machine's CPU, in place of those it has: a mesh of so many then fits.
+
+    To be called before the framework starts: right after the imports, or before them. In a program of several
+    processes each one simulates so many; those of torch are devices themselves.
+
+    Args:
+        number: How many devices, 1 or more.
+        engine: On which framework: `"jax"`, `"tensorflow"` or `"torch"`, which is imported if it is not; `None` means
+            the one that is in use: Keras's backend, or the one that is imported, or else that is installed.
 
     Raises:
-        EngineError: No framework is imported, or several are; or Keras runs on one that has no engine.
+        EngineError: The framework has started with other devices; or it is open which one is meant.
+        MeshError: It is no number of devices.
+
+    Example:
+        >>> simulate_devices(8, engine="jax")
+        >>> devices("jax")[-1]
+        'CPU:7'
+    """
+    wanted = as_int(number)
+    if wanted is None or wanted < 1:
+        raise MeshError(
+            f"{brief(number)} devices cannot be simulated",
+            why="a mesh has one device or more",
+            fix="pass a whole number, as in simulate_devices(8)",
+        )
+    get_engine(default_engine_name() if engine is None else engine).simulate(wanted)
+
+
+def default_engine_name() -> str:
+    """The engine of the framework that is in use: Keras's backend, or the one imported, or the only one installed.
+
+    Raises:
+        EngineError: It is open which one that is; or Keras runs on one that has no engine.
     """
     fix = f"pass engine={next(iter(ENGINES))!r}"
     keras = sys.modules.get("keras")
@@ -106,12 +138,20 @@ def default_engine_name() -> str:
             fix=f"set KERAS_BACKEND={next(iter(ENGINES))} before Keras is imported",
         )
     imported = [name for name in ENGINES if name in sys.modules]
-    if len(imported) == 1:
-        return imported[0]
+    there = imported or _to_be_imported()
+    if len(there) == 1:
+        return there[0]
     raise EngineError(
         f"which devices are meant is open: {' and '.join(imported)} are imported"
         if imported
         else "which devices are meant is open: no framework is imported",
+        facts={} if imported else {"installed": ", ".join(there)},
         why="without engine= it is the framework that is imported",
         fix=fix,
     )
+
+
+def _to_be_imported() -> list[str]:
+    """The backend that Keras will have, if it is said; else the frameworks that are installed."""
+    backend = os.environ.get("KERAS_BACKEND")
+    return [backend] if backend in ENGINES else installed_engines()

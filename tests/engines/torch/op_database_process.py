@@ -5,7 +5,6 @@ sample. The mesh is 5 x 2, as the database's axes are of 5 and 10.
 """
 
 import json
-import os
 import random
 import sys
 import types
@@ -16,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-os.environ["LAYOUTMAP_SIMULATED_DEVICES"] = "10"
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +26,7 @@ from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
+from layoutmap.scope.devices import simulate_devices
 
 MESH = Mesh(None, "rows=5,columns=2")
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
@@ -269,6 +268,7 @@ def main():
         *map(int, sys.argv[3:]),
     )
     torch.set_num_threads(1)
+    simulate_devices(MESH.size)
     engine().bind(MESH)
     engine().relayout(torch.zeros(()), Layout.replicated(MESH, 0))  # begins the simulation
     database = entries()

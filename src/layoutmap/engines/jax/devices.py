@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import bound, device_names_of, no_devices
+from layoutmap.engines.checks import bound, check_simulated, device_names_of, fix_too_few, no_devices
 from layoutmap.engines.jax.corrections import correct_for
 
 Device = Any
@@ -39,17 +39,23 @@ def _devices(device_type: str | None) -> Sequence[Device]:
         raise no_devices("JAX", device_type.upper(), usable, why) from None
 
 
+def simulate(number: int) -> None:
+    """Have JAX start on so many devices of the CPU; see `Engine.simulate`."""
+    try:
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:
+        check_simulated("JAX", number, [name_of(device) for device in jax.local_devices()])
+    else:
+        jax.config.update("jax_platforms", "cpu")
+
+
 def bound_devices(mesh: Mesh) -> list[Device]:
     """The devices of a mesh, in its order.
 
     Raises:
         MeshError: The machine has too few devices, or not the ones that are named.
     """
-    fix = (
-        f"restart Python with XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} for as many virtual CPU "
-        "devices, since JAX has started and their number is fixed; or make the mesh smaller"
-    )
-    names = device_names_of(mesh, device_names, "JAX", fix)
+    names = device_names_of(mesh, device_names, "JAX", fix_too_few("JAX", mesh.size))
     there = {name_of(device): device for device in _devices(mesh.device_type)}
     return [there[name] for name in names]
 

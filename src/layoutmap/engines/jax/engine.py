@@ -39,7 +39,7 @@ from layoutmap.engines.checks import (
     remember,
 )
 from layoutmap.engines.jax.arrays import canonical, dtype_of, from_blocks, ready, shards_of
-from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, device_names
+from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, device_names, simulate
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, undisturbed, why_global
@@ -51,6 +51,7 @@ class JaxEngine:
     name = "jax"
     array_types: tuple[type, ...] = (jax.Array,)
     devices = staticmethod(device_names)
+    simulate = staticmethod(simulate)
     bind = staticmethod(bound_mesh)
     to_shards = staticmethod(shards_of)
     canonical = staticmethod(canonical)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import bound, device_names_of, no_devices
+from layoutmap.engines.checks import bound, check_simulated, device_names_of, fix_too_few, no_devices
 
 dtensor: Any = tf.experimental.dtensor
 
@@ -44,13 +44,18 @@ def _num_local(device_type: str) -> int:
     return sum(spec.task in (None, mine) for spec in devices)
 
 
+def simulate(number: int) -> None:
+    """Have TensorFlow start on so many devices of the CPU; see `Engine.simulate`."""
+    try:
+        tf.config.set_visible_devices([], "GPU")
+        dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=number)
+    except (RuntimeError, ValueError):
+        check_simulated("TensorFlow", number, device_names())
+
+
 def bound_mesh(mesh: Mesh) -> Mesh:
     """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
-    fix = (
-        "restart Python and begin with tf.experimental.dtensor.initialize_accelerator_system("
-        f'"CPU", num_logical_cpu_devices={mesh.size}) for as many virtual devices, since TensorFlow has started and '
-        "their number is fixed; or make the mesh smaller"
-    )
+    fix = fix_too_few("TensorFlow", mesh.size)
     names = device_names_of(mesh, device_names, "TensorFlow", fix, short_name)
     here = (i for i, name in enumerate(names) if _full_name(name).task == dtensor.client_id())
     return bound(mesh, mesh.devices or names, here)

@@ -46,7 +46,7 @@ from layoutmap.engines.tensorflow.arrays import (
     shards_of,
     to_numpy,
 )
-from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs
+from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs, simulate
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.tensorflow.programs import PieceProgram
 from layoutmap.engines.tensorflow.selfcheck import check_training
@@ -61,6 +61,7 @@ class TensorFlowEngine:
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
     devices = staticmethod(device_names)
+    simulate = staticmethod(simulate)
     bind = staticmethod(bound_mesh)
     layout_of = staticmethod(layout_of)
     to_shards = staticmethod(shards_of)

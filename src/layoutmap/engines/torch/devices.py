@@ -69,7 +69,7 @@ def bound_mesh(mesh: Mesh) -> Mesh:
 def _fix_too_few(size: int) -> str:
     if simulation.is_simulated():
         return (
-            f"restart the program with LAYOUTMAP_SIMULATED_DEVICES={size} in its environment, or with "
+            f"call lm.simulate_devices({size}) before the first mesh is used, or restart the program with "
             f"torchrun --nproc-per-node {size}; or make the mesh smaller"
         )
     return f"restart the program with torchrun --nproc-per-node {size}, or make the mesh smaller"

@@ -73,6 +73,7 @@ class TorchEngine:
     array_types: tuple[type, ...] = (torch.Tensor,)
     devices = staticmethod(device_names)
     bind = staticmethod(bound_mesh)
+    simulate = staticmethod(simulation.simulate)
     layout_of = staticmethod(layout_of)
     to_shards = staticmethod(shards_of)
     canonical = staticmethod(canonical)

@@ -1,7 +1,7 @@
 """Several devices in one process, for a program that was started as one process.
 
 A program that `torchrun` has started, or that has a process group, uses that. Any other gets a process group of
-simulated ranks, eight unless `LAYOUTMAP_SIMULATED_DEVICES` says another number. A DTensor then holds a `LocalTensor`:
+simulated ranks, eight unless `simulate` was told another number. A DTensor then holds a `LocalTensor`:
 the pieces of all ranks, on which each operation runs for one rank after the other.
 
 A simulation begins with the first device mesh, and lasts as long as the process: DTensors of simulated ranks compute
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.launchers import launcher
+from layoutmap.engines.checks import check_simulated
 from layoutmap.engines.torch.one_process import refuse_collective, split_nothing
 from layoutmap.engines.torch.private import (
     COLLECTIVES,
@@ -45,8 +46,7 @@ from layoutmap.engines.torch.private import (
     tree_leaves,
 )
 
-NUM_DEVICES = 8
-
+_num_devices = 8
 _lock = threading.RLock()
 _simulation: _Simulation | None = None
 _has_begun = False
@@ -141,6 +141,21 @@ def start() -> None:
         _has_begun = True
 
 
+def simulate(number: int) -> None:
+    """Set how many ranks are simulated; see `Engine.simulate`."""
+    global _num_devices
+    if not is_simulated():
+        raise EngineError(
+            f"{number} devices cannot be simulated: this program is one of {world_size()} processes",
+            why="each process of a launcher or a process group is a device",
+            fix="leave lm.simulate_devices out, or start the program alone",
+        )
+    with _lock:
+        if _simulation is not None:
+            check_simulated("torch's simulation", number, [f"CPU:{each}" for each in range(world_size())])
+        _num_devices = number
+
+
 def _reduced(tensor: Any, protocol: Any) -> Any:
     """How a DTensor is pickled: one of simulated ranks as a plain tensor, since those end with the process."""
     if not isinstance(local_of(tensor), LocalTensor):
@@ -182,7 +197,7 @@ def world_size() -> int:
         return dist.get_world_size()
     if _num_launched() > 1:
         return _num_launched()
-    return int(os.environ.get("LAYOUTMAP_SIMULATED_DEVICES", NUM_DEVICES))
+    return _num_devices
 
 
 def rank() -> int:

@@ -27,6 +27,15 @@ class LayoutLaws(EngineCases):
         assert tuple(names[:number]) == Mesh(names[:number], {"x": number}).devices
         assert names == self.engine.devices(names[0].partition(":")[0].lower())
 
+    def test_devices_are_not_simulated_once_there_are_others(self):
+        """Another number than the framework has started with is refused, and changes nothing."""
+        there = self.engine.devices()
+        self.engine.relayout(np.zeros(2, np.float32), Layout([None], self.mesh("x=2")))
+
+        with pytest.raises(EngineError, match="cannot be simulated"):
+            self.engine.simulate(len(there) + 1)
+        assert there == self.engine.devices()
+
     def test_an_unknown_device_type_is_refused(self):
         """Devices of a type that the machine has not are refused by the name of the type."""
         with pytest.raises(EngineError, match="NOSUCH"):

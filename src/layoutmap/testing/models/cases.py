@@ -34,13 +34,13 @@ _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
 _IMPORTS = """\
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 import numpy as np
 
 import layoutmap as lm
 
+lm.simulate_devices(8)
 L = keras.layers
 
 

@@ -1,0 +1,44 @@
+"""Keras without its backend: which one it looked for, which are installed, and how to choose one of those."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from layoutmap.core.errors import ScopeError
+from layoutmap.engines import ENGINES, installed_engines
+
+_IN_PYTHON = 'start Python anew, and write os.environ["KERAS_BACKEND"] = "{}" before Keras is imported'
+
+
+def missing_backend(error: BaseException | None, choose: str = _IN_PYTHON) -> ScopeError | None:
+    """The error for an import of Keras that ended because its backend is not installed; `None`: that is no such error.
+
+    Args:
+        error: What was raised.
+        choose: How a backend is chosen, with `{}` for its name.
+    """
+    if not isinstance(error, ModuleNotFoundError) or not _ended_keras(error):
+        return None
+    backend = str(error.name).partition(".")[0]
+    if backend not in ENGINES:
+        return None
+    there = installed_engines()
+    asked = os.environ.get("KERAS_BACKEND")
+    fixes = [*(choose.format(name) for name in there[:1]), f'pip install "layoutmap[{backend}]"']
+    return ScopeError(
+        f"Keras cannot be imported: its backend, {backend}, is not installed",
+        facts={"installed": ", ".join(there) or f"none of {', '.join(ENGINES)}"},
+        why=f"KERAS_BACKEND={asked}"
+        if asked
+        else "KERAS_BACKEND is not set, and then Keras chooses by itself",
+        fix=", or ".join(fixes),
+    )
+
+
+def _ended_keras(error: ModuleNotFoundError) -> bool:
+    if "keras" in sys.modules:  # it is imported, and one of its functions needs something else
+        return False
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__")).startswith("keras.") for frame in frames)
