@@ -33,7 +33,6 @@ def make(rules=RULES, mesh=MESH):
 
 GOLDEN = r"""{"format": "layoutmap plan", "version": 1,
  "mesh": {"dims": {"batch": 2, "model": 4}},
- "verdict": {"passes": true, "fits": null, "text": "1.1 KiB per device, before activations; 3 warnings"},
  "variables": [
   {"path": "tokens.embeddings", "shape": [64, 8], "dtype": "bfloat16", "aliases": ["head.kernel"], "layout": ["model", null], "rule": [1, ".*embeddings"], "others": [[2, ".*\\.kernel", [null, ["model", "batch"]]]]},
   {"path": "d1.kernel", "shape": [8, 32], "dtype": "float32", "layout": [null, ["model", "batch"]], "rule": [2, ".*\\.kernel"], "global_init": "its initializer is orthogonal"},

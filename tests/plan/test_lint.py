@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from layoutmap import LayoutMap, Mesh, Plan, PlanError
 from layoutmap.core.variables import Use, VariableSpec
 from layoutmap.cost.table import Collective
-from layoutmap.plan.problems import OF_RULES
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -79,9 +78,8 @@ def but(slips: dict) -> dict:
 
 
 def found(plan, **options):
-    """The kinds of what lint finds in layouts and the subjects, without the numbers of blocks."""
-    problems = (p for p in plan.lint(**options) if p.kind not in OF_RULES)
-    return sorted({(p.kind, p.subject.replace(".1.", ".0.")) for p in problems})
+    """The kinds of what lint finds and the subjects, without the numbers of blocks."""
+    return sorted({(p.kind, p.subject.replace(".1.", ".0.")) for p in plan.lint(**options)})
 
 
 @pytest.mark.parametrize("rules", [GOOD, FLAT, BOTH], ids=["heads", "flat", "both"])
@@ -154,9 +152,7 @@ QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}
 def test_an_axis_for_the_other_is_found(slip, found_at):
     """A sharding that divides, in a layout that can be made: the plan alone has nothing to say of it."""
     plan = plan_of(but(slip) | {r".*bias": (None,)}, [v for v in decoder() if "bias" not in v.path])
-    kernels = {
-        p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint() if p.kind not in OF_RULES
-    }
+    kernels = {p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint()}
 
     assert () == plan.errors
     assert found_at == kernels
@@ -335,13 +331,3 @@ def test_a_finding_of_a_step_says_what_it_costs():
         f"  why        {why}\n"
         f"  fix        {fix}layout_map.activations[r\"...\"] = ('data', ..., 'model')"
     ) == str(finding)
-
-
-@given(strategies.plans())
-def test_lint_has_the_rules_that_are_never_used(drawn):
-    """Those of the plan's problems; none while variables are missing, which is a finding of its own."""
-    _, _, plan = drawn
-    of_rules = [p for p in plan.problems if p.kind in OF_RULES]
-
-    assert of_rules == [p for p in plan.lint() if p.kind in OF_RULES]
-    assert bool(plan.lint()) >= bool(of_rules)

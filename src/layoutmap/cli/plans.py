@@ -56,11 +56,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         '"float32[8,128]", or "name=int32[8,16]"',
     )
     parser.add_argument(
-        "--partial",
-        action="store_true",
-        help="take a plan that is incomplete, since layers have no weights before the model is called",
-    )
-    parser.add_argument(
         "--optimizer",
         metavar="NAME",
         help="a Keras optimizer whose slots are planned as well, as in adamw; with --on also one of torch",
@@ -121,29 +116,7 @@ def plans_of(names: Sequence[str], options: Any) -> list[Plan]:
         )
     # Files first: a plan takes minutes, and whoever misspelt a file should hear of it before.
     read = {name: _plan_of_file(name) for name in names if _is_file(name)}
-    plans = [read[name] if name in read else _plan_of_model(name, options) for name in names]
-    if not options.partial:
-        for name, plan in zip(names, plans, strict=True):
-            _check_complete(name, plan)
-    return plans
-
-
-def _check_complete(name: str, plan: Plan) -> None:
-    """Refuse a plan that lacks variables: whatever is asked of it, the answer would be that all is well.
-
-    Raises:
-        LayoutMapError: More variables are to come, or there are none at all.
-    """
-    missing = plan.incomplete
-    if missing is None and len(plan):
-        return
-    again = "write it again, with --inputs" if _is_file(name) else "pass --inputs"
-    raise LayoutMapError(
-        f"{name}: the plan is incomplete: {missing.what if missing else 'it has no variables'}",
-        why=missing.why if missing else "a plan of nothing has no problems, always fits and never changes",
-        fix=f'{again}: what the model is called with, as in --inputs "float32[8,128]"; or, for the plan as it is, '
-        "--partial",
-    )
+    return [read[name] if name in read else _plan_of_model(name, options) for name in names]
 
 
 def _is_file(name: str) -> bool:

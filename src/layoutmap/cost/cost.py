@@ -248,8 +248,9 @@ class Cost:
     @property
     def line(self) -> str:
         """It in one line."""
-        peak = size(self.step.peak_bytes)
-        return f"{duration(self.step_seconds)} a step on {self.machine}; {peak} per device at the peak"
+        fits = "fits" if self.fits else "does not fit"
+        sizes = f"{size(self.step.peak_bytes)} of {size(self.machine.device.memory_bytes)}"
+        return f"{duration(self.step_seconds)} a step on {self.machine}; {sizes} at the peak: {fits}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:

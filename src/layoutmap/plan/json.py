@@ -2,7 +2,6 @@
 
     {"format": "layoutmap plan", "version": 1,
      "mesh": {"dims": {"batch": 2, "model": 4}},
-     "verdict": {"passes": true, "fits": null, "text": "2.0 KiB per device, before activations; no problems"},
      "variables": [
       {"path": "head.kernel", "shape": [64, 32], "dtype": "float32", "layout": [null, "model"], "rule": [1, ".*kernel"]}
      ],
@@ -12,9 +11,7 @@
 Each variable has a line of its own, so that a version control system shows what moved. What is as usual is left out:
 the kind of a weight, aliases that there are none of. Where a variable's layout is not the one that its rule asks for,
 since an axis does not divide, that one is there as `asked`. Which of a mesh's devices are this process's is not written
-down. The verdict is for who reads the file: a plan that is read has that of its variables and problems, held against
-`memory_limit`, where one is there. A plan with the cost of a step (see `json_cost`) is of version 2, and all others
-are of version 1.
+down. A plan with the cost of a step (see `json_cost`) is of version 2, and all others are of version 1.
 
 Writer and reader are in one file, so that a field is added to both or to none.
 """
@@ -54,7 +51,6 @@ from layoutmap.plan.json_fields import (
 )
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.verdict import verdict_of
 
 FORMAT = "layoutmap plan"
 VERSION = 2
@@ -78,12 +74,6 @@ def plan_to_json(plan: PlanTable) -> str:
     }
     version = VERSION if plan.cost else 1
     head = [f'"format": {_line(FORMAT)}, "version": {version}', f'"mesh": {_line(mesh)}']
-    verdict = verdict_of(plan)
-    head.append(f'"verdict": {_line({"passes": verdict.passes, "fits": verdict.fits, "text": verdict.text})}')
-    if plan.memory_limit is not None:
-        head.append(f'"memory_limit": {plan.memory_limit}')
-    if plan.strict:
-        head.append('"strict": true')
     if plan.free_activations:
         head.append('"free_activations": true')
     if plan.cost:
@@ -119,10 +109,7 @@ def plan_from_json(text: str) -> PlanTable:
         top("problems", list_of(_read_problem)),
         top("activations", list_of(lambda each, place: _read_activation(each, place, mesh))),
         top("free_activations", a_flag, False),
-        memory_limit=top("memory_limit", or_null(a_number), None),
-        strict=top("strict", a_flag, False),
     )
-    top("verdict", an_object, None)  # it follows from all else
     if version > 1:
         plan = plan.with_cost(*read_cost(top, mesh))
     top.check()

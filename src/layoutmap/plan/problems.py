@@ -11,8 +11,7 @@ from layoutmap.core.escaping import escaped
 from layoutmap.core.paths import merge_paths, path_pattern, path_shape
 
 Severity = Literal["error", "warning", "note"]
-OF_RULES = ("unused rule", "shadowed rule")
-NOT_BUILT = "not built"
+_OF_RULES = ("unused rule", "shadowed rule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     groups: dict[object, list[Problem]] = {}
     for p in problems:
         # The pattern in a fix names one block; all else must be equal for two problems to be one.
-        subject = p.subject if p.kind in OF_RULES else path_shape(p.subject)
+        subject = p.subject if p.kind in _OF_RULES else path_shape(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
@@ -80,6 +79,6 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
 
 
 def in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Errors first; that variables are missing comes before what is said of the others."""
+    """Errors first."""
     order = {"error": 0, "warning": 1, "note": 2}
-    return tuple(sorted(problems, key=lambda p: (order[p.severity], p.kind != NOT_BUILT)))
+    return tuple(sorted(problems, key=lambda p: order[p.severity]))

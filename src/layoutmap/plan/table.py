@@ -20,7 +20,7 @@ from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
-from layoutmap.plan.problems import NOT_BUILT, Problem, group_problems, in_order
+from layoutmap.plan.problems import Problem, group_problems, in_order
 from layoutmap.rules.near_misses import nearest
 
 _SHOWN_IN_FULL = 10
@@ -28,11 +28,7 @@ _SHOWN_IN_FULL = 10
 
 @dataclass(frozen=True)
 class PlanTable(Mapping[str, Assignment]):
-    """Where every variable of a model goes: a mapping from path to `Assignment`; see `layoutmap.Plan`.
-
-    `memory_limit` is how many bytes a device has, if that is known, and `strict` whether warnings count as errors:
-    what its verdict needs beside all else (`layoutmap.plan.verdict`).
-    """
+    """Where every variable of a model goes: a mapping from path to `Assignment`; see `layoutmap.Plan`."""
 
     mesh: Mesh
     assignments: tuple[Assignment, ...]
@@ -40,8 +36,6 @@ class PlanTable(Mapping[str, Assignment]):
     activations: tuple[Match, ...] = ()
     free_activations: bool = False
     cost: Cost | None = field(default=None, hash=False)
-    memory_limit: int | None = None
-    strict: bool = False
 
     @cached_property
     def _by_key(self) -> dict[str, Assignment]:
@@ -110,11 +104,6 @@ class PlanTable(Mapping[str, Assignment]):
         return tuple(p for p in self.problems if p.severity == "warning")
 
     @property
-    def incomplete(self) -> Problem | None:
-        """What says that more variables are to come, as those of layers that were not called; `None`: these are all."""
-        return next((p for p in self.warnings if p.kind == NOT_BUILT), None)
-
-    @property
     def global_bytes(self) -> int:
         """Size in bytes of all variables, each counted once."""
         return sum(a.variable.global_bytes for a in self.assignments)
@@ -155,19 +144,7 @@ class PlanTable(Mapping[str, Assignment]):
     ) -> Self:
         """The same plan with what a training step costs on a machine."""
         paths = {starred(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)}
-        cost = Cost(step, machine, frozenset(paths), batch_dim, verified)
-        limit = machine.device.memory_bytes if self.memory_limit is None else self.memory_limit
-        return replace(self, cost=cost, memory_limit=limit)
-
-    def with_limits(self, memory_limit: int | None = None, *, strict: bool = False) -> Self:
-        """The same plan, held against what a device has.
-
-        Args:
-            memory_limit: Bytes that a device has; `None`: as many as before.
-            strict: Whether warnings count as errors.
-        """
-        limit = self.memory_limit if memory_limit is None else memory_limit
-        return replace(self, memory_limit=limit, strict=strict or self.strict)
+        return replace(self, cost=Cost(step, machine, frozenset(paths), batch_dim, verified))
 
     def check(self, *, strict: bool = False) -> Self:
         """Raise once, with every error; give the plan back if there is none.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from layoutmap.adapters import REFUSED, Adapter
 from layoutmap.adapters.protocol import Session
-from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, listed
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -132,9 +132,7 @@ class Scope:
             if complete:
                 if self.values is not None:
                     self.values.check(variables)
-                self._warn(warning_text(self.plan))
-            elif self.strict:
-                self._warn_of_the_check_to_come()
+                self._warn()
         return self.plan.assignments
 
     def note(self, subject: str, what: str) -> None:
@@ -276,22 +274,8 @@ class Scope:
             )
             warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
 
-    def _warn_of_the_check_to_come(self) -> None:
-        """Warn, once, that the rules that match nothing are found when all variables are known, which is later."""
-        unbuilt = self.session.unbuilt()
-        if unbuilt and not self._warned:
-            used = {a.match.rule.number for a in self.plan.assignments if a.match and a.match.rule}
-            unused = [self.layout_map.name_of(r) for r in self.layout_map.rules if r.number not in used]
-            self._warn(
-                format_message(
-                    "strict=True: not all is checked yet, since layers have no weights",
-                    {"layers": listed(unbuilt), "rules that match nothing so far": listed(unused)},
-                    "they make their weights at the model's first call, and are checked then",
-                    "pass inputs=, an example batch or keras.Input(...), to have all checked now",
-                )
-            )
-
-    def _warn(self, text: str) -> None:
+    def _warn(self) -> None:
+        text = warning_text(self.plan)
         if text and text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name, "jax"}))

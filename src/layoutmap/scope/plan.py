@@ -12,7 +12,6 @@ from layoutmap.plan.lint import Findings, lint_plan
 from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.verdict import Verdict, verdict_of
 from layoutmap.report.explain import explain_text
 from layoutmap.report.html import plan_html
 from layoutmap.report.text import plan_line, plan_text
@@ -50,22 +49,6 @@ class Plan(PlanTable):
     def of(cls, table: PlanTable) -> Plan:
         """Make the plan of a pure table."""
         return cls(**table.__getstate__())
-
-    @property
-    def verdict(self) -> Verdict:
-        """Whether the plan passes, and why, in a line: the first of the terminal and of the page, and the exit code.
-
-        Example:
-            >>> from layoutmap.core.variables import VariableSpec
-            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "batch=2,model=4"), {"d1": (None, "model")})
-            >>> plan = make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map)
-            >>> print(plan.verdict)
-            1.0 MiB per device, before activations; no problems
-            >>> small = plan.with_limits(512 * 1024)
-            >>> print(small.verdict, small.verdict.passes)
-            Does not fit: 1.0 MiB of 512.0 KiB per device, before activations; no problems False
-        """
-        return verdict_of(self)
 
     @property
     def memory(self) -> Memory:

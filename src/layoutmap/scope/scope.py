@@ -8,7 +8,7 @@ reference of the library.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from layoutmap.core.errors import EngineError, ScopeError, listed
 from layoutmap.core.mesh import check_dim
 from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
-from layoutmap.plan.problems import NOT_BUILT, Problem
+from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
 from layoutmap.scope.context import SavedValues, Scope
@@ -237,56 +237,34 @@ def plan(
     with adapter.undisturbed():
         make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
         model = make_in(dry, make, inputs)
+    unbuilt = dry.session.unbuilt()
     found = dry.plan
-    missing = [*_not_built(model, dry.session.unbuilt(), inputs, len(found))]
     final = make_plan(
         [a.variable for a in found.assignments],
         dry.layout_map,
         global_init={a.variable.key: a.global_init for a in found.assignments},
         layers=dry.layers,
         free_activations=dry.free_activations,
-        complete=all(problem.severity == "note" for problem in missing),
     ).with_problems(
-        [
-            *(problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")),
-            *missing,
-        ]
+        [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
     )
+    if unbuilt:
+        final = final.with_problem(
+            Problem(
+                "not built",
+                "warning",
+                type(model).__name__,
+                f"{type(model).__name__}: {len(unbuilt)} layers have no weights yet: {listed(unbuilt)}",
+                why="they make them at their first call, and nothing has called them",
+                fix="pass inputs=: an example batch, or keras.Input(...); what the model never calls needs nothing",
+            )
+        )
     if strict:
         final.check(strict=True)
     if asked is not None and not final.errors:
         with adapter.undisturbed():
             final = with_cost(final, dry, model, inputs, optimizer, asked)
     return final
-
-
-def _not_built(model: Any, unbuilt: Sequence[str], inputs: Any, num_variables: int) -> Iterator[Problem]:
-    """A problem if variables are missing. Layers without weights after a call with `inputs` are not called, a note."""
-    name = type(model).__name__
-    if unbuilt:
-        layers = f"{len(unbuilt)} layer{' has' if len(unbuilt) == 1 else 's have'} no weights yet"
-        yield Problem(
-            NOT_BUILT,
-            "warning" if inputs is None else "note",
-            name,
-            f"{name}: {layers}: {listed(unbuilt)}",
-            why="a layer makes its weights at its first call, and nothing has called "
-            + ("this one" if len(unbuilt) == 1 else "these"),
-            fix="pass inputs=, an example batch or keras.Input(...); give lazy layers of torch their sizes"
-            if inputs is None
-            else "none is needed if the model never calls them",
-        )
-    elif not num_variables:
-        yield Problem(
-            NOT_BUILT,
-            "warning",
-            name,
-            f"{name}: it has no weights",
-            why="it makes them later, or it is not the model that was meant",
-            fix="pass inputs=, an example batch, if it makes them at its first call"
-            if inputs is None
-            else "name the function that makes the model",
-        )
 
 
 def apply(

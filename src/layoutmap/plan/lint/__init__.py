@@ -14,8 +14,6 @@ and, where the plan has the cost of a step:
     "summed activation"      activations are summed over the dim of the batch
     "dim that only costs"    bytes travel over a dim, whose devices compute the same
 
-and, of the plan's own problems, "unused rule", "shadowed rule", and "not built" where not all variables are known yet.
-
 Most of them need to know what a layer does with the axes of its weights (`Use`), which adapters know for the layers of
 their libraries. What is not known is not judged.
 """
@@ -32,7 +30,7 @@ from layoutmap.core.mesh import check_dim
 from layoutmap.core.text_table import html_table
 from layoutmap.plan.lint import checks, steps
 from layoutmap.plan.lint.weights import Linted
-from layoutmap.plan.problems import NOT_BUILT, OF_RULES, Problem, group_problems
+from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.table import PlanTable
 
 _NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
@@ -84,8 +82,7 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
     """
     check_dim("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
     linted = Linted(plan, batch_dim or (plan.cost and plan.cost.batch_dim) or usual_batch_dim(plan))
-    of_rules = [p for p in plan.problems if p.kind in (NOT_BUILT, *OF_RULES) and p.severity == "warning"]
-    found = of_rules + [problem for check in (*checks.CHECKS, *steps.CHECKS) for problem in check(linted)]
+    found = [problem for check in (*checks.CHECKS, *steps.CHECKS) for problem in check(linted)]
     return Findings(tuple(found), linted.batch_dim)
 
 

@@ -60,7 +60,6 @@ class _PageData:
                 "dims": [[dim.name, dim.size] for dim in plan.mesh.mesh_dims],
                 "devices": plan.mesh.devices,
             },
-            "limit": plan.memory_limit,
             "bytes": [plan.global_bytes, plan.device_bytes],
             "memory": _bytes_by_use(plan, memory),
             "variables": variables,

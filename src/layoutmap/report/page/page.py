@@ -15,7 +15,6 @@ from typing import Any
 
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.verdict import verdict_of
 from layoutmap.report.contents import Contents, contents_line
 from layoutmap.report.page.data import page_data
 from layoutmap.report.text import plan_line
@@ -44,10 +43,7 @@ def plan_page(plan: PlanTable, findings: Sequence[Problem] = ()) -> str:
         plan: The plan.
         findings: More problems to show beside those of the plan.
     """
-    verdict = verdict_of(plan)
-    data = page_data(plan, findings)
-    data["verdict"] = {"mood": verdict.mood, "text": verdict.text, "needed": verdict.needed_bytes}
-    return _page("plan", f"Plan: {plan_line(plan)}", data)
+    return _page("plan", f"Plan: {plan_line(plan)}", page_data(plan, findings))
 
 
 def checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> str:
@@ -58,10 +54,6 @@ def checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> s
         problems: What is damaged; `None`: nobody has looked.
     """
     data = page_data(contents.table, problems or ())
-    damage = (
-        f"{len(problems)} damaged" if problems else "Not verified" if problems is None else "No damage found"
-    )
-    data["verdict"] = {"mood": "bad" if problems else "doubt" if problems is None else "well", "text": damage}
     data["checkpoint"] = {
         "where": contents.where,
         "facts": list(contents.facts.items()),

@@ -26,13 +26,12 @@ function memoryView(holder) {
 
   const unfit = variables.filter((v) => !v.fits).length;
   const share = model ? `${((100 * device) / model).toPrecision(2).replace(/\.0$/, "")} % of the whole model` : "nothing";
-  const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: data.limit === null ? "" : `${Number((data.limit / 2 ** 30).toPrecision(4))}` });
-  const given = budget.value;
+  const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: cost ? `${Math.round((10 * cost.memory) / 2 ** 30) / 10}` : "80" });
   const presets = PRESETS.map((gib) => make("button", { type: "button", class: "chip", onclick: () => {
     budget.value = gib;
     tell();
   } }, `${gib}`));
-  const verdict = make("p", { class: "readout", id: "whether-it-fits", "aria-live": "polite" });
+  const verdict = make("p", { class: "readout", id: "verdict", "aria-live": "polite" });
   const fitting = make("div", { class: "fitting" });
 
   function tell() {
@@ -43,28 +42,28 @@ function memoryView(holder) {
       fitting.replaceChildren();
       return;
     }
-    const has = budget.value === given ? data.limit : gib * 2 ** 30; // what is shown of the limit is rounded
-    const needed = data.verdict.needed;
+    const has = gib * 2 ** 30;
+    const needed = cost ? cost.peak : device;
     const fits = needed <= has;
     const scale = Math.max(has, needed);
     const limit = make("span", { class: "limit" });
     limit.style.left = `${(100 * has) / scale}%`;
-    const left = bar(peak ?? data.memory.device, scale, `${sizeText(needed)} of ${sizeText(has)}`);
+    const left = bar(peak ?? data.memory.device, scale, `${sizeText(needed)} of ${gib} GiB`);
     left.append(limit);
     fitting.replaceChildren(left);
     verdict.replaceChildren(
-      make("strong", { class: fits ? "well" : "bad" }, fits ? "Fits. " : "Does not fit. "),
+      make("strong", { class: fits ? "well" : "bad" }, fits ? "It fits. " : "It does not fit. "),
       cost
-        ? `${sizeText(needed)} of ${sizeText(has)} are taken at the peak of a step: ${sizeText(needed - cost.beside)} of weights, slots and state, and ${sizeText(cost.beside)} of activations, gradients, the batch and what is gathered.`
+        ? `${sizeText(needed)} of ${gib} GiB are taken at the peak of a step: ${sizeText(needed - cost.beside)} of weights, slots and state, and ${sizeText(cost.beside)} of activations, gradients, the batch and what is gathered.`
         : fits
-          ? `${sizeText(device)} of ${sizeText(has)} are taken, and ${sizeText(has - device)} are left for activations, which are not counted here.`
-          : `${sizeText(device)} are needed, ${sizeText(device - has)} more than ${sizeText(has)}, before any activations, which are not counted here.`);
+          ? `${sizeText(device)} of ${gib} GiB are taken, and ${sizeText(has - device)} are left for activations, which are not counted here.`
+          : `${sizeText(device)} are needed, ${sizeText(device - has)} more than ${gib} GiB, before any activations, which are not counted here.`);
   }
   budget.addEventListener("input", tell);
 
   holder.append(
     make("p", { class: "lead" },
-      mesh.size === 1 ? "The only device holds " : `Each of the ${countText(mesh.size)} devices holds the same${unfit ? "" : ", as axes divide evenly"}: `,
+      mesh.size === 1 ? "The only device holds " : `Axes divide evenly, so each of the ${countText(mesh.size)} devices holds the same: `,
       make("strong", {}, sizeText(device)), `, gradients among them: ${share}.`,
       unfit ? ` ${counted(unfit, "variable")} that ${unfit === 1 ? "does" : "do"} not fit ${unfit === 1 ? "its" : "their"} layout ${unfit === 1 ? "is" : "are"} not counted.` : ""),
     line("Whole model", data.memory.model, model),

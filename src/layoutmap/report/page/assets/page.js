@@ -2,16 +2,19 @@
 
 byId("title").textContent = data.checkpoint ? data.checkpoint.where : `${counted(variables.length, "variable")} on ${mesh.names.map((name, dim) => `${name}=${mesh.sizes[dim]}`).join(", ") || "one device"}`;
 
-byId("verdict").textContent = data.verdict.text;
-byId("verdict").className = data.verdict.mood;
-
+const numErrors = problems.filter((p) => p.severity === "error").reduce((sum, p) => sum + p.count, 0);
+const numWarnings = problems.filter((p) => p.severity === "warning").reduce((sum, p) => sum + p.count, 0);
+const verdicts = [numErrors && counted(numErrors, "error"), numWarnings && counted(numWarnings, "warning")].filter(Boolean);
 byId("totals").append(...[
-  ["variables", countText(variables.length)],
-  [data.checkpoint ? "devices it was saved from" : "devices", countText(mesh.size)],
-  ["total", sizeText(data.bytes[0])],
-  ["per device", sizeText(data.bytes[1])],
-  ...(data.cost ? [["a step on " + data.cost.machine, data.cost.step]] : []),
-].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  ["variables", countText(variables.length), ""],
+  [data.checkpoint ? "devices it was saved from" : "devices", countText(mesh.size), ""],
+  ["bytes of all variables", sizeText(data.bytes[0]), ""],
+  ["of them on each device", sizeText(data.bytes[1]), ""],
+  ...(data.cost ? [["a step on " + data.cost.machine, data.cost.step, ""]] : []),
+  data.checkpoint && !data.checkpoint.verified
+    ? ["damage", "not verified", "doubt"]
+    : [data.checkpoint ? "damage" : "problems", verdicts.join(", ") || "none", numErrors ? "bad" : numWarnings ? "doubt" : "well"],
+].map(([name, value, mood]) => make("div", { class: mood }, make("dt", {}, name), make("dd", {}, value))));
 
 const theme = byId("theme");
 const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
