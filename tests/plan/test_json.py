@@ -31,7 +31,8 @@ def make(rules=RULES, mesh=MESH):
     return make_plan(VARIABLES, layout_map, global_init=whole, layers=["d1", "d2"])
 
 
-GOLDEN = r"""{"format": "layoutmap plan", "version": 1,
+GOLDEN = r"""{"format": "layoutmap plan", "version": 3,
+ "verdict": {"passes": true, "says": "1.1 KiB per device, before activations; 3 warnings", "num_errors": 0, "num_warnings": 3, "strict": false, "missing": "", "fits": null, "needed_bytes": 1160, "available_bytes": null, "moment": "before activations", "because": [{"what": "weights", "num_bytes": 512}, {"what": "gradients", "num_bytes": 512}, {"what": "optimizer slots", "num_bytes": 128}, {"what": "other state", "num_bytes": 8}], "advice": []},
  "mesh": {"dims": {"batch": 2, "model": 4}},
  "variables": [
   {"path": "tokens.embeddings", "shape": [64, 8], "dtype": "bfloat16", "aliases": ["head.kernel"], "layout": ["model", null], "rule": [1, ".*embeddings"], "others": [[2, ".*\\.kernel", [null, ["model", "batch"]]]]},
@@ -110,9 +111,11 @@ def changed(**changes):
         ("{", "plan file: it is no JSON"),
         ("[]", "plan file: it is no plan"),
         (changed(format="other"), "plan file: it is no plan"),
-        (changed(version=3), "plan file: version 3\n  why   this layoutmap reads versions 1 to 2"),
+        (changed(version=4), "plan file: version 4\n  why   this layoutmap reads versions 1 to 3"),
         (changed(version=2), "plan file: plan has no 'collectives'"),
-        (changed(cost={}), "plan file: plan: 'cost' is not known"),
+        (changed(cost={}), "plan file: plan has no 'collectives'"),
+        (changed(verdict=True), "plan file: verdict is no object"),
+        (changed(device_memory=-1), "plan file: device_memory is no"),
         (changed(mesh=None), "plan file: mesh is no object"),
         (changed(mesh={}), "plan file: mesh has no 'dims'"),
         (changed(mesh={"dims": {"x": 0}}), "plan file: mesh: "),
@@ -283,14 +286,15 @@ def with_cost(**changes):
 
 
 def test_a_cost_comes_back_with_its_machine():
-    """As it was, in a file of version 2; that of a plan without one is of version 1."""
+    """As it was; and so does one of version 2, in which each plan has a cost, and which has no verdict."""
     plan = costs.plan()
     again = lm.Plan.from_json(plan.to_json())
 
     assert plan == again
     assert str(plan.cost) == str(again.cost)
     assert plan.to_json() == again.to_json()
-    assert [2, 1] == [json.loads(p.to_json())["version"] for p in (plan, make())]
+    older = {name: value for name, value in json.loads(plan.to_json()).items() if name != "verdict"}
+    assert plan == lm.Plan.from_json(json.dumps(older | {"version": 2}))
     assert '\n  ["all_gather", ["data"], 2, 14680064, "blocks.0.up.kernel", "forward"],\n' in plan.to_json()
     assert make().fingerprint == replace(make(), cost=plan.cost).fingerprint
 

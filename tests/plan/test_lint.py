@@ -78,8 +78,20 @@ def but(slips: dict) -> dict:
 
 
 def found(plan, **options):
-    """The kinds of what lint finds and the subjects, without the numbers of blocks."""
-    return sorted({(p.kind, p.subject.replace(".1.", ".0.")) for p in plan.lint(**options)})
+    """The kinds of what lint finds beside what the plan says, and the subjects, without the numbers of blocks."""
+    mine = [p for p in plan.lint(**options) if p not in plan.problems]
+    return sorted({(p.kind, p.subject.replace(".1.", ".0.")) for p in mine})
+
+
+@given(strategies.plans(layers=True))
+def test_rules_that_are_not_used_are_found(drawn):
+    """Exactly those that the plan reports: none before all variables are known."""
+    variables, layout_map, plan = drawn
+    of_rules = [p for p in plan.problems if p.kind in ("unused rule", "shadowed rule")]
+    before = make_plan(variables, layout_map, complete=False, layers=[])
+
+    assert of_rules == [p for p in plan.lint() if p in plan.problems]
+    assert not [p for p in before.lint() if "rule" in p.kind]
 
 
 @pytest.mark.parametrize("rules", [GOOD, FLAT, BOTH], ids=["heads", "flat", "both"])
@@ -152,7 +164,9 @@ QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}
 def test_an_axis_for_the_other_is_found(slip, found_at):
     """A sharding that divides, in a layout that can be made: the plan alone has nothing to say of it."""
     plan = plan_of(but(slip) | {r".*bias": (None,)}, [v for v in decoder() if "bias" not in v.path])
-    kernels = {p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint()}
+    kernels = {
+        p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint() if p not in plan.problems
+    }
 
     assert () == plan.errors
     assert found_at == kernels

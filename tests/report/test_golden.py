@@ -57,6 +57,8 @@ def one_of_each():
 
 
 PLAN = r"""
+Verdict: cannot be built: 2 errors; 5.3 KiB per device so far, before activations; 8 warnings
+
 variable                  times  shape    dtype     layout              shard           bytes  per device  rule
 ------------------------  -----  -------  --------  ------------------  ------------  -------  ----------  ---------
 tokens                           32 x 16  bfloat16  (model, unsharded)  8 x 16        1.0 KiB       256 B  1

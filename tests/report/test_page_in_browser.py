@@ -1,7 +1,10 @@
 """The page of a plan in a real browser: search, sort, filter, choose, and slices that are those of `Layout`."""
 
 import functools
+import io
+import json
 import re
+from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
@@ -19,8 +22,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 import layoutmap as lm
+from layoutmap.cli.main import main
 from layoutmap.core.paths import merge_paths
 from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.plan.completeness import problem_of_unbuilt, what_is_missing
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -42,15 +47,15 @@ def no_complaints(browser):
 
 
 @pytest.fixture(scope="module")
-def show(browser, tmp_path_factory):
-    """Open the page of a plan, with the answers of a reader in its address."""
-    path = tmp_path_factory.mktemp("pages") / "plan.html"
-    written = {}
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pages")
 
-    def show(plan, **fragment):
-        if written.get("plan") != plan:
-            path.write_text(plan.to_html(), encoding="utf-8")
-            written["plan"] = plan
+
+@pytest.fixture(scope="module")
+def open_page(browser):
+    """Open a page, with the answers of a reader in its address, and wait until it is drawn."""
+
+    def open_page(path, **fragment):
         browser.get("about:blank")
         browser.get(f"{path.as_uri()}#{urlencode(fragment)}")
         browser.execute_async_script(
@@ -58,6 +63,21 @@ def show(browser, tmp_path_factory):
             const ask = () => performance.getEntriesByName("drawn").length ? done() : setTimeout(ask, 5);
             ask();"""
         )
+
+    return open_page
+
+
+@pytest.fixture(scope="module")
+def show(open_page, folder):
+    """Open the page of a plan, with the answers of a reader in its address."""
+    path = folder / "plan.html"
+    written = {}
+
+    def show(plan, **fragment):
+        if written.get("plan") != plan:
+            path.write_text(plan.to_html(), encoding="utf-8")
+            written["plan"] = plan
+        open_page(path, **fragment)
 
     return show
 
@@ -175,9 +195,12 @@ def test_the_page_loads_nothing_and_tells_the_plan(browser, show):
 
     assert [] == browser.execute_script("return performance.getEntriesByType('resource')")
     assert f"{len(PLAN)} variables on stage=2, batch=2, model=4" == text(browser, "h1")
-    warnings = len(PLAN.warnings) + len(PLAN.lint())
-    assert f"{len(PLAN.errors)} error, {warnings} warnings" in text(browser, "#totals")
-    assert "each of the 16 devices holds the same" in text(browser, "#memory")
+    found = [p for p in PLAN.lint() if p not in PLAN.problems]
+    notes = sum(p.severity == "note" for p in PLAN.problems)
+    counts = f"{len(PLAN.errors)} error, {len(PLAN.warnings)} warnings, {notes} note, {len(found)} finding"
+    assert f"Problems {counts} of lint" == text(browser, "#problems-heading")
+    assert "Each of the 16 devices holds " in text(browser, "#memory")
+    assert "1 variable that does not fit its layout is not counted" in text(browser, "#memory")
 
 
 def test_the_policy_holds(browser, show):
@@ -521,16 +544,68 @@ def test_the_keyboard_is_enough(browser, show):
     assert "" == find(browser, "#device").get_attribute("value")
 
 
-def test_whether_it_fits_a_device(browser, show):
-    """The reader says how much memory a device has, and the page whether that is enough, but for activations."""
+def test_a_device_of_another_size(browser, show):
+    """The reader says how much memory a device has, and the page what would be left or missing: no second verdict."""
     show(large())
+    assert "Type how much memory a device has." == text(browser, "#what-if")
     needed = large().memory.total
-    for gib, verdict in ((needed / 2**30 + 1, "It fits."), (needed / 2**30 - 0.5, "It does not fit.")):
+    for more, answer in ((1, "1.0 GiB would be left for activations."), (-0.5, "512.0 MiB are missing")):
         box = find(browser, "#budget")
         box.clear()
-        box.send_keys(f"{gib:.2f}")
-        assert text(browser, "#verdict").startswith(verdict)
-        assert "activations" in text(browser, "#verdict")
+        box.send_keys(f"{needed / 2**30 + more}")
+        assert answer in text(browser, "#what-if")
+
+
+def verdict_on_the_page(browser):
+    """What the page's first panel says, and the mood in which it does."""
+    panel = find(browser, "#verdict-panel")
+    text = browser.execute_script("return document.getElementById('headline').textContent")
+    return text, panel.get_attribute("class")
+
+
+@st.composite
+def gates(draw):
+    """A plan that was drawn, complete or not, with or without a cost, and what it is asked on the command line."""
+    plan = draw(strategies.plans(layers=True))[2]
+    if draw(st.integers(0, 3)) == 0:
+        plan = costs.plan(peak_bytes=draw(st.integers(1, 2**40)))
+    if draw(st.integers(0, 3)) == 0:
+        plan = plan.with_problem(problem_of_unbuilt("Net", ["up", "down"], called=False))
+    options = draw(st.lists(st.sampled_from(["--strict", "--partial"]), unique=True))
+    memory = draw(st.none() | st.sampled_from([1, plan.verdict.needed_bytes - 1, plan.verdict.needed_bytes]))
+    return plan, options + (["--device-memory", f"{memory / 1000:.3f}KB"] if memory and memory > 0 else [])
+
+
+@settings(max_examples=examples(25))
+@given(gates())
+def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, drawn):
+    """The page's first line is the terminal's first and last one and that of the JSON; it is red where the code is 1.
+
+    Without --partial a plan that lacks weights ends with 2, nothing is printed, and no page and no JSON is written.
+    """
+    plan, options = drawn
+    page, again = folder / "page.html", folder / "again.json"
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    for file in (page, again):
+        file.unlink(missing_ok=True)
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()):
+        code = main(["plan", str(folder / "plan.json"), "--html", str(page), "--json", str(again), *options])
+    lines = out.getvalue().splitlines()
+    if what_is_missing(plan) and "--partial" not in options:
+        assert (2, [], False, False) == (code, lines, page.exists(), again.exists())
+        return
+
+    open_page(page)
+    says, mood = verdict_on_the_page(browser)
+    judged = lm.Plan.from_json(again.read_text(encoding="utf-8"))
+    assert f"Verdict: {says}" == lines[0] == lines[-1]
+    assert says == judged.verdict.headline == json.loads(again.read_text(encoding="utf-8"))["verdict"]["says"]
+    assert (code == 1) == (mood == "bad")
+    assert (code == 0) == (mood in ("well", "doubt"))
+    if what_is_missing(plan) or plan.errors:
+        assert mood != "well"
+        assert "fits" not in says
+    assert says.count("fits") == (judged.verdict.fits is True)
 
 
 def test_light_and_dark(browser, show):
@@ -662,12 +737,13 @@ def test_a_step_is_shown_as_its_parts_and_what_travels(browser, show):
     cells = browser.execute_script(
         "return [...document.querySelectorAll('#cost tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
     )
-    overlapping = [
-        (*r.cells[:6], f"{r.cells[6]} (overlaps)" * r.overlaps or r.cells[6], *r.cells[7:])
-        for r in plan.cost.rows
-    ]
-    assert [list(row) for row in overlapping] == cells
-    assert "30.0 GiB of 79.1 GiB are taken at the peak of a step" in text(browser, "#verdict")
+    shown = []
+    for row in plan.cost.rows:
+        kind, times, over, network, tensor, sent, takes, cause, phase = row.cells
+        figures = [tensor, sent, takes + " (overlaps)" * row.overlaps]
+        shown.append([cause + phase, f"{kind} \u00d7 {times}over {over}, {network}", *figures])
+    assert shown == cells
+    assert "fits: 30.0 GiB of 79.1 GiB per device, at the peak of a step" == text(browser, "#headline")
     find(browser, "#cost tbody .link").click()
     assert "blocks.0.up.kernel" == chosen(browser)
     assert "all-gather of 14.0 MiB over data, 2 times" in text(browser, "#details")
@@ -678,4 +754,4 @@ def test_a_plan_without_a_cost_shows_no_step(browser, show):
     show(PLAN)
 
     assert not find(browser, "#cost-panel").is_displayed()
-    assert "activations, which are not counted here" in text(browser, "#verdict")
+    assert "before activations, which are not counted here" in text(browser, "#memory")

@@ -38,6 +38,8 @@ def transformer():
 
 
 GOLDEN = r"""
+Verdict: cannot be built: 1 error; 10.6 KiB per device so far, before activations; 5 warnings
+
 variable                     times  shape    dtype     layout              shard            bytes  per device  rule
 ---------------------------  -----  -------  --------  ------------------  ------------  --------  ----------  -------
 blocks.{0..2}.up.kernel          3  16 x 64  float32   (unsharded, model)  16 x 16       12.0 KiB     3.0 KiB  1
@@ -179,6 +181,8 @@ def test_layers_whose_output_is_laid_out_are_a_table():
     plan = make_plan([VariableSpec("d1", (16, 64), "float32")], layout_map, layers=layers)
 
     assert """\
+Verdict: no problems; 2.0 KiB per device, before activations
+
 variable  times  shape    dtype    layout              shard      bytes  per device  rule
 --------  -----  -------  -------  ------------------  -------  -------  ----------  ----
 d1               16 x 64  float32  (unsharded, model)  16 x 16  4.0 KiB     1.0 KiB  1

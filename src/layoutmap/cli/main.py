@@ -40,7 +40,6 @@ from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
-from layoutmap.core.text_table import size
 from layoutmap.engines import ENGINES
 from layoutmap.rules.yaml_file import schema
 
@@ -222,22 +221,18 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: Any) -> int:
     files = check_targets({"--json": options.json, "--html": options.html})
     made = plan_of(options.model, options)
-    memory = made.memory
+    made = made.judged(device_memory=options.device_memory, strict=options.strict or made.strict)
+    memory, verdict = made.memory, made.verdict
     findings = made.lint(options.batch_dim)
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
     out = write_all({path: texts[option]() for option, path in files.items()})
     say(f"{made}\n\n{memory}", out)
     if findings:
         say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out)
-    cost, there = made.cost, options.device_memory
-    if cost is not None:
-        say(f"\n{cost}", out)
-        there = there or cost.machine.device.memory_bytes
-    needed = cost.step.peak_bytes if cost else memory.total
-    if options.device_memory is not None:
-        say(f"\n{_fit(needed, there, cost is not None)}", out)
-    fits = there is None or needed <= there
-    return PROBLEMS if made.errors or (options.strict and made.warnings) or not fits else WELL
+    if made.cost is not None:
+        say(f"\n{made.cost}", out)
+    say(f"\nVerdict: {verdict.headline}", out)  # the first line is out of sight by now
+    return WELL if verdict.passes else PROBLEMS
 
 
 def _explain(options: Any) -> int:
@@ -286,18 +281,6 @@ def _schema(options: Any) -> int:
         except LayoutMapError as error:
             code = _failed(error, PROBLEMS)
     return code
-
-
-# -- what they need
-
-
-def _fit(needed: int, there: int, at_the_peak: bool) -> str:
-    sizes = f"{size(needed)} of {size(there)} on each device"
-    if at_the_peak:
-        return f"{'fits' if needed <= there else 'does not fit'}: {sizes}, at the peak of a step"
-    if needed > there:
-        return f"does not fit: {sizes}, before activations"
-    return f"fits: {sizes}, and {size(there - needed)} are left for activations"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from layoutmap.cli.output import say
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
+from layoutmap.plan.completeness import what_is_missing
 from layoutmap.rules.yaml_file import from_yaml
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
@@ -55,6 +56,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="what the model is called with, if it makes its weights then, or for --on: "
         '"float32[8,128]", or "name=int32[8,16]"',
     )
+    add_partial_option(parser)
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
@@ -96,6 +98,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_partial_option(parser: argparse.ArgumentParser) -> None:
+    """Whether a plan without all weights will do."""
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="take the plan of a model whose layers do not all have weights yet; without it the exit code is 2",
+    )
+
+
 def plan_of(name: str, options: Any) -> Plan:
     """The plan of the one thing that a command names."""
     return plans_of([name], options)[0]
@@ -115,8 +126,33 @@ def plans_of(names: Sequence[str], options: Any) -> list[Plan]:
             fix=f"leave out {', '.join(given)}, or name the model",
         )
     # Files first: a plan takes minutes, and whoever misspelt a file should hear of it before.
-    read = {name: _plan_of_file(name) for name in names if _is_file(name)}
-    return [read[name] if name in read else _plan_of_model(name, options) for name in names]
+    read = {name: complete(_plan_of_file(name), name, options) for name in names if _is_file(name)}
+    return [
+        read[name] if name in read else complete(_plan_of_model(name, options), name, options)
+        for name in names
+    ]
+
+
+def complete(plan: Plan, name: str, options: Any) -> Plan:
+    """The plan, if it has all weights of its model, or if --partial says that it need not.
+
+    Raises:
+        LayoutMapError: It has not: whatever it was asked, it would agree.
+    """
+    missing = what_is_missing(plan)
+    if missing is None or options.partial:
+        return plan
+    if _is_file(name):
+        fix = "write the file again from the model, with --inputs"
+    elif options.inputs:
+        fix = "name --inputs that reach these layers, or leave layers out that the model never calls"
+    else:
+        fix = 'say what it is called with, as in --inputs "float32[8,128]"'
+    raise LayoutMapError(
+        f"{name}: the plan is incomplete: {missing.what}",
+        why=missing.why,
+        fix=f"{fix}; or take the plan as it is: --partial",
+    )
 
 
 def _is_file(name: str) -> bool:

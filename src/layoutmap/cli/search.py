@@ -10,7 +10,7 @@ from typing import Any
 from layoutmap.adapters import ADAPTERS
 from layoutmap.cli.models import known_model, make_of
 from layoutmap.cli.output import WELL, check_targets, say, write_all
-from layoutmap.cli.plans import imported_library, inputs_of, rules_of_file
+from layoutmap.cli.plans import add_partial_option, complete, imported_library, inputs_of, rules_of_file
 from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError
@@ -83,6 +83,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="also write it as a page for a browser")
     parser.add_argument("--library", choices=tuple(ADAPTERS), help="the library of the model")
+    add_partial_option(parser)
 
 
 def run_search_command(options: Any) -> int:
@@ -126,6 +127,7 @@ def run_search_command(options: Any) -> int:
             remat=False if options.remat == "no" else options.remat,
             library=library,
         )
+    complete(found.plan, options.model, options)
     made = {
         "--write": found.to_yaml,
         "--json": found.plan.to_json,

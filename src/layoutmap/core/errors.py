@@ -58,6 +58,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with what it counts: `1 layer`, `2 layers`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -> str:
     """Lay out one problem: the headline, then one aligned line for each fact, the reason and the fix.
 

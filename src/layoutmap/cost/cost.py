@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from layoutmap.core.paths import merge_paths, path_shape, starred
@@ -184,6 +184,11 @@ class Cost:
         """What a device holds at most beside what the step is given: activations, gradients, what is gathered."""
         return max(0, self.step.peak_bytes - self.step.argument_bytes)
 
+    def on_memory(self, num_bytes: int) -> Cost:
+        """The same on devices with another memory."""
+        device = replace(self.machine.device, memory_bytes=num_bytes)
+        return replace(self, machine=replace(self.machine, device=device))
+
     @property
     def fits(self) -> bool:
         """Whether a device has the memory."""
@@ -248,9 +253,8 @@ class Cost:
     @property
     def line(self) -> str:
         """It in one line."""
-        fits = "fits" if self.fits else "does not fit"
         sizes = f"{size(self.step.peak_bytes)} of {size(self.machine.device.memory_bytes)}"
-        return f"{duration(self.step_seconds)} a step on {self.machine}; {sizes} at the peak: {fits}"
+        return f"{duration(self.step_seconds)} a step on {self.machine}; {sizes} per device at the peak"
 
     @property
     def assumptions(self) -> tuple[str, ...]:

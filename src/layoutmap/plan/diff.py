@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from layoutmap.core.errors import counted
 from layoutmap.core.escaping import escaped
 from layoutmap.core.match import Match
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.cost.cost import Cost, duration
+from layoutmap.plan.completeness import what_is_missing
 from layoutmap.plan.table import PlanTable
 
 COST_COLUMNS = ("of a step", "before", "after")
@@ -87,10 +89,14 @@ class PlanDiff:
 
     @property
     def _line(self) -> str:
-        if not self:
-            return "no change"
-        count = f"{len(self)} change{'' if len(self) == 1 else 's'}"
-        return f"{count}; per device {size(self.before.device_bytes)} -> {size(self.after.device_bytes)}"
+        sizes = f"; per device {size(self.before.device_bytes)} -> {size(self.after.device_bytes)}"
+        lacking = [
+            f"; the plan {name} is incomplete: {missing.what}"
+            for name, plan in (("before", self.before), ("after", self.after))
+            if (missing := what_is_missing(plan))
+        ]
+        known = " among the variables that are known" if lacking else ""
+        return (counted(len(self), "change") + sizes if self else "no change" + known) + "".join(lacking)
 
     @property
     def _cells(self) -> list[tuple[str, str, str]]:

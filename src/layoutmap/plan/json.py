@@ -1,6 +1,7 @@
 """A plan as JSON: to be kept beside the model, and compared with the plan of the next change.
 
-    {"format": "layoutmap plan", "version": 1,
+    {"format": "layoutmap plan", "version": 3,
+     "verdict": {"passes": true, "says": "no problems; 4.0 KiB per device, before activations", ..},
      "mesh": {"dims": {"batch": 2, "model": 4}},
      "variables": [
       {"path": "head.kernel", "shape": [64, 32], "dtype": "float32", "layout": [null, "model"], "rule": [1, ".*kernel"]}
@@ -11,7 +12,9 @@
 Each variable has a line of its own, so that a version control system shows what moved. What is as usual is left out:
 the kind of a weight, aliases that there are none of. Where a variable's layout is not the one that its rule asks for,
 since an axis does not divide, that one is there as `asked`. Which of a mesh's devices are this process's is not written
-down. A plan with the cost of a step (see `json_cost`) is of version 2, and all others are of version 1.
+down. A plan with the cost of a step has it as `cost` (see `json_cost`). The verdict is for who reads the file: it
+follows from the rest, and is worked out anew when the file is read. Files of versions 1 and 2 have no verdict; in
+those of version 2 each plan has a cost.
 
 Writer and reader are in one file, so that a field is added to both or to none.
 """
@@ -51,9 +54,10 @@ from layoutmap.plan.json_fields import (
 )
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
+from layoutmap.plan.verdict import verdict_of
 
 FORMAT = "layoutmap plan"
-VERSION = 2
+VERSION = 3
 _OTHERWISE = Match("", None).otherwise
 _ERROR: Uneven = "error"  # what a rule says of an axis that does not divide, if it says nothing
 _DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*")
@@ -72,8 +76,12 @@ def plan_to_json(plan: PlanTable) -> str:
         "activations": map(_match, plan.activations),
         "problems": map(_problem, plan.problems),
     }
-    version = VERSION if plan.cost else 1
-    head = [f'"format": {_line(FORMAT)}, "version": {version}', f'"mesh": {_line(mesh)}']
+    head = [f'"format": {_line(FORMAT)}, "version": {VERSION}']
+    head += [f'"verdict": {_line(_verdict(plan))}', f'"mesh": {_line(mesh)}']
+    if plan.device_memory is not None:
+        head.append(f'"device_memory": {plan.device_memory}')
+    if plan.strict:
+        head.append('"strict": true')
     if plan.free_activations:
         head.append('"free_activations": true')
     if plan.cost:
@@ -109,8 +117,11 @@ def plan_from_json(text: str) -> PlanTable:
         top("problems", list_of(_read_problem)),
         top("activations", list_of(lambda each, place: _read_activation(each, place, mesh))),
         top("free_activations", a_flag, False),
+        device_memory=top("device_memory", or_null(a_number), None),
+        strict=top("strict", a_flag, False),
     )
-    if version > 1:
+    top("verdict", an_object, None)
+    if version == 2 or "cost" in top:
         plan = plan.with_cost(*read_cost(top, mesh))
     top.check()
     at: dict[tuple[str, str], int] = {}
@@ -201,6 +212,12 @@ def _match(match: Match) -> dict[str, Any]:
     if match.otherwise != _OTHERWISE:
         written["otherwise"] = match.otherwise
     return written
+
+
+def _verdict(plan: PlanTable) -> dict[str, Any]:
+    verdict = verdict_of(plan)
+    fields = dataclasses.asdict(verdict)
+    return {"passes": verdict.passes, "says": verdict.headline} | fields
 
 
 def _problem(problem: Problem) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from layoutmap.core.escaping import escaped
 from layoutmap.core.paths import merge_paths, path_pattern, path_shape
 
 Severity = Literal["error", "warning", "note"]
-_OF_RULES = ("unused rule", "shadowed rule")
+OF_RULES = ("unused rule", "shadowed rule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     groups: dict[object, list[Problem]] = {}
     for p in problems:
         # The pattern in a fix names one block; all else must be equal for two problems to be one.
-        subject = p.subject if p.kind in _OF_RULES else path_shape(p.subject)
+        subject = p.subject if p.kind in OF_RULES else path_shape(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []

@@ -36,6 +36,8 @@ class PlanTable(Mapping[str, Assignment]):
     activations: tuple[Match, ...] = ()
     free_activations: bool = False
     cost: Cost | None = field(default=None, hash=False)
+    device_memory: int | None = None
+    strict: bool = False
 
     @cached_property
     def _by_key(self) -> dict[str, Assignment]:
@@ -145,6 +147,28 @@ class PlanTable(Mapping[str, Assignment]):
         """The same plan with what a training step costs on a machine."""
         paths = {starred(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)}
         return replace(self, cost=Cost(step, machine, frozenset(paths), batch_dim, verified))
+
+    def judged(self, *, device_memory: int | None = None, strict: bool = False) -> Self:
+        """The same plan with what its `verdict` goes by.
+
+        Args:
+            device_memory: The memory of a device in bytes, in place of the machine's; `None`: as the plan has it.
+            strict: Whether warnings count as errors.
+
+        Raises:
+            PlanError: There is no such memory.
+        """
+        if device_memory is None:
+            return replace(self, strict=strict)
+        if device_memory < 1:
+            raise PlanError(
+                f"device_memory={device_memory}: a device has memory",
+                why="it is the memory of a device in bytes",
+                fix="pass a positive number, as in device_memory=80 * 2**30",
+            )
+        if self.cost is None:
+            return replace(self, device_memory=device_memory, strict=strict)
+        return replace(self, cost=self.cost.on_memory(device_memory), strict=strict)
 
     def check(self, *, strict: bool = False) -> Self:
         """Raise once, with every error; give the plan back if there is none.

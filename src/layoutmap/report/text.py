@@ -12,6 +12,7 @@ from layoutmap.core.text_table import size, text_table
 from layoutmap.core.variables import full_names, has_several_models
 from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
+from layoutmap.plan.verdict import verdict_of
 from layoutmap.report.rows import Row, plan_rows
 
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
@@ -35,8 +36,9 @@ def plan_line(plan: PlanTable) -> str:
 
 
 def plan_text(plan: PlanTable) -> str:
-    """A plan as a table, its totals, and its problems in full."""
-    lines = text_table(COLUMNS, map(row_cells, plan_rows(plan)), _RIGHT)
+    """The verdict on a plan, its table and totals, and its problems in full."""
+    lines = [str(verdict_of(plan)), ""]
+    lines += text_table(COLUMNS, map(row_cells, plan_rows(plan)), _RIGHT)
     rules = _rules_that_won(plan)
     if rules:
         lines += ["", *(escaped(str(rule)) for rule in rules[:_MOST_RULES])]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from layoutmap.adapters import REFUSED, Adapter
 from layoutmap.adapters.protocol import Session
-from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, listed
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -19,6 +19,7 @@ from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
 from layoutmap.engines import Engine, get_engine
+from layoutmap.plan.completeness import problem_of_unbuilt
 from layoutmap.plan.problems import Problem
 from layoutmap.report.text import warning_text
 from layoutmap.rules.rule_set import RuleSet
@@ -129,6 +130,9 @@ class Scope:
 
                 check_plans(self.plan, self.gather, strict=self.strict)
             self.plan.check(strict=self.strict)
+            unbuilt = self.session.unbuilt()
+            if unbuilt:
+                self.plan = self.plan.with_problem(problem_of_unbuilt("", unbuilt, called=False))
             if complete:
                 if self.values is not None:
                     self.values.check(variables)
@@ -273,6 +277,22 @@ class Scope:
                 fix,
             )
             warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
+
+    def warn_of_unbuilt(self) -> None:
+        """Warn that what `strict` asks for is still to be checked, if layers have no weights yet."""
+        unbuilt = self.session.unbuilt()
+        if not self.strict or not unbuilt:
+            return
+        used = {a.match.rule for a in self.plan.assignments if a.match}
+        waiting = [str(rule) for rule in self.layout_map.rules if rule not in used]
+        text = format_message(
+            "strict: the layout map is not checked yet, since layers have no weights",
+            {"layers": listed(unbuilt), "rules to check": listed(waiting)},
+            "a model makes its weights at its first call: what does not fit raises there, and so does a rule that "
+            "matches no variable",
+            "to have all checked now, build the model with inputs=: an example batch, or keras.Input(...)",
+        )
+        warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
 
     def _warn(self) -> None:
         text = warning_text(self.plan)

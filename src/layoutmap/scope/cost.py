@@ -17,6 +17,8 @@ from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
+from layoutmap.plan.completeness import problem_of_unbuilt
+from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_maker, check_remat
 from layoutmap.scope.context import Scope
@@ -32,26 +34,36 @@ class LoweredStep:
         step: The step.
         batch_dim: The mesh dim over which batches are sharded, where `count` is told no other one.
         remat: See `lower_step`.
+        missing: What the model was found to lack; `None`: all its layers have weights.
 
     Attributes:
         step: See above.
     """
 
-    def __init__(self, step: TrainingStep, batch_dim: str | None, remat: str | None = None):
+    def __init__(
+        self,
+        step: TrainingStep,
+        batch_dim: str | None,
+        remat: str | None = None,
+        missing: Problem | None = None,
+    ):
         from layoutmap.engines.jax.cost.lowered import LoweredStep as Lowered  # late: it imports JAX
 
         self.step = step
         self._variables = step.variables
         self._lowered = Lowered(step, remat)
         self._batch_dim = batch_dim
+        self._missing = missing
 
     def with_remat(self, remat: str) -> LoweredStep:
         """Return the same step with activations of layers computed again in the backward pass; see `lower_step`."""
-        return LoweredStep(self.step, self._batch_dim, remat)
+        return LoweredStep(self.step, self._batch_dim, remat, self._missing)
 
     def plan(self, layout_map: RuleSet) -> Plan:
         """Return the plan of the model under other rules; nothing is built for it."""
-        return make_plan(self._variables, layout_map, free_activations=True)
+        complete, missing = self._missing is None, filter(None, [self._missing])
+        plan = make_plan(self._variables, layout_map, complete=complete, free_activations=True)
+        return plan.with_problems([*missing])
 
     def count(self, layout_map: RuleSet, *, batch_dim: str | None = None) -> StepCost:
         """Count what a step does under rules; of Llama 3.1 405B on 4,096 devices it takes less than a second.
@@ -177,7 +189,9 @@ def lower_step(
     with adapter.undisturbed():
         model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
         step = dry.session.step(model, inputs, optimizer, loss)
-    return LoweredStep(step, batch_dim, remat)
+    unbuilt = dry.session.unbuilt()
+    missing = problem_of_unbuilt(type(model).__name__, unbuilt, called=True) if unbuilt else None
+    return LoweredStep(step, batch_dim, remat, missing)
 
 
 def step_cost(

@@ -12,6 +12,7 @@ from layoutmap.plan.lint import Findings, lint_plan
 from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
+from layoutmap.plan.verdict import Verdict, verdict_of
 from layoutmap.report.explain import explain_text
 from layoutmap.report.html import plan_html
 from layoutmap.report.text import plan_line, plan_text
@@ -34,6 +35,9 @@ class Plan(PlanTable):
         activations: The layers whose output a rule of `LayoutMap.activations` lays out, in the order of the model;
             empty too where the library does not report layers.
         free_activations: Whether a compiler lays out the activations that no rule is for.
+        cost: What a training step costs; `None`: that was not counted.
+        device_memory: The memory of a device in bytes, of a plan without a cost; `None`: nobody has said.
+        strict: Whether warnings count as errors in the verdict.
 
     Example:
         >>> from layoutmap.core.variables import VariableSpec
@@ -67,6 +71,19 @@ class Plan(PlanTable):
             head.kernel  1.5 MiB  axis 0 over model
         """
         return memory_of(self)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the model can be built so and fits its devices: what the page, JSON and the exit code go by, too.
+
+        Example:
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "batch=2,model=4"), {"up": (None, "model")})
+            >>> plan = make_plan([VariableSpec("up.kernel", (512, 1024), "float32")], layout_map)
+            >>> print(plan.judged(device_memory=2**20).verdict)
+            Verdict: fits: 1.0 MiB of 1.0 MiB per device, and 0 B are left for activations
+        """
+        return verdict_of(self)
 
     def explain(self, path: str) -> str:
         """Explain why a variable has its layout, and what to type to change that.

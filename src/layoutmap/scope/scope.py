@@ -17,7 +17,7 @@ from layoutmap.core.errors import EngineError, ScopeError, listed
 from layoutmap.core.mesh import check_dim
 from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
-from layoutmap.plan.problems import Problem
+from layoutmap.plan.completeness import problem_of_unbuilt
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
 from layoutmap.scope.context import SavedValues, Scope
@@ -104,6 +104,7 @@ def scope(
     with opened.session.defer(), others_refused(opened.adapter):
         yield opened
     opened.warn_of_nothing()
+    opened.warn_of_unbuilt()
 
 
 @contextmanager
@@ -170,7 +171,9 @@ def build(
     check_maker(make_model, layout_map, "build")
     opened = _open(layout_map, _adapter(library), **options)
     opened.values = values
-    return make_in(opened, make_model, inputs)
+    model = make_in(opened, make_model, inputs)
+    opened.warn_of_unbuilt()
+    return model
 
 
 def plan(
@@ -243,22 +246,15 @@ def plan(
         [a.variable for a in found.assignments],
         dry.layout_map,
         global_init={a.variable.key: a.global_init for a in found.assignments},
+        complete=not unbuilt,
         layers=dry.layers,
         free_activations=dry.free_activations,
     ).with_problems(
         [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
     )
-    if unbuilt:
-        final = final.with_problem(
-            Problem(
-                "not built",
-                "warning",
-                type(model).__name__,
-                f"{type(model).__name__}: {len(unbuilt)} layers have no weights yet: {listed(unbuilt)}",
-                why="they make them at their first call, and nothing has called them",
-                fix="pass inputs=: an example batch, or keras.Input(...); what the model never calls needs nothing",
-            )
-        )
+    if unbuilt or not found.assignments:
+        problem = problem_of_unbuilt(type(model).__name__, unbuilt, called=inputs is not None)
+        final = final.with_problem(problem)
     if strict:
         final.check(strict=True)
     if asked is not None and not final.errors:
@@ -309,7 +305,10 @@ def apply(
     adapter = adapter_of_model(model)
     options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
     options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
-    return _open(layout_map, adapter, **options).session.take(model)
+    opened = _open(layout_map, adapter, **options)
+    laid_out = opened.session.take(model)
+    opened.warn_of_unbuilt()
+    return laid_out
 
 
 def _adapter(library: str | None) -> Adapter:

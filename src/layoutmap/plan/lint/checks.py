@@ -10,7 +10,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import derived_layout, fitted
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.weights import Linted, Weight, rule_of, takes_heads
-from layoutmap.plan.problems import Problem
+from layoutmap.plan.problems import OF_RULES, Problem
 
 _LEAST_SHARE = 0.05  # of what a device holds in weights: a smaller table is no matter
 
@@ -292,7 +292,13 @@ def _unused_dims(linted: Linted) -> Iterator[Problem]:
         )
 
 
+def _unused_rules(linted: Linted) -> Iterator[Problem]:
+    """The rules that decide nothing; a plan reports them once all its variables are known."""
+    return (problem for problem in linted.plan.problems if problem.kind in OF_RULES)
+
+
 CHECKS = (
+    _unused_rules,
     _batch_over_a_sum,
     _swapped,
     _parts_unlike,

@@ -13,10 +13,11 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import starred
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.cost.cost import COLUMNS, Cost, duration
+from layoutmap.cost.cost import Cost, duration
 from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.problems import Problem, in_order, merge_problems
 from layoutmap.plan.table import PlanTable
+from layoutmap.plan.verdict import Verdict
 from layoutmap.report.explain import in_a_step
 from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import activation_cells
@@ -27,6 +28,20 @@ NO_RULE, NOT_ASKED = -1, -2
 def page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, Any]:
     """A plan as plain lists and dicts, for JSON; equal plans give equal data."""
     return _PageData(plan).all(findings)
+
+
+def verdict_data(verdict: Verdict) -> dict[str, Any]:
+    """What a page shows of a verdict: nothing of it is worked out there again."""
+    return {
+        "mood": verdict.mood,
+        "fits": verdict.fits,
+        "says": verdict.headline,
+        "needed": verdict.needed_bytes,
+        "available": verdict.available_bytes,
+        "moment": verdict.moment,
+        "because": [[cause.what, cause.num_bytes] for cause in verdict.because],
+        "advice": list(map(str, verdict.advice)),
+    }
 
 
 class _Shared(dict[Hashable, int]):
@@ -42,6 +57,7 @@ class _PageData:
         self.layouts, self.forms, self.rules = _Shared(), _Shared(), _Shared()
         self.lists = _Shared()  # of rules that match too, and of near misses
         self.texts = _Shared()
+        self._of_plan = frozenset(plan.problems)
         self._seen: dict[int, int] = {}  # layouts of the plan by identity, to their numbers
         self.number = {id(a): i for i, a in enumerate(plan.assignments)}
         self.by_path: dict[str, list[int]] = {}
@@ -82,17 +98,13 @@ class _PageData:
         step, device = cost.step, cost.machine.device
         held = memory.total - memory.gradients
         return {
-            "line": cost.line,
             "machine": str(cost.machine),
             "about": device.about,
-            "memory": device.memory_bytes,
             # Gradients live for a part of the step, and are among what is held at the peak beside these.
-            "peak": step.peak_bytes,
             "beside": max(0, step.peak_bytes - held),
             "parts": [[wait.what, wait.seconds, duration(wait.seconds), wait.kind] for wait in cost.waits],
             "step": duration(cost.step_seconds),
             "serial": duration(cost.serial_seconds),
-            "columns": COLUMNS,
             "rows": [[*row.cells, row.overlaps, self._first_of(row.first.cause)] for row in cost.rows],
             "networks": list(cost.networks.items()),
             "counts": cost.counts,
@@ -163,7 +175,8 @@ class _PageData:
         )
         names = ("severity", "kind", "subject", "what", "facts", "why", "fix")
         written = {name: getattr(merged, name) for name in names}
-        return {**written, "count": len(members), "variables": list(of)}
+        by_lint = merged.severity == "warning" and members[0] not in self._of_plan
+        return {**written, "count": len(members), "variables": list(of), "lint": by_lint}
 
 
 def _groups(plan: PlanTable, findings: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
+from layoutmap.plan.verdict import verdict_of
 from layoutmap.report.contents import Contents, contents_line
-from layoutmap.report.page.data import page_data
+from layoutmap.report.page.data import page_data, verdict_data
 from layoutmap.report.text import plan_line
 
 # In the order in which they build on each other; they share one scope, which nothing outside can reach.
@@ -31,6 +32,7 @@ _SCRIPTS = (
         "mesh_view",
         "slices_view",
         "details_view",
+        "verdict_view",
     ),
     *("memory_view", "cost_view", "checkpoint_view", "treemap_view", "table_view", "problems_view", "page"),
 )
@@ -43,7 +45,8 @@ def plan_page(plan: PlanTable, findings: Sequence[Problem] = ()) -> str:
         plan: The plan.
         findings: More problems to show beside those of the plan.
     """
-    return _page("plan", f"Plan: {plan_line(plan)}", page_data(plan, findings))
+    data = {"verdict": verdict_data(verdict_of(plan)), **page_data(plan, findings)}
+    return _page("plan", f"Plan: {plan_line(plan)}", data)
 
 
 def checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> str:

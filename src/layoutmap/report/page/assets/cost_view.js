@@ -15,22 +15,21 @@ function costView(holder, panel) {
   const words = cost.parts.map(([what, seconds, text]) => `${what} ${text}, ${share(seconds)}`);
   const networks = cost.networks.map(([dim, network]) => `${dim} over ${network}`).join(", ");
 
+  /** A collective: what it is of, what runs how often over what, and its figures. */
   const line = (row) => {
     const [overlaps, first] = row.slice(-2);
-    const cells = row.slice(0, -2);
-    return make("tr", {}, cells.map((cell, i) => {
-      const column = cost.columns[i];
-      if (column === "because of") {
-        const path = pathNode(cell);
-        return make("td", {}, first === null ? path : make("button", { type: "button", class: "link", onclick: () => chooseVariable(variables[first], "problem") }, path));
-      }
-      const text = column === "takes" && overlaps ? `${cell} (overlaps)` : cell;
-      return make("td", ["times", "tensor", "sent", "takes"].includes(column) ? { class: "number" } : {}, text);
-    }));
+    const [kind, times, over, network, tensor, sent, takes, cause, phase] = row;
+    const path = pathNode(cause);
+    const of = first === null ? path : make("button", { type: "button", class: "link", onclick: () => chooseVariable(variables[first], "problem") }, path);
+    const figure = (name, text) => make("td", { class: "number", "data-name": name }, text);
+    return make("tr", {},
+      make("td", {}, of, make("small", {}, phase)),
+      make("td", {}, `${kind}${times === "1" ? "" : ` × ${times}`}`, make("small", {}, `over ${over}, ${network}`)),
+      figure("tensor", tensor), figure("sent", sent), figure("takes", overlaps ? `${takes} (overlaps)` : takes));
   };
-  const table = (lines) => make("div", { class: "sideways", tabindex: "0", role: "region", "aria-label": "What travels in a step" }, make("table", { class: "plain travels" },
-    make("thead", {}, make("tr", {}, cost.columns.map((name) => make("th", ["times", "tensor", "sent", "takes"].includes(name) ? { scope: "col", class: "number" } : { scope: "col" }, name)))),
-    make("tbody", {}, lines)));
+  const table = (lines) => make("table", { class: "plain travels" },
+    make("thead", {}, make("tr", {}, ["because of", "collective", "tensor", "sent", "takes"].map((name, i) => make("th", i > 1 ? { scope: "col", class: "number" } : { scope: "col" }, name)))),
+    make("tbody", {}, lines));
 
   const rest = cost.rows.slice(SHOWN_COLLECTIVES);
   holder.append(

@@ -2,18 +2,13 @@
 
 byId("title").textContent = data.checkpoint ? data.checkpoint.where : `${counted(variables.length, "variable")} on ${mesh.names.map((name, dim) => `${name}=${mesh.sizes[dim]}`).join(", ") || "one device"}`;
 
-const numErrors = problems.filter((p) => p.severity === "error").reduce((sum, p) => sum + p.count, 0);
-const numWarnings = problems.filter((p) => p.severity === "warning").reduce((sum, p) => sum + p.count, 0);
-const verdicts = [numErrors && counted(numErrors, "error"), numWarnings && counted(numWarnings, "warning")].filter(Boolean);
 byId("totals").append(...[
   ["variables", countText(variables.length), ""],
   [data.checkpoint ? "devices it was saved from" : "devices", countText(mesh.size), ""],
   ["bytes of all variables", sizeText(data.bytes[0]), ""],
   ["of them on each device", sizeText(data.bytes[1]), ""],
   ...(data.cost ? [["a step on " + data.cost.machine, data.cost.step, ""]] : []),
-  data.checkpoint && !data.checkpoint.verified
-    ? ["damage", "not verified", "doubt"]
-    : [data.checkpoint ? "damage" : "problems", verdicts.join(", ") || "none", numErrors ? "bad" : numWarnings ? "doubt" : "well"],
+  ...(data.checkpoint ? [data.checkpoint.verified ? ["damage", problemsText() || "none", problems.length ? "bad" : "well"] : ["damage", "not verified", "doubt"]] : []),
 ].map(([name, value, mood]) => make("div", { class: mood }, make("dt", {}, name), make("dd", {}, value))));
 
 const theme = byId("theme");
@@ -73,6 +68,7 @@ const usual = () => [...variables].sort((a, b) => b.fits - a.fits || a.layout.re
 
 // -- all of it
 
+if (data.verdict) verdictView(byId("verdict"), byId("verdict-panel"));
 problemsView(byId("problems"), byId("problems-panel"));
 if (data.checkpoint) checkpointView(byId("checkpoint"), byId("checkpoint-panel"));
 else memoryView(byId("memory"));

@@ -1,5 +1,16 @@
 // Problems and findings, errors first, as the terminal groups them; each leads to its variables.
 
+/** How many problems there are, by what they are: `1 error, 2 warnings, 1 finding of lint`. */
+function problemsText() {
+  const count = (of) => problems.filter(of).reduce((sum, p) => sum + p.count, 0);
+  return [
+    ["error", (p) => p.severity === "error"],
+    ["warning", (p) => p.severity === "warning" && !p.lint],
+    ["note", (p) => p.severity === "note"],
+    ["finding", (p) => p.lint],
+  ].map(([noun, of]) => count(of) && `${counted(count(of), noun)}${noun === "finding" ? " of lint" : ""}`).filter(Boolean).join(", ");
+}
+
 /** One problem; where `linked`, with the way to its variables. */
 function problemNode(problem, linked) {
   const facts = [...problem.facts.filter(([, value]) => value), ...["why", "fix"].filter((name) => problem[name]).map((name) => [name, problem[name]])];
@@ -9,7 +20,7 @@ function problemNode(problem, linked) {
         problem.variables.length > 1 ? `Show the first of ${counted(problem.variables.length, "variable")}` : "Show the variable")]
     : [];
   return make("article", { class: `problem ${problem.severity}` },
-    make("p", { class: "what" }, make("span", { class: "severity" }, problem.severity), ` ${problem.what}`),
+    make("p", { class: "what" }, make("span", { class: "severity" }, problem.lint ? "lint" : problem.severity), ` ${problem.what}`),
     make("dl", { class: "facts" }, facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, make("code", {}, value))])),
     ...ways);
 }
@@ -31,6 +42,7 @@ const SHOWN_PROBLEMS = 5;
 function problemsView(holder, panel) {
   if (!problems.length) return;
   panel.hidden = false;
+  byId("problems-heading").append(make("span", { class: "tally" }, ` ${problemsText()}`));
   const noRule = problems.filter(({ kind, severity }) => kind === "no rule" && severity === "warning");
   const nodes = problems.flatMap((problem) => {
     if (noRule.length < 2 || !noRule.includes(problem)) return [problemNode(problem, true)];

@@ -1,0 +1,44 @@
+"""Whether a plan has all variables that there will be, and what says that it has not.
+
+A layer makes its weights when it is first called. A plan without them is no evidence: nothing of it does not fit, and
+nothing of it moves. So what a plan lacks is a problem of its own kind, which files of plans keep as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layoutmap.core.errors import counted, listed
+from layoutmap.plan.problems import Problem
+from layoutmap.plan.table import PlanTable
+
+NOT_BUILT = "not built"
+"""The kind of the problem that says which layers have no weights yet."""
+
+
+def problem_of_unbuilt(model: str, layers: Sequence[str], *, called: bool) -> Problem:
+    """The problem of a plan that was made before these layers have their weights.
+
+    Args:
+        model: What the model is called; empty: that is not known.
+        layers: The layers' names; none: the model has no variable at all.
+        called: Whether the model was called with symbols of its inputs.
+    """
+    count = f"{counted(len(layers), 'layer')} {'has' if len(layers) == 1 else 'have'}"
+    what = f"{count} no weights yet: {listed(layers)}" if layers else "there are no variables"
+    if called:
+        why = "the model was called with these inputs, which makes no others"
+        fix = "pass inputs that reach all layers, or leave out layers that the model never calls"
+    else:
+        why = "a model makes its weights at its first call, and nothing has called it"
+        fix = "pass inputs=: an example batch, or keras.Input(...); a lazy layer of torch needs its sizes instead"
+    return Problem(NOT_BUILT, "warning", model, f"{model}: {what}" if model else what, why=why, fix=fix)
+
+
+def what_is_missing(plan: PlanTable) -> Problem | None:
+    """What a plan lacks of the variables that there will be; `None`: it is complete.
+
+    A plan without variables lacks something, whatever else it says: as a gate it would let all pass.
+    """
+    said = next((problem for problem in plan.problems if problem.kind == NOT_BUILT), None)
+    return said if said or plan.assignments else problem_of_unbuilt("", (), called=False)

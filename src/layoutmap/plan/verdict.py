@@ -1,0 +1,159 @@
+"""The verdict on a plan: one answer, worked out here alone, for the page, the terminal, JSON and the exit code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from layoutmap.core.errors import aligned, counted
+from layoutmap.core.escaping import escaped
+from layoutmap.core.text_table import size
+from layoutmap.plan.completeness import NOT_BUILT, what_is_missing
+from layoutmap.plan.memory import Memory, memory_of
+from layoutmap.plan.table import PlanTable
+
+_MOST_ADVICE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What takes memory of a device at the moment that decides.
+
+    Args:
+        what: What it is, as in `"weights"`.
+        num_bytes: Bytes that each device holds of it.
+    """
+
+    what: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.what} {size(self.num_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What would take less memory.
+
+    Args:
+        what: What to change.
+        saved_bytes: Bytes that each device would save.
+    """
+
+    what: str
+    saved_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.what}: saves {size(self.saved_bytes)} per device"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a model can be built as planned, and whether it fits its devices.
+
+    Args:
+        num_errors: Problems with which the model cannot be built.
+        num_warnings: Problems that `strict` counts as errors.
+        strict: Whether they count so.
+        missing: What the plan lacks of the model; empty: it is complete.
+        fits: Whether a device has the memory; `None`: that is not known.
+        needed_bytes: What a device holds, as far as it is planned.
+        available_bytes: The memory of a device; `None`: nobody has said.
+        moment: When it holds that.
+        because: What it holds then, the largest first.
+        advice: What would take less, best first; empty where it fits.
+    """
+
+    num_errors: int
+    num_warnings: int
+    strict: bool
+    missing: str
+    fits: bool | None
+    needed_bytes: int
+    available_bytes: int | None
+    moment: Literal["at the peak of a step", "before activations"]
+    because: tuple[Cause, ...]
+    advice: tuple[Advice, ...]
+
+    @property
+    def passes(self) -> bool:
+        """Whether there is nothing for which the exit code is 1."""
+        return not (self.num_errors or (self.strict and self.num_warnings) or self.fits is False)
+
+    @property
+    def mood(self) -> Literal["well", "doubt", "bad"]:
+        """How a page shows it: `"bad"` exactly if it does not pass."""
+        doubt = self.missing or self.num_warnings
+        return "bad" if not self.passes else "doubt" if doubt else "well"
+
+    @property
+    def headline(self) -> str:
+        """It in one line, the worst first."""
+        errors = f"cannot be built: {counted(self.num_errors, 'error')}"
+        warnings = counted(self.num_warnings, "warning") + self.strict * ", which strict counts as errors"
+        known = [
+            (self.num_errors, errors),
+            (self.missing, f"incomplete: {self.missing}"),
+            (self.fits is False, self._memory),
+            (self.num_warnings and self.strict, warnings),
+            (self.mood == "well" and self.fits is None, "no problems"),
+            (self.fits is not False, self._memory),
+            (self.num_warnings and not self.strict, warnings),
+        ]
+        return "; ".join(text for is_so, text in known if is_so)
+
+    @property
+    def _memory(self) -> str:
+        there, so_far = self.available_bytes, bool(self.num_errors or self.missing)
+        if there is None:
+            return f"{size(self.needed_bytes)} per device{so_far * ' so far'}, {self.moment}"
+        sizes = f"{size(self.needed_bytes)} of {size(there)} per device"
+        if self.fits and self.moment == "before activations":
+            return f"fits: {sizes}, and {size(there - self.needed_bytes)} are left for activations"
+        start = "does not fit: " if self.fits is False else "fits: " if self.fits else ""
+        return f"{start}{sizes}{so_far * ' so far'}, {self.moment}"
+
+    def __str__(self) -> str:
+        if self.fits is not False:
+            return f"Verdict: {self.headline}"
+        rows = [("because of", ", ".join(map(str, self.because))), ("try", "\n".join(map(str, self.advice)))]
+        return aligned(f"Verdict: {self.headline}", [row for row in rows if row[1]])
+
+
+def verdict_of(plan: PlanTable) -> Verdict:
+    """Judge a plan by the memory of a device, as far as that is known, and by its problems."""
+    memory, cost, missing = memory_of(plan), plan.cost, what_is_missing(plan)
+    needed = cost.step.peak_bytes if cost else memory.total
+    there = cost.machine.device.memory_bytes if cost else plan.device_memory
+    is_known = there is not None and (needed > there or not (plan.errors or missing))
+    fits = needed <= there if there is not None and is_known else None
+    return Verdict(
+        len(plan.errors),
+        sum(problem.kind != NOT_BUILT for problem in plan.warnings),
+        plan.strict,
+        escaped(missing.what) if missing else "",
+        fits,
+        needed,
+        there,
+        "at the peak of a step" if cost else "before activations",
+        _causes(memory, cost and cost.step.peak_bytes),
+        _advice(memory) if fits is False else (),
+    )
+
+
+def _causes(memory: Memory, peak: int | None) -> tuple[Cause, ...]:
+    """What a device holds, at the peak of a step if that was counted: gradients come and go until then."""
+    held = {"weights": memory.weights, "optimizer slots": memory.slots, "other state": memory.state}
+    if peak is None:
+        held["gradients"] = memory.gradients
+    else:
+        held["activations, gradients, the batch and gathered weights"] = peak - sum(held.values())
+    causes = [Cause(what, num_bytes) for what, num_bytes in held.items() if num_bytes > 0]
+    return tuple(sorted(causes, key=lambda cause: -cause.num_bytes))
+
+
+def _advice(memory: Memory) -> tuple[Advice, ...]:
+    return tuple(
+        Advice(f"shard axis {row.axis} of {escaped(row.path)} over {row.dim}", row.saved_bytes)
+        for row in memory.rows[:_MOST_ADVICE]
+    )
