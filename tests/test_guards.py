@@ -13,7 +13,7 @@ import yaml
 
 import layoutmap as lm
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.problems import NOT_BUILT, Problem
+from layoutmap.plan.completeness import problem_of_unbuilt
 from layoutmap.scope.plan import make_plan
 
 PAGE = (frameworks.ROOT / "docs" / "how-to" / "guard-layouts-in-ci.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def project(tmp_path):
     ):
         Path(f"{name}.json").write_text(make_plan(variables, lm.LayoutMap.from_yaml(text)).to_json())
     part = make_plan(variables[:1], lm.LayoutMap.from_yaml(rules))
-    missing = Problem(NOT_BUILT, "warning", "Net", "Net: 1 layer has no weights yet: down")
+    missing = problem_of_unbuilt("Net", ["down"], called=False)
     Path("part.json").write_text(part.with_problem(missing).to_json())
     Path("nothing.json").write_text(make_plan([], lm.LayoutMap.from_yaml(rules)).to_json())
     return folder

@@ -47,7 +47,9 @@ def sources(site):
     docs = frameworks.ROOT / "docs"
     for source in docs.rglob("*.md"):
         place = source.relative_to(docs)
-        page = site / (place.parent / "index.html" if place.name == "README.md" else place.with_suffix(".html"))
+        page = site / (
+            place.parent / "index.html" if place.name == "README.md" else place.with_suffix(".html")
+        )
         if page.exists():
             yield source.read_text(encoding="utf-8"), page
 

@@ -97,7 +97,7 @@ def test_a_plan_is_printed_and_written(folder, capsys):
     code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
     kept = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{kept.verdict}\n\n{kept}\n\n{kept.memory}\n") == (code, out)
+    assert (0, f"{kept}\n\n{kept.memory}\n\nVerdict: {kept.verdict.headline}\n") == (code, out)
     assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept.assignments]
 
 
@@ -130,7 +130,11 @@ def test_a_plan_is_written_as_a_page(folder, capsys):
     code, out, err = run(capsys, "plan", "plan.json", "--html", "file.html")
     kept = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{kept.verdict}\n\n{kept}\n\n{kept.memory}\n", "written: file.html\n") == (code, out, err)
+    assert (0, f"{kept}\n\n{kept.memory}\n\nVerdict: {kept.verdict.headline}\n", "written: file.html\n") == (
+        code,
+        out,
+        err,
+    )
     assert kept.to_html() == (folder / "file.html").read_text() == (folder / "model.html").read_text()
 
 
@@ -224,12 +228,12 @@ def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
     """Of weights and gradients, a device of this mesh holds 76 floats each: 608 bytes."""
     arguments = ("plan", "cli_models:make", "--rules", "rules.yaml", "--device-memory")
     code, out, _ = run(capsys, *arguments, "0.608KB")
-    assert (0, "Fits: 608 B of 608 B per device, and 0 B are left for activations; no problems") == (
+    assert (0, "Verdict: fits: 608 B of 608 B per device, and 0 B are left for activations") == (
         code,
         out.splitlines()[0],
     )
     code, out, _ = run(capsys, *arguments, "0.5 KiB")
-    assert (1, "Does not fit: 608 B of 512 B per device, before activations; no problems") == (
+    assert (1, "Verdict: does not fit: 608 B of 512 B per device, before activations") == (
         code,
         out.splitlines()[0],
     )
@@ -248,13 +252,14 @@ def test_the_cost_of_a_step_is_printed_and_its_memory_is_in_the_exit_code(folder
     plan = lm.Plan.from_json((folder / "plan.json").read_text())
 
     assert 0 == code
-    assert out.startswith(f"{plan.verdict}\n\n{plan}\n\n{plan.memory}\n")
-    assert out.endswith(f"\n\n{plan.cost}\n")
-    assert run(capsys, "plan", "plan.json")[1].endswith(f"\n\n{plan.cost}\n")
+    assert out.startswith(f"{plan}\n\n{plan.memory}\n")
+    end = f"\n\n{plan.cost}\n\nVerdict: {plan.verdict.headline}\n"
+    assert out.endswith(end)
+    assert run(capsys, "plan", "plan.json")[1].endswith(end)
     code, out, _ = run(capsys, "plan", "plan.json", "--device-memory", "1KiB")
     assert 1 == code
     assert (
-        f"Does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB per device, at the peak of a step; no problems"
+        f"Verdict: does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB per device, at the peak of a step"
         == out.splitlines()[0]
     )
     code, out, _ = run(capsys, "plan", *model, "--on", "mine.yaml:small:8")
@@ -289,7 +294,9 @@ def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):
     run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
     plan = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{plan.verdict}\n\n{plan}\n\n{plan.memory}\n", "") == run(capsys, "plan", "plan.json")
+    assert (0, f"{plan}\n\n{plan.memory}\n\nVerdict: {plan.verdict.headline}\n", "") == run(
+        capsys, "plan", "plan.json"
+    )
     assert (0, plan.explain("up.kernel") + "\n", "") == run(capsys, "explain", "plan.json", "up.kernel")
     for command in (["plan", "plan.json"], ["lint", "plan.json"], ["diff", "plan.json", "plan.json"]):
         code, out, err = run(capsys, *command, "--rules", "rules.yaml", "--mesh", "model=8")
@@ -386,8 +393,8 @@ options:
   --inputs SPEC [SPEC ...]
                         what the model is called with, if it makes its weights then, or for --on:
                         "float32[8,128]", or "name=int32[8,16]"
-  --partial             take a plan that is incomplete, since layers have no weights before the
-                        model is called
+  --partial             take the plan of a model whose layers do not all have weights yet; without
+                        it the exit code is 2
   --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw; with --on
                         also one of torch
   --on MACHINE          the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the
@@ -435,7 +442,7 @@ def test_a_published_model_needs_no_function_and_no_file(capsys):
     layout_map = lm.LayoutMap.preset("bert", lm.Mesh(None, "data=64,tp=8"), model_dim="tp", fsdp_dim="data")
     plan = lm.plan(lambda: model.make(dtype="bfloat16"), layout_map)
 
-    assert (0, f"{plan.with_limits(strict=True).verdict}\n\n{plan}\n\n{plan.memory}\n") == (code, out)
+    assert (0, f"{plan}\n\n{plan.memory}\n\nVerdict: {plan.verdict.headline}\n") == (code, out)
     assert "layoutmap: planning keras_hub:bert_large by preset 'bert'\n" == err
     assert 1 == run(capsys, *bert, "--rules", "rules.yaml", "--mesh", "batch=2,model=4")[0]
 

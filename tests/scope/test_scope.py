@@ -83,8 +83,8 @@ def test_a_plan_without_inputs_says_what_it_cannot_know():
     """Layers that have no weights yet are a warning of their own, with the fix, and an error if `strict`."""
     message = textwrap.dedent("""\
         Lazy: 2 layers have no weights yet: dense, dense_1
-          why   a layer makes its weights at its first call, and nothing has called these
-          fix   pass inputs=, an example batch or keras.Input(...); give lazy layers of torch their sizes""")
+          why   a model makes its weights at its first call, and nothing has called it
+          fix   pass inputs=: an example batch, or keras.Input(...); a lazy layer of torch needs its sizes instead""")
     keras.utils.clear_session()
     plan = lm.plan(Lazy, lm.LayoutMap(make_map().mesh))
 
@@ -100,7 +100,7 @@ def test_a_strict_scope_says_what_it_cannot_check_yet():
     """Of a model that is not built; the error comes with the first call, and with `inputs=` at once."""
     layout_map = make_map()
     layout_map["dwon"] = (None, None)
-    with pytest.warns(lm.LayoutMapWarning, match="strict=True: not all is checked yet") as caught:
+    with pytest.warns(lm.LayoutMapWarning, match="strict: the layout map is not checked yet") as caught:
         model = layout_map.build(Lazy, strict=True)
     assert "dwon" in str(caught[0].message)
     assert "inputs=" in str(caught[0].message)

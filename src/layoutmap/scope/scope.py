@@ -246,7 +246,7 @@ def plan(
         [a.variable for a in found.assignments],
         dry.layout_map,
         global_init={a.variable.key: a.global_init for a in found.assignments},
-        complete=not unbuilt,
+        complete=bool(found.assignments) and not unbuilt,
         layers=dry.layers,
         free_activations=dry.free_activations,
     ).with_problems(
