@@ -1,20 +1,29 @@
-"""What is released: the files of a wheel and of a source distribution, and an installation from the wheel."""
+"""What is released: the files of a wheel and of a source distribution, and installations from the wheel.
 
+Those that need an index of packages are skipped where pip reaches none.
+"""
+
+import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
+from importlib.metadata import distributions
 from pathlib import Path
 
 import frameworks
 import pytest
+from test_docs import not_printed, program_of
 
 import layoutmap as lm
 from layoutmap.core.tested import TESTED
+
+README = frameworks.ROOT / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +60,31 @@ def test_a_source_distribution_can_be_tested(built):
     assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/test_distribution.py"} <= names
 
 
-def test_the_metadata_say_what_was_tested(built):
-    """Name, version, licence and README; and for each framework the oldest release that was tested, and no end."""
+def metadata_of(built):
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = Parser().parsestr(archive.read(name).decode())
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_the_links_of_the_description_hold_on_a_package_index(built):
+    """It is README with absolute links, each to a file of the repository, as of that release; pictures are files."""
+    metadata = metadata_of(built)
+    (url,) = (each.removeprefix("Repository, ") for each in metadata.get_all("Project-URL") or [])
+    shown = str(metadata.get_payload())
+    files = re.findall(rf"(!?)\[[^\]]*\]\({re.escape(url)}/(raw|blob)/v{lm.__version__}/([^)#\s]+)", shown)
+    readme = README.read_text(encoding="utf-8")
+
+    assert readme.rstrip() == re.sub(rf"{re.escape(url)}/(raw|blob)/v[^/]+/", "", shown).rstrip()
+    assert [] == re.findall(r"\]\((?!https?://)[^)]*", shown)
+    assert len(files) == len(re.findall(r"\]\((?!https?://)", readme)) > 20
+    assert [] == [name for _, _, name in files if not (frameworks.ROOT / name).exists()]
+    assert {("!", "raw"), ("", "blob")} == {(mark, kind) for mark, kind, _ in files}
+
+
+def test_the_metadata_say_what_was_tested(built):
+    """Name, version, licence and README; and for each framework the oldest release that was tested, and no end."""
+    metadata = metadata_of(built)
     needed = metadata.get_all("Requires-Dist") or []
     extras = [re.fullmatch(r"(\w+)>=([\d.]+); extra == '(\w+)'", each) for each in needed]
     oldest = {found[1]: found[2] for found in extras if found and found[1] == found[3]}
@@ -116,7 +144,7 @@ def interpreters():
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("which", ["3.11", "the newest"])
-def test_a_clean_environment_needs_nothing_but_the_wheel(which, built, tmp_path):
+def test_a_clean_environment_needs_nothing_but_the_wheel(which, built, index, tmp_path):
     """Installed with what it requires and no more: rules, plans, presets and the command line work."""
     found = interpreters()
     minor = 11 if which == "3.11" else max(found)
@@ -155,6 +183,112 @@ def test_a_clean_environment_needs_nothing_but_the_wheel(which, built, tmp_path)
         "rules.yaml: 1 rules\n",
         "no change\n",
     ] == said
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """Skips what installs packages where there is nowhere to have them from."""
+    folder = tmp_path_factory.mktemp("index")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--retries=1",
+        "--dest",
+        str(folder),
+    ]
+    tried = subprocess.run([*command, "xxhash"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"pip reaches no index of packages: {tried.stderr.strip().splitlines()[-1]}")
+
+
+@pytest.fixture(scope="module")
+def installed(built, index, tmp_path_factory):
+    """Makes environments with what a page says to install, of the releases of this one, and nothing else."""
+    (wheel,) = built.glob("*.whl")
+    root = tmp_path_factory.mktemp("environments")
+    releases = root / "constraints.txt"
+    names = {each.name: each.version for each in distributions() if each.name != "layoutmap"}
+    releases.write_text("".join(f"{name}=={version}\n" for name, version in names.items()))
+
+    @functools.cache
+    def make(extras, others):
+        folder = root / "-".join([*extras.split(","), *others.split()])
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
+        pip = [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--constraint",
+            str(releases),
+        ]
+        done = subprocess.run([*pip, f"{wheel}[{extras}]", *others.split()], capture_output=True, text=True)
+        assert 0 == done.returncode, done.stderr
+        return folder / "bin"
+
+    def of_page(page):
+        found = re.search(
+            r'^pip install "\.\[([\w,]+)\]"([ \w]*)', page.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        return make(found[1], found[2].strip())
+
+    yield of_page
+    shutil.rmtree(root)  # gigabytes
+
+
+def run_bare(command, folder):
+    """Run a command with no variable set that a framework, Keras or this library reads, in an empty home."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "page",
+    [README, *sorted((frameworks.ROOT / "docs" / "get-started").glob("*.md"))],
+    ids=lambda page: page.stem,
+)
+def test_a_page_runs_where_nothing_is_installed_but_what_it_says(page, installed, tmp_path):
+    """The wheel with the page's extras; no variable is set, and it prints what it shows."""
+    program = tmp_path / "page.py"
+    program.write_text(program_of(page), encoding="utf-8")
+    done = run_bare([installed(page) / "python", program], tmp_path)
+
+    assert 0 == done.returncode, done.stderr
+    assert [] == not_printed(page, done.stdout)
+
+
+NET = """
+import keras
+
+def make():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, name="up")])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_command_line_says_how_to_choose_a_backend(installed, tmp_path):
+    """Where Keras's own choice is not installed: those that are, and the option, which makes the plan."""
+    (tmp_path / "net.py").write_text(NET)
+    command = [installed(README) / "layoutmap", "plan", "net:make", "--mesh", "x=2"]
+    refused = run_bare(command, tmp_path)
+
+    assert (2, "") == (refused.returncode, refused.stdout)
+    assert refused.stderr.endswith("""\
+layoutmap: Keras cannot be imported: its backend, tensorflow, is not installed
+  installed  jax
+  why        KERAS_BACKEND is not set, and then Keras chooses by itself
+  fix        add --backend jax, or pip install "layoutmap[tensorflow]"
+""")
+    assert "Traceback" not in refused.stderr
+    assert 0 == run_bare([*command, "--backend", "jax"], tmp_path).returncode
 
 
 def test_what_is_installed_from_a_wheel_runs(built, tmp_path):

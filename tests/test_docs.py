@@ -115,6 +115,13 @@ def environment(program: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in set_here}
 
 
+def not_printed(page: Path, printed: str) -> list[str]:
+    """What a page shows that its program did not print."""
+    blocks = read_blocks(page.read_text(encoding="utf-8"))
+    shown = [b.code for before, b in pairwise(blocks) if b.is_printed and not before.reason_not_to_run]
+    return [text for text in shown if not is_as_shown(f"...\n{text}...", f"-\n{printed}\n-")]
+
+
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a page's program in an empty folder."""
     script = (
@@ -144,10 +151,7 @@ def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
     run = run_page(page, tmp_path) if program_of(page).strip() else None
 
     assert run is None or 0 == run.returncode, run.stderr
-    printed = run.stdout if run else ""
-    blocks = read_blocks(page.read_text(encoding="utf-8"))
-    shown = [b.code for before, b in pairwise(blocks) if b.is_printed and not before.reason_not_to_run]
-    assert [] == [text for text in shown if not is_as_shown(f"...\n{text}...", f"-\n{printed}\n-")]
+    assert [] == not_printed(page, run.stdout if run else "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(frameworks.ROOT)))
