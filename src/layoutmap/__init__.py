@@ -127,3 +127,7 @@ def __getattr__(name: str) -> Any:
                 f'layoutmap.{name} needs {error.name}, which is not installed: pip install "layoutmap[{error.name}]"'
             ) from error
     raise AttributeError(f"module 'layoutmap' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

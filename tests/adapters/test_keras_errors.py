@@ -115,7 +115,7 @@ def test_a_typo_in_a_rule_warns_with_what_it_is_near_to():
     assert raised(lm.PlanError, lambda: make_map(rules).build(make_model, strict=True)) == text(r"""
         rule 1  d1\.kernal: matches no variable
           near misses  d1.kernel
-          why          re.match finds it at the start of none of the 4 paths
+          why          rules match from the start of a path, and none of the model's 4 paths starts like this
           fix          did you mean r"d1\.kernel$"? else delete it
         """)
 

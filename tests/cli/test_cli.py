@@ -642,3 +642,59 @@ def test_what_a_function_does_on_the_way(folder, capsys):
     assert 0 == moved[0]
     assert (0, True) == (compared[0], compared[1].startswith("no change"))
     assert lm.Plan.from_json((folder / "moved.json").read_text()).errors == ()
+
+
+def test_a_misspelt_rule_is_corrected_in_the_syntax_of_the_file(folder, capsys):
+    """That comes first, and not a rule that would silence the warning; `.*` where a part of the path was meant."""
+    (folder / "typo.yaml").write_text(
+        RULES.replace(r"up\.kernel", r"upp\.kernel").replace(r"down\.bias", "bias")
+    )
+    _, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "typo.yaml")
+
+    assert out.index("upp") < out.index("no rule matches")
+    assert r"did you mean 'up\.kernel$'?" in out
+    assert r"correct rule 1  upp\.kernel to 'up\.kernel$', or add a rule" in out
+    assert "to match anywhere in a path: '.*bias'" in out
+    assert "rest: replicated" in out
+    assert "layout_map" not in out
+
+
+WRONG = r"""
+version: 1
+mesh:
+  dims: {batch: 2, model: 4}
+rules:
+  up\.kernel: [null, modle]
+  'down(': [model]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (WRONG, ["2 errors", "the mesh has no dim 'modle'", "missing )"]),
+        (RULES.replace("[null, model]", "[None, model]"), ["write [null, model]"]),
+        (RULES.replace(r"up\.kernel", r'"up\.kernel"'), ["use single quotes for a regex"]),
+    ],
+)
+def test_a_wrong_rules_file_is_one_answer(folder, capsys, text, told):
+    """All errors at once, with the same exit code from each command."""
+    (folder / "wrong.yaml").write_text(text)
+    answers = [
+        run(capsys, *command)
+        for command in (
+            ("schema", "wrong.yaml"),
+            ("plan", "cli_models:make", "--rules", "wrong.yaml"),
+            ("lint", "cli_models:make", "--rules", "wrong.yaml"),
+        )
+    ]
+
+    assert [(2, "")] * 3 == [answer[:2] for answer in answers]
+    assert 1 == len({answer[2].replace("layoutmap: planning cli_models:make\n", "") for answer in answers})
+    for each in told:
+        assert each in answers[0][2]
+
+
+def test_a_dot_for_a_colon(capsys):
+    """The command that was meant."""
+    assert "layoutmap plan cli_models:make" in run(capsys, "plan", "cli_models.make")[2]

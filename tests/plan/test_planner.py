@@ -84,7 +84,7 @@ KINDS = {
         r"""
         rule 2  d1\.kernl: matches no variable
           near misses  d1.kernel
-          why          re.match finds it at the start of none of the 1 paths
+          why          rules match from the start of a path, and none of the model's 1 path starts like this
           fix          did you mean r"d1\.kernel$"? else delete it
         """,
     ),
@@ -273,13 +273,13 @@ def test_strict_makes_warnings_errors_and_leaves_notes():
 
 
 def test_errors_come_first():
-    """Problems are sorted by how bad they are; among equals in the order of the model."""
+    """Problems are sorted by how bad they are; among equals in the order of the model, rules first."""
     plan = plan_of(
         [weight("a.kernel"), weight("b.kernel", (16, 6)), weight("c.kernel", (16, 7))],
         {r"[bc]\.": (None, "model"), "typo": (None,)},
     )
 
-    assert ["b.kernel", "c.kernel", "a.kernel", "typo"] == [p.subject for p in plan.problems]
+    assert ["b.kernel", "c.kernel", "typo", "a.kernel"] == [p.subject for p in plan.problems]
 
 
 def test_a_plan_is_looked_up_by_path_or_alias_and_says_what_is_near():
@@ -416,7 +416,7 @@ def test_activation_rules_without_a_layer_are_found():
     assert text(r"""
         activation rule 3  blokcs.1: matches no layer
           near misses  blocks.1
-          why          re.match finds it at the start of none of the 3 paths
+          why          rules match from the start of a path, and none of the model's 3 paths starts like this
           fix          did you mean r"blocks\.1$"? else delete it
         """) == str(only_problem(plan))
 

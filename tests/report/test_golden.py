@@ -106,10 +106,6 @@ error: odd: axis 1 cannot be split evenly
   why     6 is not a multiple of 4
   fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
 
-warning: no rule matches these 2, so they are replicated; add rules, or say layout_map.rest = "replicated"
-  norm.scale        add a rule: layout_map[r"norm\.scale$"] = (None,)
-  norm.moving_mean  add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
-
 warning: tokens: its paths get different layouts
   tokens  (unsharded, model)  rule 2  tokens
   head    (model, unsharded)  rule 1  head
@@ -127,7 +123,7 @@ warning: rule 7  blocks\.0\.up\.kernel$: never used, since earlier rules match a
   fix         put it before rule 3, or delete it
 
 warning: rule 10  norms: matches no variable
-  why   re.match finds it at the start of none of the 14 paths
+  why   rules match from the start of a path, and none of the model's 14 paths starts like this
   fix   fix it, or delete it
 
 warning: activation rule 2  blocks.*: never used, since earlier rules match all its layers
@@ -137,8 +133,12 @@ warning: activation rule 2  blocks.*: never used, since earlier rules match all 
 
 warning: activation rule 3  blokcs: matches no layer
   near misses  blocks.0
-  why          re.match finds it at the start of none of the 3 paths
+  why          rules match from the start of a path, and none of the model's 3 paths starts like this
   fix          did you mean r"blocks\.0$"? else delete it
+
+warning: no rule matches these 2, so they are replicated; add rules, or say layout_map.rest = "replicated"
+  norm.scale        add a rule: layout_map[r"norm\.scale$"] = (None,)
+  norm.moving_mean  add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 
 note: blocks.{0..1}.key.kernel: axis 1 cannot be split evenly, so it is replicated
 note: packed.kernel: axis 1 cannot be split evenly, so it is replicated
@@ -178,16 +178,6 @@ tokens: its paths get different layouts
   why     it is one variable with 2 paths, and rule 1  head comes first
   fix     make the rules agree, or leave out one of them
 
-norm.scale: no rule matches, so it is replicated
-  shape  (16,)
-  why    every device holds all 64 bytes of it
-  fix    add a rule: layout_map[r"norm\.scale$"] = (None,)
-
-norm.moving_mean: no rule matches, so it is replicated
-  shape  (16,)
-  why    every device holds all 64 bytes of it
-  fix    add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
-
 rule 2  tokens: never used, since earlier rules match all its variables
   first lost  tokens to rule 1  head
   why         the first rule that matches wins
@@ -199,7 +189,7 @@ rule 7  blocks\.0\.up\.kernel$: never used, since earlier rules match all its va
   fix         put it before rule 3, or delete it
 
 rule 10  norms: matches no variable
-  why   re.match finds it at the start of none of the 14 paths
+  why   rules match from the start of a path, and none of the model's 14 paths starts like this
   fix   fix it, or delete it
 
 activation rule 2  blocks.*: never used, since earlier rules match all its layers
@@ -209,8 +199,18 @@ activation rule 2  blocks.*: never used, since earlier rules match all its layer
 
 activation rule 3  blokcs: matches no layer
   near misses  blocks.0
-  why          re.match finds it at the start of none of the 3 paths
+  why          rules match from the start of a path, and none of the model's 3 paths starts like this
   fix          did you mean r"blocks\.0$"? else delete it
+
+norm.scale: no rule matches, so it is replicated
+  shape  (16,)
+  why    every device holds all 64 bytes of it
+  fix    add a rule: layout_map[r"norm\.scale$"] = (None,)
+
+norm.moving_mean: no rule matches, so it is replicated
+  shape  (16,)
+  why    every device holds all 64 bytes of it
+  fix    add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 
 no rule matches some: say layout_map.rest = "replicated" if that is meant""".strip()
 
@@ -499,7 +499,7 @@ block.1: no rule matches, so its output stays as it is
     )
     assert (
         r"""
-<Activations on batch=2, model=4, 1 rules
+<Activations on batch=2, model=4, 1 rule
    1  blocks\.\d+  (batch, unsharded)>
 """.strip()
         == repr(activations)

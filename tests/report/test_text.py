@@ -64,14 +64,14 @@ error: head.kernel: axis 1 cannot be split evenly
   why     6 is not a multiple of 4
   fix     pad axis 1 to 8, or leave it unsharded: (batch, unsharded), or say uneven="shrink"
 
-warning: no rule matches these 4, so they are replicated; add rules, or say layout_map.rest = "replicated"
-  blocks.{0..2}.up.bias  add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)
-  norm.moving_mean       add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
-
 warning: rule 3  norm\.moving_meen: matches no variable
   near misses  norm.moving_mean
-  why          re.match finds it at the start of none of the 9 paths
+  why          rules match from the start of a path, and none of the model's 9 paths starts like this
   fix          did you mean r"norm\.moving_mean$"? else delete it
+
+warning: no rule matches these 4, so they are replicated; add rules, or say layout_map.rest = "replicated"
+  blocks.{0..2}.up.bias  add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)
+  norm.moving_mean       correct rule 3  norm\.moving_meen to r"norm\.moving_mean$", or add a rule
 """.strip()
 
 
@@ -98,9 +98,9 @@ def test_what_a_scope_warns_of():
     )
 
     assert warning_text(plan) == textwrap.dedent("""\
-        layout map: the plan has warnings; print(scope.plan) shows all
-          a.{0..1}.k: no rule matches, so it is replicated
-          rule 1  typo: matches no variable""")
+        layout map: the plan has warnings; print(lm.plan(make_model, layout_map)) shows where every variable goes
+          rule 1  typo: matches no variable
+          a.{0..1}.k: no rule matches, so it is replicated""")
     assert warning_text(make_plan([VariableSpec("bias", (8,), "float32")], lm.LayoutMap(MESH))) == ""
 
 

@@ -110,10 +110,10 @@ def test_a_rule_without_a_name_says_which_come_near():
     plan = planned({"keras:mlp/dens/kernel": ROWS}, UP)
 
     assert [
-        ("no rule", (("shape", "(8, 16)"), ("near misses", "keras:mlp/dens/kernel"))),
         ("unused rule", (("near misses", "keras:mlp/dense/kernel"),)),
+        ("no rule", (("shape", "(8, 16)"), ("near misses", "keras:mlp/dens/kernel"))),
     ] == [(p.kind, p.facts) for p in plan.problems]
-    assert "re.fullmatch finds it in none of the 1 names that Keras gives" == plan.problems[1].why
+    assert "such a rule matches whole names, and none of Keras's 1 name" == plan.problems[0].why
 
 
 def test_the_plan_says_which_rules_are_for_outputs_to_keras():

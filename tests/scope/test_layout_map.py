@@ -382,9 +382,9 @@ LayoutMap(Mesh(None, [('batch', 2), ('model', 4)]), {
     'blocks\\\\.\\\\d+': ('batch', 'unsharded'),
 })""" == repr(layout_map)
     assert """\
-LayoutMap on batch=2, model=4, 1 rules
+LayoutMap on batch=2, model=4, 1 rule
    1  a  (model, unsharded)
-Activations on batch=2, model=4, 1 rules
+Activations on batch=2, model=4, 1 rule
    1  blocks\\.\\d+  (batch, unsharded)""" == str(layout_map)
     assert r"blocks\.\d+" in layout_map._repr_html_()
     assert "blocks.x: no rule matches, so its output stays as it is" == str(

@@ -128,9 +128,8 @@ def interrupt(_):
 def test_the_verdict_is_honest():
     """Where all maps cost the same, the verdict says that they tie; where what was found is faster, by how much."""
     of = model()
-    assert verdict(run(of, lambda _: Figures(1.0, 10), most=60)).startswith(
-        ("ties with", "nothing better was found")
-    )
+    said = verdict(run(of, lambda _: Figures(1.0, 10), most=60))
+    assert said.startswith("ties with") or said.endswith("No searched map beat the built-in ones")
     best = run(of)
     gain = 1 - best.best.figures.seconds / best.experts[0].figures.seconds
     assert verdict(best).startswith(f"{100 * gain:.0f} % faster than") or gain < 0.01

@@ -58,11 +58,22 @@ def refuse(library: str, what: str) -> NoReturn:
     raise ScopeError(f"{what}: layout maps do not work with {library}", why=why, fix=fix)
 
 
+_MEANT = {
+    "flax": "jax",
+    "nnx": "jax",
+    "flax.nnx": "jax",
+    "pytree": "jax",
+    "pytrees": "jax",
+    "pytorch": "torch",
+}
+"""What a library is called, too."""
+
+
 def get_adapter(name: str) -> Adapter:
     """The adapter of a model library.
 
     Args:
-        name: One of `ADAPTERS`, as `"keras"`.
+        name: One of `ADAPTERS`, as `"keras"`, or what it is called, too, as `"flax"`.
 
     Raises:
         ScopeError: There is no such adapter, or its library or the backend of Keras is not installed.
@@ -70,6 +81,7 @@ def get_adapter(name: str) -> Adapter:
     """
     if name in REFUSED:
         refuse(name, f"library={name!r}")
+    name = _MEANT.get(name, name)
     if name not in ADAPTERS:
         raise ScopeError(
             f"there is no adapter {name!r}",

@@ -4,7 +4,8 @@ A model is named as `package.module:function`: a function without arguments that
 current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
 
 Exit codes: 0 the output was printed and all is well; 1 the plan has problems, lint finds something, two plans differ,
-or a rules file or checkpoint is wrong; 2 something went wrong; 130 interrupted; 141 the reader of a pipe has closed it.
+or a checkpoint is damaged; 2 there is no answer, as where a rules file is wrong or a plan incomplete; 130 interrupted;
+141 the reader of a pipe has closed it.
 Code of a model that ends the process itself (`os._exit`) decides the exit code as well: nothing inside of the process
 can prevent that.
 """
@@ -37,8 +38,9 @@ from layoutmap.cli.output import (
 from layoutmap.cli.plans import add_model_options, num_rules, plan_of, plans_of
 from layoutmap.cli.search import add_search_options, run_search_command
 from layoutmap.cli.sizes import size_in_bytes
+from layoutmap.cli.syntax import in_yaml
 from layoutmap.cli.users_code import UsersCodeError
-from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.errors import LayoutMapError, counted
 from layoutmap.core.escaping import escaped
 from layoutmap.engines import ENGINES
 from layoutmap.rules.yaml_file import schema
@@ -65,8 +67,8 @@ _EXAMPLES = r"""examples:
 
 exit codes:
   0  the output was printed, and all is well
-  1  the plan has problems, lint found something, the plans differ, or a rules file or checkpoint is wrong
-  2  something went wrong; stderr says what
+  1  the plan has problems, lint found something, the plans differ, or a checkpoint is damaged
+  2  there is no answer, as where a rules file is wrong or a plan is incomplete; stderr says why
 """
 
 
@@ -100,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _failed(message: object, code: int = CANNOT, *, before: str = "") -> int:
     with contextlib.suppress(OSError):  # of stderr: then nobody reads it
-        say(f"{before}\n\nlayoutmap: {message}" if before else f"layoutmap: {message}", sys.stderr)
+        told = in_yaml(f"layoutmap: {message}")
+        say(f"{before}\n\n{told}" if before else told, sys.stderr)
     return code
 
 
@@ -226,7 +229,7 @@ def _plan(options: Any) -> int:
     findings = made.lint(options.batch_dim)
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
     out = write_all({path: texts[option]() for option, path in files.items()})
-    say(f"{made}\n\n{memory}", out)
+    say(in_yaml(f"{made}\n\n{memory}"), out)
     if findings:
         say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out)
     if made.cost is not None:
@@ -238,7 +241,7 @@ def _plan(options: Any) -> int:
 def _explain(options: Any) -> int:
     made = plan_of(options.model, options)
     try:
-        say(made.explain(options.path), sys.stdout)
+        say(in_yaml(made.explain(options.path)), sys.stdout)
     except KeyError as error:
         raise LayoutMapError(
             str(error.args[0]),
@@ -250,7 +253,7 @@ def _explain(options: Any) -> int:
 
 def _lint(options: Any) -> int:
     findings = plan_of(options.model, options).lint(options.batch_dim)
-    say(str(findings), sys.stdout)
+    say(in_yaml(str(findings)), sys.stdout)
     return PROBLEMS if findings else WELL
 
 
@@ -277,9 +280,9 @@ def _schema(options: Any) -> int:
     code = WELL
     for name in options.files:
         try:
-            say(f"{name}: {num_rules(name)} rules", sys.stdout)
+            say(f"{name}: {counted(num_rules(name), 'rule')}", sys.stdout)
         except LayoutMapError as error:
-            code = _failed(error, PROBLEMS)
+            code = _failed(error)
     return code
 
 

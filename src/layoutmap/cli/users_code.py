@@ -92,10 +92,12 @@ def names_of(name: str) -> tuple[str, str]:
     Raises:
         LayoutMapError: It is something else; a path to a file is answered with the module's name.
     """
-    module, _, function = name.partition(":")
+    module, sign, function = name.partition(":")
+    if not sign and all(map(str.isidentifier, parts := name.split("."))) and len(parts) > 1:
+        module, function = ".".join(parts[:-1]), parts[-1]
     dotted = ".".join(Path(module.removesuffix(".py")).parts)
     in_folder = dotted and "" not in dotted.split(".") and not os.path.isabs(module)
-    if dotted == module and in_folder and function.isidentifier():
+    if sign and dotted == module and in_folder and function.isidentifier():
         return module, function
     raise LayoutMapError(
         f"{name!r} names no function that makes a model",

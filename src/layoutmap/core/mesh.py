@@ -18,7 +18,7 @@ from typing import Any
 
 from layoutmap.core import tf_format
 from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
-from layoutmap.core.errors import LayoutMapError, MeshError, ScopeError
+from layoutmap.core.errors import LayoutMapError, MeshError, ScopeError, brief
 from layoutmap.core.mesh_devices import check_devices, device_names, device_type_of, known_ids, local_ids
 from layoutmap.core.mesh_dims import UNSHARDED, MeshDimension, check_dims, parse_mesh_dims
 
@@ -34,7 +34,8 @@ class Mesh:
     Args:
         devices: The device names in row-major order, as in `["CPU:0", "CPU:1"]`; `None` makes an abstract mesh,
             which is bound to real devices when something is materialized on it. An empty name stands for a device
-            of another process whose name is not known here.
+            of another process whose name is not known here. Dims in its place, as in `Mesh("batch=2,model=4")`, make an
+            abstract mesh, too.
         mesh_dims: Pairs of name and size, a dict, or text such as `"batch=2,model=4"`.
         mesh_name: A name of your choice, kept in the text and protobuf forms.
         local_device_ids: The places in the mesh of this process's devices; `None` means all whose names are known.
@@ -65,12 +66,21 @@ class Mesh:
 
     def __init__(
         self,
-        devices: Iterable[str] | None,
-        mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
+        devices: Iterable[str] | str | None,
+        mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]] | None = None,
         mesh_name: str = "",
         *,
         local_device_ids: Iterable[int] | None = None,
     ):
+        if mesh_dims is None and isinstance(devices, str):
+            devices, mesh_dims = None, devices
+        if mesh_dims is None:
+            raise MeshError(
+                "a mesh has dims",
+                facts={"devices": brief(devices)},
+                why="they say how its devices lie in a grid",
+                fix='name them, as in Mesh(devices, "batch=2,model=4"), or Mesh("batch=2,model=4") without devices',
+            )
         dims = parse_mesh_dims(mesh_dims)
         check_dims(dims)
         names = None if devices is None else device_names(devices, dims)
@@ -279,8 +289,18 @@ def check_dim(
 
 
 def as_mesh(mesh: Any) -> Any:
-    """A mesh of TensorFlow as one of ours; anything else as it is."""
-    return Mesh.from_string(mesh.to_string()) if is_tensorflows(mesh, "Mesh") else mesh
+    """A mesh of TensorFlow, JAX or torch as one of ours; anything else as it is."""
+    if is_tensorflows(mesh, "Mesh"):
+        return Mesh.from_string(mesh.to_string())
+    kind = (type(mesh).__module__.partition(".")[0], type(mesh).__name__)
+    if kind == ("jax", "AbstractMesh"):
+        return Mesh(None, dict(mesh.shape))
+    if kind == ("jax", "Mesh"):
+        return Mesh([f"{each.platform.upper()}:{each.id}" for each in mesh.devices.flat], dict(mesh.shape))
+    if kind == ("torch", "DeviceMesh") and mesh.mesh_dim_names:
+        names = [f"{mesh.device_type.upper()}:{rank}" for rank in mesh.mesh.flatten().tolist()]
+        return Mesh(names, list(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True)))
+    return mesh
 
 
 def is_tensorflows(value: object, name: str) -> bool:

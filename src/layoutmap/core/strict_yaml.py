@@ -55,9 +55,10 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         if "maximum nesting depth" in str(error):
             marked: Any = error
             raise _too_deep(marked.problem_mark, where) from None
-        raise RuleError(
-            f"{where} cannot be read", why=str(error), fix="correct the text at that place"
-        ) from error
+        fix = "correct the text at that place"
+        if "unknown escape character" in str(error):
+            fix = r"use single quotes for a regex, as in 'up\.kernel', or none: in double quotes a \ begins an escape"
+        raise RuleError(f"{where} cannot be read", why=str(error), fix=fix) from error
 
 
 class _Reader:

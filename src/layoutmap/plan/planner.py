@@ -7,10 +7,11 @@ that a plan can have is worded here, in one place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from layoutmap.core.errors import LayoutError, PlanError, listed
+from layoutmap.core.errors import LayoutError, PlanError, counted, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
@@ -73,7 +74,9 @@ def make_table(
         problems.append(note_of_zero(assignments, zero_dim))
     if complete:
         paths = [path for v in planning.variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
-        problems += _problems_of_rules(layout_map, planning.won, planning.beaten, paths, "variable")
+        of_rules = [*_problems_of_rules(layout_map, planning.won, planning.beaten, paths, "variable")]
+        unused = {p.subject: p for p in of_rules if p.kind == "unused rule"}
+        problems = [*_with_typos(problems, unused), *of_rules]
         problems += _problems_of_outputs(layout_map, paths) if planning.has_named else ()
     matches = [layout_map.activations.match(path) for path in layers or ()]
     laid_out = tuple(match for match in matches if match.rule)
@@ -423,11 +426,35 @@ def _problems_of_rules(
             rule.pattern,
             f"{name}: matches no {of}",
             (("near misses", ", ".join(near)),),
-            f"re.fullmatch finds it in none of the {count} names that Keras gives"
+            f"such a rule matches whole names, and none of Keras's {counted(count, 'name')}"
             if named
-            else f"re.match finds it at the start of none of the {count} paths",
-            f"did you mean {path_pattern(near[:1])}? else delete it" if near else "fix it, or delete it",
+            else "rules match from the start of a path, and none of the model's "
+            f"{counted(count, 'path')} starts like this",
+            _fix_of_unused(rule.pattern, near, () if named else paths),
         )
+
+
+def _fix_of_unused(pattern: str, near: Sequence[str], paths: Sequence[str]) -> str:
+    if not is_named(pattern) and any(map(re.compile(pattern).search, paths)):
+        return f'to match anywhere in a path: r".*{pattern}"'
+    return f"did you mean {path_pattern(near[:1])}? else delete it" if near else "fix it, or delete it"
+
+
+def _with_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) -> Iterator[Problem]:
+    """The problems; where a rule that matches nothing comes near a variable without one, that rule is to be corrected.
+
+    A rule that says what happens today would end the warning, and leave the variable replicated.
+    """
+    for problem in problems:
+        near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
+        meant = [unused[pattern] for pattern in near if pattern in unused]
+        meant.sort(key=lambda rule: not dict(rule.facts)["near misses"].startswith(problem.subject))
+        if meant:
+            name = meant[0].what.partition(": matches no")[0]
+            problem = replace(
+                problem, fix=f"correct {name} to {path_pattern([problem.subject])}, or add a rule"
+            )
+        yield problem
 
 
 def _problems_of_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:

@@ -79,6 +79,6 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
 
 
 def in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Errors first."""
+    """Errors first; a rule that matches nothing comes before the variables that it may have been meant for."""
     order = {"error": 0, "warning": 1, "note": 2}
-    return tuple(sorted(problems, key=lambda p: order[p.severity]))
+    return tuple(sorted(problems, key=lambda p: (order[p.severity], p.kind == "no rule")))

@@ -59,6 +59,9 @@ def plan_text(plan: PlanTable) -> str:
     for problem in group_problems(plan.errors):
         lines += ["", f"error: {problem}"]
     grouped = group_problems(plan.warnings)
+    for problem in grouped:
+        if problem.kind != "no rule":
+            lines += ["", f"warning: {problem}"]
     no_rule = [p for p in grouped if p.kind == "no rule"]
     if no_rule:
         count = sum(p.kind == "no rule" for p in plan.problems)
@@ -68,9 +71,6 @@ def plan_text(plan: PlanTable) -> str:
         subjects = [escaped(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
         width = max(map(len, subjects))
         lines += [f"  {s:<{width}}  {escaped(p.fix)}" for s, p in zip(subjects, no_rule, strict=True)]
-    for problem in grouped:
-        if problem.kind != "no rule":
-            lines += ["", f"warning: {problem}"]
     taken = [
         f"note: {escaped('; '.join(filter(None, (p.what, p.fix))))}"
         for p in group_problems(plan.problems)
@@ -97,7 +97,12 @@ def warning_text(plan: PlanTable) -> str:
     if not worth:
         return ""
     lines = [f"  {escaped(p.what)}" for p in group_problems(worth)]
-    return "\n".join(["layout map: the plan has warnings; print(scope.plan) shows all", *lines])
+    return "\n".join(
+        [
+            "layout map: the plan has warnings; print(lm.plan(make_model, layout_map)) shows where every variable goes",
+            *lines,
+        ]
+    )
 
 
 def row_cells(row: Row) -> tuple[str, ...]:

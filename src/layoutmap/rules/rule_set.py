@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import MeshError
+from layoutmap.core.errors import MeshError, RuleError
 from layoutmap.core.match import AS_REST, Rest, as_rest
 from layoutmap.core.mesh import Mesh, as_mesh
 from layoutmap.core.uneven import Uneven
@@ -210,9 +210,18 @@ class RuleSet(Rules):
 
     @classmethod
     def _of(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
-        made = cls(mesh, activations=fields.activations, uneven=fields.uneven, rest=fields.rest)
-        for pattern, specs in fields.rules.items():
-            made.add(pattern, specs, uneven=fields.uneven_rules.get(pattern))
+        made = cls(mesh, uneven=fields.uneven, rest=fields.rest)
+        rules = [
+            (pattern, specs, fields.uneven_rules.get(pattern)) for pattern, specs in fields.rules.items()
+        ]
+        outputs = [(pattern, specs, None) for pattern, specs in fields.activations.items()]
+        try:
+            made._add(rules)
+            made.activations._add(outputs)
+        except RuleError:
+            rows = [*((made, *rule) for rule in rules), *((made.activations, *rule) for rule in outputs)]
+            yaml_file.all_or_errors(_add_one, rows)
+            raise
         return made
 
     def __repr__(self) -> str:
@@ -230,6 +239,11 @@ class RuleSet(Rules):
     def __str__(self) -> str:
         rest = [f"the rest is {self.rest}"] if self.rest else []
         return "\n".join([super().__str__(), *rest, *([str(self._activations)] if self._activations else [])])
+
+
+def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any) -> None:
+    if pattern not in rules:
+        rules.add(pattern, specs, uneven=uneven)
 
 
 def mesh_of(mesh: Any) -> Mesh | None:

@@ -11,7 +11,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMappi
 from dataclasses import dataclass
 from typing import Any
 
-from layoutmap.core.errors import LayoutMapError, RuleError
+from layoutmap.core.errors import LayoutMapError, RuleError, counted
 from layoutmap.core.layout import Layout, as_layout
 from layoutmap.core.match import Match, Rule, layout_text
 from layoutmap.core.mesh import Mesh
@@ -155,7 +155,7 @@ class Rules(MutableMapping[str, Layout]):
             >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"))
             >>> layout_map.add(r".*\\.key\\.kernel", (None, "model", None), uneven="replicate")
             >>> print(layout_map)
-            LayoutMap on model=4, 1 rules
+            LayoutMap on model=4, 1 rule
                1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
         """
         self._add([(pattern, layout, uneven)])
@@ -335,7 +335,7 @@ class Rules(MutableMapping[str, Layout]):
         rules = self.rules
         width = max((len(rule.pattern) for rule in rules), default=0)
         rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {layout_text(rule)}" for rule in rules]
-        return "\n".join([f"{self.title()}, {len(rules)} rules", *rows])
+        return "\n".join([f"{self.title()}, {counted(len(rules), 'rule')}", *rows])
 
     def name_of(self, rule: Rule) -> str:
         """What messages call one of these rules: `rule 2  .*kernel`, `activation rule 1  blocks`."""

@@ -25,11 +25,11 @@ The order of the rules is their order in the file. This module knows the form; `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from layoutmap.core.errors import RuleError, brief
+from layoutmap.core.errors import LayoutMapError, RuleError, brief
 from layoutmap.core.layout import UNSHARDED
 from layoutmap.core.match import Rest, as_rest
 from layoutmap.core.specs import ShardingSpec
@@ -41,6 +41,7 @@ VERSION = 1
 
 _KEYS = {"version", "mesh", "rules", "activations", "uneven", "rest"}
 _MESH_KEYS = {"dims", "name", "devices"}
+_MOST_ERRORS = 10
 _FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
 
@@ -185,26 +186,53 @@ def _split(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Uneven]]:
 
 def _rules(value: Any, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
     rules = _mapping(value, what, None)
-    for pattern, specs in rules.items():
-        if not isinstance(specs, list):
-            raise RuleError(
-                f"rules file: {rule} {pattern!r} has no list of sharding specs",
-                facts={"there": brief(specs)},
-                why="a layout has one sharding spec for each axis",
-                fix="write a list, as in [null, model]",
-            )
-        for axis, spec in enumerate(cast("list[Any]", specs)):
-            if not isinstance(spec, str | None) and not _are_texts(spec):
-                raise RuleError(
-                    f"rules file: {rule} {pattern!r}: the sharding spec of axis {axis} cannot be read",
-                    facts={"there": brief(spec)},
-                    why="a spec is null, a mesh dim, or a list of mesh dims",
-                    fix="write null, model or [batch, model]",
-                )
+    all_or_errors(_check_specs, [(rule, pattern, specs) for pattern, specs in rules.items()])
     return {
         pattern: tuple(tuple(cast("list[str]", s)) if isinstance(s, list) else s for s in specs)
         for pattern, specs in rules.items()
     }
+
+
+def all_or_errors(check: Callable[..., object], rows: Iterable[tuple[Any, ...]]) -> None:
+    """Call a check with each row of arguments, and raise all its errors in one, so that all are corrected at once."""
+    errors: list[LayoutMapError] = []
+    for row in rows:
+        try:
+            check(*row)
+        except LayoutMapError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        more = f"\n\n... and {len(errors) - _MOST_ERRORS} more" if len(errors) > _MOST_ERRORS else ""
+        shown = "\n\n".join(map(str, errors[:_MOST_ERRORS]))
+        raise RuleError(f"{len(errors)} errors\n{shown}{more}")
+
+
+def _check_specs(rule: str, pattern: str, specs: Any) -> None:
+    if not isinstance(specs, list):
+        raise RuleError(
+            f"rules file: {rule} {pattern!r} has no list of sharding specs",
+            facts={"there": brief(specs)},
+            why="a layout has one sharding spec for each axis",
+            fix="write a list, as in [null, model]",
+        )
+    listed = cast("list[Any]", specs)
+    if "None" in listed:
+        raise RuleError(
+            f"rules file: {rule} {pattern!r}: None is no mesh dim",
+            facts={"there": brief(listed)},
+            why="YAML says null for what Python calls None",
+            fix=f"write [{', '.join('null' if s in ('None', None) else str(s) for s in listed)}]",
+        )
+    for axis, spec in enumerate(listed):
+        if not isinstance(spec, str | None) and not _are_texts(spec):
+            raise RuleError(
+                f"rules file: {rule} {pattern!r}: the sharding spec of axis {axis} cannot be read",
+                facts={"there": brief(spec)},
+                why="a spec is null, a mesh dim, or a list of mesh dims",
+                fix="write null, model or [batch, model]",
+            )
 
 
 def _are_texts(value: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError
+from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError, counted
 from layoutmap.core.match import layout_text
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.text_table import html_table
@@ -121,7 +121,7 @@ class LayoutMap(RuleSet):
             LayoutMap on model=4, 2 rules
                1  layers\\.\\d+\\.mlp\\.up_proj\\.weight$    (model, unsharded)
                2  layers\\.\\d+\\.mlp\\.down_proj\\.weight$  (unsharded, model)
-            Activations on model=4, 1 rules
+            Activations on model=4, 1 rule
                1  layers\\.\\d+\\.mlp\\.down_proj$  (unsharded, unsharded, unsharded)
 
         References:
@@ -173,7 +173,7 @@ class LayoutMap(RuleSet):
             >>> layout_map["keras:up/kernel"].sharding_specs
             ('unsharded', 'model')
             >>> print(layout_map)
-            LayoutMap on batch=2, model=4, 1 rules
+            LayoutMap on batch=2, model=4, 1 rule
                1  keras:up/kernel  (unsharded, model)
         """
         found, rules = rules_of(keras_map, mesh_of(mesh))
@@ -244,7 +244,7 @@ class LayoutMap(RuleSet):
         specs, unused = searched_specs(rules, shapes_of(parameters, where), where)
         if unused:
             _warn(
-                f"{where}: {len(unused)} rules decide nothing",
+                f"{where}: {counted(len(unused), 'rule')} decide{'s' * (len(unused) == 1)} nothing",
                 {"rules": ", ".join(unused)},
                 "re.search finds them in no path, or earlier rules come first wherever it does",
                 "let it be if the model has no such part, else fix them or put them further up",

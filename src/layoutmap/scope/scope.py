@@ -142,14 +142,16 @@ def build(
         inputs: An example of what the model is called with (arrays, or anything with `shape` and `dtype`), for models
             that make their weights at their first call. Nothing is computed with it. `None`: they wait for that call.
             A compiled model that has its weights gets its optimizer's slots here, too.
-        strict: See `scope`.
-        batch_dim: See `scope`.
-        library: See `scope`.
-        progress: See `scope`.
-        draws: See `scope`.
-        check_batches: See `scope`.
-        gather: See `scope`.
-        fully_shard: See `scope`.
+        strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
+        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
+        library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`); `None`: the one that is imported.
+        progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
+        draws: `"exact"`: random numbers are those of the plain model, bit for bit. `"tiles"`, for torch only: each
+            device draws just its part, the same on every mesh (see `scope`).
+        check_batches: Whether several processes compare the data that they bring, where it must be the same.
+        gather: How several processes of torch gather weights that are sharded over `batch_dim`: `"fully_shard"` by
+            torch's function of that name, `"own"` by this library (see `scope`).
+        fully_shard: Options of torch's `fully_shard` by name: `mp_policy`, `offload_policy`, `reshard_after_forward`.
         values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
 
     Returns:
@@ -200,8 +202,8 @@ def plan(
         make_model: Makes the model and returns it.
         layout_map: The rules.
         inputs: See `build`. Without it, what a model would make at its first call is not known, and the plan says so.
-        strict: Whether to raise for what would be an error of a strict scope.
-        library: See `scope`.
+        strict: Whether to raise on warnings, too.
+        library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`); `None`: the one that is imported.
         optimizer: What updates the weights, so that its slots are planned: for Keras the name of one, as in `"adamw"`,
             or a function that makes one; `None`: that of the model. For flax.nnx and pytrees an optimizer of optax, and
             for torch the name of one, or a function that makes one of parameters: their slots are in the cost only.
@@ -280,13 +282,15 @@ def apply(
     Args:
         model: The model. It is changed in place.
         layout_map: The rules.
-        strict: See `scope`.
-        batch_dim: See `scope`.
-        progress: See `scope`.
-        draws: What dropout draws; see `scope`.
-        check_batches: See `scope`.
-        gather: See `scope`.
-        fully_shard: See `scope`.
+        strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
+        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
+        progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
+        draws: `"exact"`: random numbers are those of the plain model, bit for bit. `"tiles"`, for torch only: each
+            device draws just its part, the same on every mesh (see `scope`).
+        check_batches: Whether several processes compare the data that they bring, where it must be the same.
+        gather: How several processes of torch gather weights that are sharded over `batch_dim`: `"fully_shard"` by
+            torch's function of that name, `"own"` by this library (see `scope`).
+        fully_shard: Options of torch's `fully_shard` by name: `mp_policy`, `offload_policy`, `reshard_after_forward`.
 
     Returns:
         The model.

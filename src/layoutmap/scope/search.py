@@ -101,7 +101,7 @@ class SearchResult:
                 self.to_yaml(),
                 *text_table(HEAD, self.rows, RIGHT),
                 "",
-                f"Found: {self.verdict}",
+                f"Best: {self.verdict}",
                 *filter(None, [self.recompute]),
                 self._line,
             ]

@@ -334,7 +334,7 @@ def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanErro
         "search: no layout map fits the memory",
         facts={
             "limit": size(limit),
-            "nearest": f"{nearest.layout_map.mesh}: {size(peak)} on each device, {size(peak * MARGIN)} with the margin"
+            "nearest": f"{nearest.layout_map.mesh}: {size(peak)} per device, {size(peak * MARGIN)} with the margin"
             + ", activations recomputed" * nearest.recomputes,
             "missing": size(nearest.missing_bytes),
             "maps tried": num_tried,

@@ -18,16 +18,16 @@ def verdict(outcome: Outcome) -> str:
         >>> from layoutmap.searching.loop import Figures
         >>> tried = [Tried(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in (("found", 0.8), ("dp", 1.0))]
         >>> verdict(Outcome(tried[0], (tried[1],), 2, True))
-        '20 % faster than the best map of an expert that fits, dp on data=8'
+        '20 % faster than the best built-in map that fits, dp on data=8'
     """
     best, fitting = outcome.best, [tried for tried in outcome.experts if not tried.missing_bytes]
     if best.figures is None or not fitting or fitting[0].figures is None:
-        return "no map of an expert fits"
+        return "no built-in map fits"
     expert = fitting[0]
-    named = f"the best map of an expert that fits, {expert.name} on {expert.layout_map.mesh}"
+    named = f"the best built-in map that fits, {expert.name} on {expert.layout_map.mesh}"
     gain = 1 - best.figures.seconds / fitting[0].figures.seconds
     if best.name == expert.name and best.layout_map == expert.layout_map:
-        return f"nothing better was found than {named}: this is that map"
+        return f"{expert.name} on {expert.layout_map.mesh}. No searched map beat the built-in ones"
     if gain < TIE:
         saved = 1 - best.figures.peak_bytes / fitting[0].figures.peak_bytes
         less = f", and this one takes {100 * saved:.0f} % less memory" if saved >= TIE else ""
@@ -66,7 +66,7 @@ def recompute_text(outcome: Outcome, layers: str, how: str) -> str:
     before, best = outcome.without, outcome.best
     if before is None or before.figures is None or best.figures is None:
         return ""
-    why = f"no map fits, and the nearest needs {size(before.figures.peak_bytes)} on each device"
+    why = f"no map fits, and the nearest needs {size(before.figures.peak_bytes)} per device"
     if not before.missing_bytes:
         why = f"the best map takes {duration(before.figures.seconds)} a step"
     needed = f"It needs the activations inside of {layers} to be recomputed in the backward pass"

@@ -267,7 +267,7 @@ def _otherwise(a: Assignment, path: str, kernel: Assignment, name: str) -> Probl
         path,
         f"{path}: is sharded differently from {name}, with which it is used",
         (("layout", f"{a.layout}{rule_of(a)}"), (name, f"{kernel.layout}{rule_of(kernel)}")),
-        "a device has other parts of it than of what it is added to or multiplied with: it is moved in each step",
+        "the two are sharded differently, so one of them is resharded in every step",
         "shard it as those axes of the kernel are, or replicate it",
     )
 

@@ -17,7 +17,7 @@ function detailsView(name, holder) {
       row("layout", make("code", {}, v.layout.text), ` ${v.how}`),
     ];
     if (v.asked) found.push(row("its rule asks", make("code", {}, v.asked.text)));
-    found.push(row("bytes", v.fits ? `${sizeText(v.deviceBytes)} on each device, of ${sizeText(v.bytes)}` : sizeText(v.bytes)));
+    found.push(row("bytes", v.fits ? `${sizeText(v.deviceBytes)} per device, of ${sizeText(v.bytes)}` : sizeText(v.bytes)));
     if (v.fits) found.push(row("shard", shapeText(v.shape.map((n, axis) => n / v.layout.counts[axis]))));
     if (!data.checkpoint) found.push(row("because", ...reasonOf(v))); // it says where variables were, and not why
     for (const rule of v.others) found.push(row("also matches", ...ruleNode(rule), `: would give ${rule.layout.text}`));

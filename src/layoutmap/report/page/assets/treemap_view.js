@@ -151,7 +151,7 @@ function treemapView(holder) {
     const sum = (of) => sizeText(group.reduce((bytes, each) => bytes + of(each), 0));
     readout.replaceChildren(
       make("code", {}, group.length > 1 ? mergedPath(group.map((each) => each.name)) : v.name),
-      ` ${group.length > 1 ? `${countText(group.length)} of ` : ""}${shapeText(v.shape)}, ${v.how}, ${v.fits ? `${sum((each) => each.deviceBytes)} on each device of ` : ""}${sum((each) => each.bytes)}`);
+      ` ${group.length > 1 ? `${countText(group.length)} of ` : ""}${shapeText(v.shape)}, ${v.how}, ${v.fits ? `${sum((each) => each.deviceBytes)} per device, of ` : ""}${sum((each) => each.bytes)}`);
   }
 
   const choose = ({ group, v }) => chooseVariable(group.includes(chosen.variable) ? chosen.variable : v, "treemap");

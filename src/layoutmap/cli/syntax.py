@@ -1,0 +1,32 @@
+"""Fixes in the syntax of where the user is: on the command line that is a rules file, where the library says Python."""
+
+from __future__ import annotations
+
+import re
+
+_RULE = re.compile(
+    r"""layout_map(\.activations)?\[r?(["'])(.+?)\2\](?: = \(([^()]*)\))?"""
+)  # whose, quote, pattern, specs
+_OPTION = re.compile(r"""(?:layout_map\.)?\b(rest|uneven) ?= ?"(\w+)\"""")
+_RAW = re.compile(r"""\br"([^"]+)\"""")
+
+
+def in_yaml(text: str) -> str:
+    """A text of the library with what it says to type as lines of a rules file.
+
+    Example:
+        >>> print(in_yaml(r'add a rule: layout_map[r"up\\.kernel$"] = (None, "model")'))
+        add a rule: 'up\\.kernel$': [null, model]
+        >>> print(in_yaml('say layout_map.rest = "replicated"'))
+        say rest: replicated
+    """
+    return _RAW.sub(r"'\1'", _OPTION.sub(r"\1: \2", _RULE.sub(_line, text)))
+
+
+def _line(found: re.Match[str]) -> str:
+    activations, _, pattern, specs = found.groups()
+    line = f"'{pattern}'"
+    if specs is not None:
+        named = (each.strip().strip("\"'") for each in specs.rstrip(", ").split(","))
+        line += f": [{', '.join('null' if each in ('None', '') else each for each in named)}]"
+    return f"activations: {{{line}}}" if activations else line
