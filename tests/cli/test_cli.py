@@ -80,12 +80,17 @@ def run(capsys, *arguments):
     return code, out, err
 
 
+def printed(plan):
+    """What `layoutmap plan` prints: the verdict is its first and its last line."""
+    return f"{plan}\n\n{plan.memory}\n\nVerdict: {plan.verdict.headline}\n"
+
+
 def test_a_plan_is_printed_and_written(folder, capsys):
     """What is printed is the plan's own text, and what is written is read back equal."""
     code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
     kept = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{kept}\n\n{kept.memory}\n") == (code, out)
+    assert (0, printed(kept)) == (code, out)
     assert ["up.kernel", "up.bias", "down.kernel", "down.bias"] == [a.variable.path for a in kept.assignments]
 
 
@@ -118,7 +123,7 @@ def test_a_plan_is_written_as_a_page(folder, capsys):
     code, out, err = run(capsys, "plan", "plan.json", "--html", "file.html")
     kept = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{kept}\n\n{kept.memory}\n", "written: file.html\n") == (code, out, err)
+    assert (0, printed(kept), "written: file.html\n") == (code, out, err)
     assert kept.to_html() == (folder / "file.html").read_text() == (folder / "model.html").read_text()
 
 
@@ -133,8 +138,9 @@ def test_problems_are_in_the_exit_code(capsys):
 
 def test_what_a_model_makes_at_its_first_call(capsys):
     """With `--inputs` its weights are planned, and with `--optimizer` the slots of an optimizer."""
-    _, out, _ = run(capsys, "plan", "cli_models:make_lazily", "--rules", "rules.yaml")
-    assert "layers have no weights yet" in out
+    code, out, err = run(capsys, "plan", "cli_models:make_lazily", "--rules", "rules.yaml")
+    assert (2, "") == (code, out)
+    assert "layers have no weights yet" in err
 
     code, out, _ = run(
         capsys,
@@ -170,14 +176,22 @@ def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
     """Of weights and gradients, a device of this mesh holds 76 floats each: 608 bytes."""
     arguments = ("plan", "cli_models:make", "--rules", "rules.yaml", "--device-memory")
     code, out, _ = run(capsys, *arguments, "0.608KB")
-    assert (0, "fits: 608 B of 608 B on each device, and 0 B are left for activations") == (
+    assert (0, "Verdict: fits: 608 B of 608 B per device, and 0 B are left for activations") == (
         code,
         out.splitlines()[-1],
     )
     code, out, _ = run(capsys, *arguments, "0.5 KiB")
-    assert (1, "does not fit: 608 B of 512 B on each device, before activations") == (
+    assert (1, "Verdict: does not fit: 608 B of 512 B per device, before activations") == (
         code,
         out.splitlines()[-1],
+    )
+    assert (
+        """
+Verdict: does not fit: 608 B of 512 B per device, before activations
+  because of  weights 304 B, gradients 304 B
+  try         shard axis 0 of down.bias over model: saves 24 B per device
+""".lstrip()
+        == out[: out.index("\n\n") + 1]
     )
 
 
@@ -195,17 +209,17 @@ def test_the_cost_of_a_step_is_printed_and_its_memory_is_in_the_exit_code(folder
 
     assert 0 == code
     assert out.startswith(f"{plan}\n\n{plan.memory}\n")
-    assert out.endswith(f"\n\n{plan.cost}\n")
-    assert run(capsys, "plan", "plan.json")[1].endswith(f"\n\n{plan.cost}\n")
+    assert out.endswith(f"\n\n{plan.cost}\n\nVerdict: {plan.verdict.headline}\n")
+    assert out == run(capsys, "plan", "plan.json")[1]
     code, out, _ = run(capsys, "plan", "plan.json", "--device-memory", "1KiB")
     assert 1 == code
     assert (
-        f"does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB on each device, at the peak of a step"
-        in out
+        f"does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB per device, at the peak of a step" in out
     )
     code, out, _ = run(capsys, "plan", *model, "--on", "mine.yaml:small:8")
     assert 1 == code
-    assert "of 1.0 KiB at the peak: does not fit" in out
+    assert out.startswith("Verdict: does not fit: ")
+    assert "of 1.0 KiB per device, at the peak of a step" in out
     assert "all-reduce" in run(capsys, "explain", model[0], "up.kernel", *model[1:], "--on", "h100")[1]
 
 
@@ -235,7 +249,7 @@ def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):
     run(capsys, "plan", "cli_models:make", "--rules", "rules.yaml", "--json", "plan.json")
     plan = lm.Plan.from_json((folder / "plan.json").read_text())
 
-    assert (0, f"{plan}\n\n{plan.memory}\n", "") == run(capsys, "plan", "plan.json")
+    assert (0, printed(plan), "") == run(capsys, "plan", "plan.json")
     assert (0, plan.explain("up.kernel") + "\n", "") == run(capsys, "explain", "plan.json", "up.kernel")
     for command in (["plan", "plan.json"], ["lint", "plan.json"], ["diff", "plan.json", "plan.json"]):
         code, out, err = run(capsys, *command, "--rules", "rules.yaml", "--mesh", "model=8")
@@ -306,9 +320,10 @@ options:
 """,
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
-                      [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--optimizer NAME]
-                      [--on MACHINE] [--verify [DEVICE]] [--remat LAYERS] [--batch-dim DIM]
-                      [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
+                      [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--partial]
+                      [--optimizer NAME] [--on MACHINE] [--verify [DEVICE]] [--remat LAYERS]
+                      [--batch-dim DIM] [--backend {jax,tensorflow,torch}]
+                      [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
 Show what changes from one plan to another; the exit code is 1 if anything does.
@@ -331,6 +346,8 @@ options:
   --inputs SPEC [SPEC ...]
                         what the model is called with, if it makes its weights then, or for --on:
                         "float32[8,128]", or "name=int32[8,16]"
+  --partial             take the plan of a model whose layers do not all have weights yet; without
+                        it the exit code is 2
   --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw; with --on
                         also one of torch
   --on MACHINE          the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the
@@ -378,7 +395,7 @@ def test_a_published_model_needs_no_function_and_no_file(capsys):
     layout_map = lm.LayoutMap.preset("bert", lm.Mesh(None, "data=64,tp=8"), model_dim="tp", fsdp_dim="data")
     plan = lm.plan(lambda: model.make(dtype="bfloat16"), layout_map)
 
-    assert (0, f"{plan}\n\n{plan.memory}\n") == (code, out)
+    assert (0, printed(plan)) == (code, out)
     assert "layoutmap: planning keras_hub:bert_large by preset 'bert'\n" == err
     assert 1 == run(capsys, *bert, "--rules", "rules.yaml", "--mesh", "batch=2,model=4")[0]
 

@@ -21,7 +21,7 @@ PLAN = make_plan(
     lm.LayoutMap(lm.Mesh(None, "model=4"), {".*": ("model", None)}),
 )
 TEXT = PLAN.to_json()
-TABLE = f"{PLAN}\n\n{PLAN.memory}\n"
+TABLE = f"{PLAN}\n\n{PLAN.memory}\n\nVerdict: {PLAN.verdict.headline}\n"
 
 
 @pytest.fixture(autouse=True)

@@ -83,8 +83,8 @@ def test_a_plan_without_inputs_says_what_it_cannot_know():
     """Layers that have no weights yet are a warning of their own, with the fix, and an error if `strict`."""
     message = textwrap.dedent("""\
         Lazy: 2 layers have no weights yet: dense, dense_1
-          why   they make them at their first call, and nothing has called them
-          fix   pass inputs=: an example batch, or keras.Input(...); what the model never calls needs nothing""")
+          why   a model makes its weights at its first call, and nothing has called it
+          fix   pass inputs=: an example batch, or keras.Input(...); a lazy layer of torch needs its sizes instead""")
     keras.utils.clear_session()
     plan = lm.plan(Lazy, lm.LayoutMap(make_map().mesh))
 

@@ -242,17 +242,18 @@ def plan(
         model = make_in(dry, make, inputs)
     unbuilt = dry.session.unbuilt()
     found = dry.plan
+    complete = bool(found.assignments) and not unbuilt
     final = make_plan(
         [a.variable for a in found.assignments],
         dry.layout_map,
         global_init={a.variable.key: a.global_init for a in found.assignments},
-        complete=not unbuilt,
+        complete=complete,
         layers=dry.layers,
         free_activations=dry.free_activations,
     ).with_problems(
         [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
     )
-    if unbuilt or not found.assignments:
+    if not complete:
         problem = problem_of_unbuilt(type(model).__name__, unbuilt, called=inputs is not None)
         final = final.with_problem(problem)
     if strict:
