@@ -25,7 +25,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
     pytest.mark.filterwarnings("ignore:.*unbuilt state:UserWarning"),
 ]
-SEEDS = {seed: draw_model(Choices.of_seed(seed)).is_subclassed for seed in range(60)}
+DRAWN = {seed: draw_model(Choices.of_seed(seed)) for seed in range(60)}
+# Those with LoRA factors are called where they are made.
+SEEDS = {seed: model.is_subclassed and not model.lora for seed, model in DRAWN.items()}
 QUIET = settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -98,7 +100,7 @@ def test_no_gate_passes_on_a_model_without_its_weights(seed, gate, tmp_path):
             assert code != 2, err
             continue
         assert (2, "") == (code, out)
-        assert "no weights yet" in err or "there are no variables" in err
+        assert "no weights yet" in err or "it has no weights" in err
         assert "--inputs" in err
         assert "--partial" in err
         assert "never" not in err
@@ -157,7 +159,7 @@ def test_the_model_of_the_issue(gate, tmp_path):
     for arguments in (("--inputs", "float32[4,8]"), ()):
         code, out, err = gate(Net, rules(), "diff golden.json", *arguments)
         assert (2, "") == (code, out)
-        assert "golden.json: the plan is incomplete: there are no variables" in err
+        assert "golden.json: the plan is incomplete: it has no weights" in err
         assert "write the file again from the model, with --inputs" in err
 
 
@@ -178,11 +180,16 @@ def test_layers_that_no_call_reaches(gate):
 
 def test_a_model_that_never_has_weights(gate):
     """There is nothing that a gate could look at, whatever the model is called with."""
-    make = lambda: keras.Sequential([keras.Input((8,)), keras.layers.Flatten()])  # noqa: E731
+
+    def make():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5)])
+        model.compile("adam", "mse")
+        return model
+
     for command in ("plan", "lint"):
         code, out, err = gate(make, rules(), command)
         assert (2, "") == (code, out)
-        assert "Sequential: there are no variables" in err
+        assert "Sequential: it has no weights" in err
         assert 0 == gate(make, rules(), command, "--partial")[0]
 
 

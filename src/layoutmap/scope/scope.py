@@ -17,7 +17,7 @@ from layoutmap.core.errors import EngineError, ScopeError, listed
 from layoutmap.core.mesh import check_dim
 from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
-from layoutmap.plan.completeness import problem_of_unbuilt
+from layoutmap.plan.completeness import has_weights, problem_of_unbuilt
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
 from layoutmap.scope.context import SavedValues, Scope
@@ -242,7 +242,7 @@ def plan(
         model = make_in(dry, make, inputs)
     unbuilt = dry.session.unbuilt()
     found = dry.plan
-    complete = bool(found.assignments) and not unbuilt
+    complete = has_weights(found) and not unbuilt
     final = make_plan(
         [a.variable for a in found.assignments],
         dry.layout_map,
