@@ -65,11 +65,10 @@ def project(tmp_path):
         ("plan", rules),
         ("edited", re.sub("(?m)^  down.*", r"  down\\.kernel: [null, model]", rules)),
     ):
-        Path(f"{name}.json").write_text(make_plan(variables, lm.LayoutMap.from_yaml(text)).to_json())
-    part = make_plan(variables[:1], lm.LayoutMap.from_yaml(rules))
-    missing = problem_of_unbuilt("Net", ["down"], called=False)
-    Path("part.json").write_text(part.with_problem(missing).to_json())
-    Path("nothing.json").write_text(make_plan([], lm.LayoutMap.from_yaml(rules)).to_json())
+        plan = make_plan(variables, lm.LayoutMap.from_yaml(text))
+        Path(f"{name}.json").write_text(plan.to_json())
+    unbuilt = plan.with_problem(problem_of_unbuilt("Net", ["head"], called=False))
+    Path("unbuilt.json").write_text(unbuilt.to_json())
     return folder
 
 
@@ -115,12 +114,16 @@ SAME = "### Layouts of `plan.json`\n\n````text\nno change\n````\n"
         ({"model": "edited.json", "fail": "false"}, (0, "changed=true\n", MOVED)),
         ({"model": "edited.json", "plan": "none.json"}, (2, "", "")),
         ({"model": "$(touch ran).json"}, (2, "", "")),
-        ({"model": "part.json", "plan": "part.json"}, (2, "", "")),
-        ({"model": "nothing.json", "plan": "nothing.json"}, (2, "", "")),
+        ({"model": "unbuilt.json"}, (2, "", "")),
+        ({"model": "unbuilt.json", "plan": "unbuilt.json", "fail": "false"}, (2, "", "")),
+        (
+            {"model": "unbuilt.json", "options": "--partial"},
+            (1, "changed=true\n", "the plan after is incomplete"),
+        ),
     ],
 )
 def test_the_step_shows_what_moves_and_fails_if_it_is_to(given, expected, project):
-    """The summary has the difference, the output says whether there is one; without a plan there is neither."""
+    """The summary has the difference, the output says whether there is one; without a whole plan there is neither."""
     code, output, summary = run_action(project, **given)
 
     assert expected[:2] == (code, output)
@@ -153,8 +156,10 @@ def test_the_hooks_pass_what_was_agreed_on_and_stop_what_was_not(project, tmp_pa
     diff["args"] = ["plan.json", "plan.json"]
     assert ["Passed", "Passed"] == run_hooks(project, config)[0]
 
-    diff["args"] = ["part.json", "part.json"]
-    assert ["Passed", "Failed"] == run_hooks(project, config)[0]
+    diff["args"] = ["unbuilt.json", "unbuilt.json"]
+    results, text = run_hooks(project, config)
+    assert ["Passed", "Failed"] == results
+    assert "unbuilt.json: the plan is incomplete: Net: 1 layer has no weights yet: head" in text
 
     diff["args"] = ["plan.json", "edited.json"]
     (project / "rules.yaml").write_text((project / "rules.yaml").read_text().replace("up", "up("))

@@ -128,7 +128,8 @@ def test_the_two_faults_of_keras_hubs_map_for_llama_are_found():
         ("replicated table", "llama3_backbone.token_embedding.reverse_embeddings"),
     ] == [(p.kind, p.subject) for p in shipped]
     assert "its axes seem to be swapped: (data, model, unsharded)" == shipped.problems[0].fix
-    assert ["shadowed rule"] == [p.kind for p in lm.plan(make, fixed).lint()]
+    (left,) = lm.plan(make, fixed).lint()
+    assert "shadowed rule" == left.kind  # Keras's own, for which one of the fixes stands now
 
 
 # What may as well be sharded along the other axis: tables, what makes logits, and experts that are one array.

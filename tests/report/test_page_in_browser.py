@@ -25,6 +25,7 @@ import layoutmap as lm
 from layoutmap.cli.main import main
 from layoutmap.core.paths import merge_paths
 from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.cost.table import Collective
 from layoutmap.plan.completeness import problem_of_unbuilt, what_is_missing
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
@@ -631,20 +632,66 @@ def ground(browser):
     return [int(part) for part in re.findall(r"\d+", shown)[:3]]
 
 
-@pytest.mark.parametrize("width", few([390, 1100, 2200], 390))
+@functools.cache
+def costly():
+    """A plan with a cost whose causes have names as long as those of keras-hub."""
+    cause = "llama3_backbone.transformer_layer_0.self_attention_layer.output_dense"
+    found = [
+        Collective(kind, ("data",), 32, 2**28, cause, phase)
+        for kind in ("all_reduce", "reduce_scatter")
+        for phase in ("forward", "backward")
+    ]
+    return costs.plan(found=found)
+
+
+@pytest.mark.parametrize("width", few([390, 1100, 1280, 2200], 390, 1280))
 def test_nothing_scrolls_sideways_but_the_tables(browser, show, width):
-    """On a phone, on a wide screen, and between."""
+    """On a phone, on a wide screen, and between; and what travels in a step is seen whole, its cause and its phase."""
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     try:
-        for plan in (PLAN, large()):
+        for plan in (PLAN, large(), costly()):
             show(plan)
+            if plan.cost:
+                cut = browser.execute_script(
+                    """const right = document.getElementById("cost").getBoundingClientRect().right;
+                    return [...document.querySelectorAll("#cost tbody *")].filter((part) =>
+                        part.getBoundingClientRect().right > right + 1 || part.scrollWidth > part.clientWidth + 1 &&
+                        getComputedStyle(part).overflow !== "visible").map((part) => part.textContent)"""
+                )
+                assert [] == cut
             wide, room = browser.execute_script(
                 "const page = document.documentElement; return [page.scrollWidth, page.clientWidth]"
             )
             assert room == wide
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_page_is_in_the_order_of_the_questions(browser, show):
+    """Does it work, what is wrong, what takes the memory, what takes the time, and where is each variable?"""
+    show(costs.plan(rules={"tokens": ("model", None)}, peak_bytes=90 * 2**30))
+    seen = browser.execute_script(
+        "return [...document.querySelectorAll('main .stream h2, #verdict-heading')].filter((each) => "
+        "each.checkVisibility()).map((each) => each.firstChild.textContent)"
+    )
+
+    first = [
+        "Verdict",
+        "Problems",
+        "Memory of a device",
+        "A training step",
+        "Where the bytes are",
+        "Variables",
+    ]
+    assert first == seen[:6]
+    assert find(browser, "#verdict-panel").location["y"] < find(browser, "#totals").location["y"]
+    assert (
+        "does not fit: 90.0 GiB of 79.1 GiB per device, at the peak of a step; "
+        in verdict_on_the_page(browser)[0]
+    )
+    assert "because of" in text(browser, "#verdict")
+    assert "Of 79.1 GiB, 10.9 GiB are missing." == text(browser, "#what-if")
 
 
 def test_a_large_plan_is_searched_sorted_and_chosen(browser, show):

@@ -60,7 +60,7 @@ def listed(names: Sequence[str]) -> str:
 
 def counted(count: int, noun: str) -> str:
     """A number with what it counts: `1 layer`, `2 layers`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -> str:

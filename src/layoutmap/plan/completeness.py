@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layoutmap.core.errors import counted, listed
+from layoutmap.core.variables import Kind
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
 
@@ -21,11 +22,11 @@ def problem_of_unbuilt(model: str, layers: Sequence[str], *, called: bool) -> Pr
 
     Args:
         model: What the model is called; empty: that is not known.
-        layers: The layers' names; none: the model has no variable at all.
+        layers: The layers' names; none: the model has no weight at all.
         called: Whether the model was called with symbols of its inputs.
     """
     count = f"{counted(len(layers), 'layer')} {'has' if len(layers) == 1 else 'have'}"
-    what = f"{count} no weights yet: {listed(layers)}" if layers else "there are no variables"
+    what = f"{count} no weights yet: {listed(layers)}" if layers else "it has no weights"
     if called:
         why = "the model was called with these inputs, which makes no others"
         fix = "pass inputs that reach all layers, or leave out layers that the model never calls"
@@ -38,7 +39,12 @@ def problem_of_unbuilt(model: str, layers: Sequence[str], *, called: bool) -> Pr
 def what_is_missing(plan: PlanTable) -> Problem | None:
     """What a plan lacks of the variables that there will be; `None`: it is complete.
 
-    A plan without variables lacks something, whatever else it says: as a gate it would let all pass.
+    A plan without weights lacks something, whatever else it says: as a gate it would let all pass.
     """
     said = next((problem for problem in plan.problems if problem.kind == NOT_BUILT), None)
-    return said if said or plan.assignments else problem_of_unbuilt("", (), called=False)
+    return said if said or has_weights(plan) else problem_of_unbuilt("", (), called=False)
+
+
+def has_weights(plan: PlanTable) -> bool:
+    """Whether there is a variable of a layer: the optimizer, the loss and random states have some without one."""
+    return any(a.variable.kind in (Kind.WEIGHT, Kind.STATE) for a in plan.assignments)

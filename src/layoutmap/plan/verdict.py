@@ -13,6 +13,7 @@ from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.table import PlanTable
 
 _MOST_ADVICE = 3
+_LEAST_SHARE = 0.01  # of what is needed: what saves less changes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,11 @@ class Verdict:
         return not (self.num_errors or (self.strict and self.num_warnings) or self.fits is False)
 
     @property
+    def is_so_far(self) -> bool:
+        """Whether the bytes are those of a part of the model: with the rest, it needs more."""
+        return bool(self.num_errors or self.missing)
+
+    @property
     def mood(self) -> Literal["well", "doubt", "bad"]:
         """How a page shows it: `"bad"` exactly if it does not pass."""
         doubt = self.missing or self.num_warnings
@@ -104,7 +110,7 @@ class Verdict:
 
     @property
     def _memory(self) -> str:
-        there, so_far = self.available_bytes, bool(self.num_errors or self.missing)
+        there, so_far = self.available_bytes, self.is_so_far
         if there is None:
             return f"{size(self.needed_bytes)} per device{so_far * ' so far'}, {self.moment}"
         sizes = f"{size(self.needed_bytes)} of {size(there)} per device"
@@ -137,7 +143,7 @@ def verdict_of(plan: PlanTable) -> Verdict:
         there,
         "at the peak of a step" if cost else "before activations",
         _causes(memory, cost and cost.step.peak_bytes),
-        _advice(memory) if fits is False else (),
+        _advice(memory, needed) if fits is False else (),
     )
 
 
@@ -152,8 +158,9 @@ def _causes(memory: Memory, peak: int | None) -> tuple[Cause, ...]:
     return tuple(sorted(causes, key=lambda cause: -cause.num_bytes))
 
 
-def _advice(memory: Memory) -> tuple[Advice, ...]:
+def _advice(memory: Memory, needed: int) -> tuple[Advice, ...]:
     return tuple(
         Advice(f"shard axis {row.axis} of {escaped(row.path)} over {row.dim}", row.saved_bytes)
         for row in memory.rows[:_MOST_ADVICE]
+        if row.saved_bytes >= _LEAST_SHARE * needed
     )

@@ -5,11 +5,13 @@ Names are escaped here, each where it is put into a line: afterwards a newline o
 
 from __future__ import annotations
 
+from layoutmap.core.errors import counted
 from layoutmap.core.escaping import escaped
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.text_table import size, text_table
 from layoutmap.core.variables import full_names, has_several_models
+from layoutmap.plan.completeness import NOT_BUILT
 from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import verdict_of
@@ -23,14 +25,12 @@ _MOST_RULES = 40
 
 def plan_line(plan: PlanTable) -> str:
     """A plan in one line."""
-    count = len(plan)
-    faults = [
-        f"{len(found)} {name}{'' if len(found) == 1 else 's'}"
-        for name, found in (("error", plan.errors), ("warning", plan.warnings))
-        if found
-    ]
+    warnings = [problem for problem in plan.warnings if problem.kind != NOT_BUILT]
+    faults = [counted(len(plan.errors), "error")] * bool(plan.errors)
+    faults += ["incomplete"] * (len(warnings) < len(plan.warnings))
+    faults += [counted(len(warnings), "warning")] * bool(warnings)
     return (
-        f"{count} variable{'' if count == 1 else 's'} on {escaped(str(plan.mesh))}, {size(plan.global_bytes)}, "
+        f"{counted(len(plan), 'variable')} on {escaped(str(plan.mesh))}, {size(plan.global_bytes)}, "
         f"{size(plan.device_bytes)} per device; {', '.join(faults) or 'no problems'}"
     )
 

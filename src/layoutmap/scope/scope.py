@@ -17,7 +17,7 @@ from layoutmap.core.errors import EngineError, ScopeError, listed
 from layoutmap.core.mesh import check_dim
 from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
-from layoutmap.plan.completeness import problem_of_unbuilt
+from layoutmap.plan.completeness import has_weights, problem_of_unbuilt
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
 from layoutmap.scope.context import SavedValues, Scope
@@ -244,17 +244,18 @@ def plan(
         model = make_in(dry, make, inputs)
     unbuilt = dry.session.unbuilt()
     found = dry.plan
+    complete = has_weights(found) and not unbuilt
     final = make_plan(
         [a.variable for a in found.assignments],
         dry.layout_map,
         global_init={a.variable.key: a.global_init for a in found.assignments},
-        complete=bool(found.assignments) and not unbuilt,
+        complete=complete,
         layers=dry.layers,
         free_activations=dry.free_activations,
     ).with_problems(
         [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
     )
-    if unbuilt or not found.assignments:
+    if not complete:
         problem = problem_of_unbuilt(type(model).__name__, unbuilt, called=inputs is not None)
         final = final.with_problem(problem)
     if strict:

@@ -35,6 +35,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
     return {
         "mood": verdict.mood,
         "fits": verdict.fits,
+        "so_far": verdict.is_so_far,
         "says": verdict.headline,
         "needed": verdict.needed_bytes,
         "available": verdict.available_bytes,

@@ -25,7 +25,7 @@ function memoryView(holder) {
     make("span", { class: "bar-total" }, sizeText(sum(parts))));
 
   const unfit = variables.filter((v) => !v.fits).length;
-  const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: verdict.available ? `${Math.round((10 * verdict.available) / 2 ** 30) / 10}` : "" });
+  const budget = make("input", { type: "number", id: "budget", min: "1", step: "any", value: verdict.available ? `${Number((verdict.available / 2 ** 30).toPrecision(3))}` : "" });
   const presets = PRESETS.map((gib) => make("button", { type: "button", class: "chip", onclick: () => {
     budget.value = gib;
     tell();
@@ -48,14 +48,17 @@ function memoryView(holder) {
     const filled = bar(held, scale, `${sizeText(needed)} of ${gib} GiB`);
     filled.append(limit);
     fitting.replaceChildren(filled);
-    answer.textContent = `Of ${gib} GiB, ${needed > has ? `${sizeText(needed - has)} are missing` : `${sizeText(has - needed)} would be left`}${cost ? "" : " for activations"}.`;
+    const rest = [cost ? "" : "activations", verdict.so_far ? "what is not planned yet" : ""].filter(Boolean).join(" and ");
+    answer.textContent = needed > has
+      ? `Of ${gib} GiB, ${sizeText(needed - has)} are missing${rest && `, before ${rest}`}.`
+      : `Of ${gib} GiB, ${sizeText(has - needed)} would be left${rest && ` for ${rest}`}.`;
   }
   budget.addEventListener("input", tell);
 
   holder.append(
     make("p", { class: "lead" },
       mesh.size === 1 ? "The device holds " : `Each of the ${countText(mesh.size)} devices holds `,
-      make("strong", {}, sizeText(needed)), cost
+      make("strong", {}, sizeText(needed)), verdict.so_far ? " so far" : "", cost
         ? ` ${verdict.moment}: activations, gradients, the batch and what is gathered are counted.`
         : `, gradients among them, ${verdict.moment}, which are not counted here.`,
       unfit ? ` ${counted(unfit, "variable")} that ${unfit === 1 ? "does" : "do"} not fit ${unfit === 1 ? "its" : "their"} layout ${unfit === 1 ? "is" : "are"} not counted.` : ""),

@@ -5,7 +5,7 @@ function problemsText() {
   const count = (of) => problems.filter(of).reduce((sum, p) => sum + p.count, 0);
   return [
     ["error", (p) => p.severity === "error"],
-    ["warning", (p) => p.severity === "warning" && !p.lint],
+    ["warning", (p) => p.severity === "warning" && !p.lint && p.kind !== "not built"],
     ["note", (p) => p.severity === "note"],
     ["finding", (p) => p.lint],
   ].map(([noun, of]) => count(of) && `${counted(count(of), noun)}${noun === "finding" ? " of lint" : ""}`).filter(Boolean).join(", ");
