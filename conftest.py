@@ -120,6 +120,7 @@ CHEAP = {
     "test_processes_end",  # and of ten
     "test_replay",
     "test_scope_belongs",
+    "test_simulate_devices",
     "test_tape",
     "test_tensorflow_canary",  # these two: what one run of processes told
     "test_tensorflow_guards",

@@ -2,12 +2,14 @@
 
 import importlib.util
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.checks import check_simulated
 from layoutmap.scope.devices import create_mesh, default_engine_name, devices, simulate_devices
 
 PROCESSES = ("jax",)
@@ -141,6 +143,22 @@ def test_without_a_framework_in_use_it_is_the_one_that_will_be(imported, monkeyp
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     imported("tensorflow")
     assert "tensorflow" == default_engine_name()
+
+
+@pytest.mark.parametrize(
+    ("there", "is_well"),
+    [
+        (["CPU:0", "CPU:1"], True),
+        (["CPU:2048", "CPU:2049"], True),  # of the second process of JAX
+        (["CPU:0"], False),
+        (["GPU:0", "GPU:1"], False),
+    ],
+)
+def test_devices_that_are_there_already_are_simulated_ones_of_that_number(there, is_well):
+    """As many devices of the CPU, whichever their numbers; accelerators are no simulation."""
+    refused = nullcontext() if is_well else pytest.raises(EngineError, match="2 devices cannot be simulated")
+    with refused:
+        check_simulated("JAX", 2, there)
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, None, "8"])
