@@ -166,7 +166,8 @@ def test_the_hooks_pass_what_was_agreed_on_and_stop_what_was_not(project, tmp_pa
     results, text = run_hooks(project, config)
     assert ["Failed", "Failed"] == results
     assert MOVED in text
-    assert r"rules.yaml: rule 'up(\\.kernel' is not a regex" in text
+    assert "rules.yaml: 2 errors" in text
+    assert r"rule 'up(\\.kernel' is not a regex" in text
 
 
 @pytest.mark.long

@@ -109,7 +109,7 @@ def test_a_typo_in_a_rule_warns_with_what_it_is_near_to():
 
     assert [__file__] == [w.filename for w in caught]
     assert str(caught[0].message) == text(r"""
-        layout map: the plan has warnings; print(scope.plan) shows all
+        layout map: the plan has warnings; print(lm.plan(make_model, layout_map)) shows where every variable goes
           rule 1  d1\.kernal: matches no variable
         """)
     assert raised(lm.PlanError, lambda: make_map(rules).build(make_model, strict=True)) == text(r"""
