@@ -16,8 +16,8 @@ from layoutmap.core.errors import (
     ScopeError,
 )
 from layoutmap.core.layout import UNSHARDED, Layout
-from layoutmap.core.match import Match, Rule
-from layoutmap.core.mesh import Mesh, MeshDimension
+from layoutmap.core.match import Rule
+from layoutmap.core.mesh import Mesh
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import Activations
 from layoutmap.scope.context import Scope
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
     from layoutmap.cost.table import StepCost
-    from layoutmap.cost.verified import Verified
-    from layoutmap.scope.cost import LoweredStep, lower_step, step_cost
+    from layoutmap.scope.cost import lower_step, step_cost
     from layoutmap.scope.describing import Checkpoint, describe
     from layoutmap.scope.exporting import export
     from layoutmap.scope.loading import load
@@ -57,10 +56,7 @@ __all__ = [
     "LayoutMap",
     "LayoutMapError",
     "LayoutMapWarning",
-    "LoweredStep",
-    "Match",
     "Mesh",
-    "MeshDimension",
     "MeshError",
     "ParityError",
     "ParityReport",
@@ -73,7 +69,6 @@ __all__ = [
     "ScopeError",
     "SearchResult",
     "StepCost",
-    "Verified",
     "__version__",
     "apply",
     "build",
@@ -103,9 +98,7 @@ _LATE = {
     "describe": "layoutmap.scope.describing",
     "export": "layoutmap.scope.exporting",
     "jit_step": "layoutmap.adapters.jax.steps",
-    "LoweredStep": "layoutmap.scope.cost",
     "StepCost": "layoutmap.cost.table",
-    "Verified": "layoutmap.cost.verified",
     "load": "layoutmap.scope.loading",
     "lower_step": "layoutmap.scope.cost",
     "step_cost": "layoutmap.scope.cost",
