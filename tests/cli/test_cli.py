@@ -295,8 +295,8 @@ positional arguments:
                         evidence.
     diff                Show what changes from one plan to another; the exit code is 1 if anything
                         does.
-    search              Find the layout map with which a training step takes least on a machine,
-                        and compare it with experts' maps.
+    search              Find the layout map with the fastest training step on a machine, and
+                        compare it with built-in expert maps.
     checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
     devices             List the devices of this process, and say which of a job it is.
     presets             List the presets of rules, and the published models that can be planned by
@@ -344,20 +344,20 @@ options:
   --dtype POLICY        the Keras dtype policy of a published model, as in bfloat16
   --mesh DIMS           the mesh, as in "batch=2,model=4"; default: that of the rules file
   --inputs SPEC [SPEC ...]
-                        what the model is called with, if it makes its weights then, or for --on:
-                        "float32[8,128]", or "name=int32[8,16]"
+                        what the model is called with: for a model that makes its weights at its
+                        first call, and for --on: "float32[8,128]", or "name=int32[8,16]"
   --partial             take the plan of a model whose layers do not all have weights yet; without
                         it the exit code is 2
   --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw; with --on
                         also one of torch
   --on MACHINE          the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the
                         plan what a training step sends, holds and takes there; needs --inputs
-  --verify [DEVICE]     for --on: have XLA's own compiler make the step too, for those devices,
-                        which need not be there, or for another one, as "cpu", and print its
-                        figures beside
-  --remat LAYERS        for --on: count the activations inside of these layers as computed again
-                        in the backward pass: a regex for their paths, or "blocks", those that the
-                        model has several of
+  --verify [DEVICE]     with --on: have XLA's own compiler compile the step for those devices,
+                        which need not be present, or for DEVICE, as in "cpu", and print its
+                        figures beside those that were counted
+  --remat LAYERS        with --on: recompute the activations inside of these layers in the
+                        backward pass (rematerialization): a regex for their paths, or "blocks",
+                        the repeated blocks of the model
   --batch-dim DIM       the mesh dim over which the batch is sharded, for lint and --on; default:
                         that of the rules for activations, or one with a usual name
   --backend {jax,tensorflow,torch}

@@ -255,7 +255,7 @@ def test_a_dim_of_the_mesh_that_nothing_is_sharded_over_is_reported():
 
     assert ("unused dim", "spare") == (problem.kind, problem.subject)
     assert (
-        "groups of 3 devices hold the same, and compute the same: 8 of the 24 devices would do" == problem.why
+        "groups of 3 devices store and compute the same: 8 of the 24 devices would be enough" == problem.why
     )
 
 

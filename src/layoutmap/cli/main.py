@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     search = command(
         "search",
         run_search_command,
-        "Find the layout map with which a training step takes least on a machine, and compare it with experts' maps.",
+        "Find the layout map with the fastest training step on a machine, and compare it with built-in expert maps.",
     )
     add_search_options(search)
     checkpoint = command(

@@ -53,7 +53,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--inputs",
         metavar="SPEC",
         nargs="+",
-        help="what the model is called with, if it makes its weights then, or for --on: "
+        help="what the model is called with: for a model that makes its weights at its first call, and for --on: "
         '"float32[8,128]", or "name=int32[8,16]"',
     )
     add_partial_option(parser)
@@ -73,14 +73,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE",
         nargs="?",
         const=True,
-        help="for --on: have XLA's own compiler make the step too, for those devices, which need not be there, or for "
-        'another one, as "cpu", and print its figures beside',
+        help="with --on: have XLA's own compiler compile the step for those devices, which need not be present, or for "
+        'DEVICE, as in "cpu", and print its figures beside those that were counted',
     )
     parser.add_argument(
         "--remat",
         metavar="LAYERS",
-        help="for --on: count the activations inside of these layers as computed again in the backward pass: a regex "
-        'for their paths, or "blocks", those that the model has several of',
+        help="with --on: recompute the activations inside of these layers in the backward pass (rematerialization): a "
+        'regex for their paths, or "blocks", the repeated blocks of the model',
     )
     parser.add_argument(
         "--batch-dim",

@@ -67,13 +67,13 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=True,
         default=False,
-        help="have XLA compile what is found for such devices, which need not be there, or for DEVICE",
+        help="have XLA compile the step with the best maps for such devices, which need not be present, or for DEVICE",
     )
     parser.add_argument(
         "--remat",
         metavar="LAYERS",
-        help="count the activations inside of these layers as computed again in the backward pass: a regex for their "
-        'paths, or "blocks", those that the model has several of; "no": of none; default: of blocks, where it helps',
+        help="recompute the activations inside of these layers in the backward pass (rematerialization): a regex for "
+        'their paths, or "blocks", the repeated blocks of the model; "no": of none; default: of blocks, if it helps',
     )
     parser.add_argument(
         "--write", metavar="FILE", help='also write the rules to a file, for --rules; "-": to stdout'

@@ -139,7 +139,7 @@ class Plan(PlanTable):
             >>> print(make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).lint())
             unused dim: model: nothing is sharded over this dim of the mesh
               mesh  batch=2, model=4
-              why   groups of 4 devices hold the same, and compute the same: 2 of the 8 devices would do
+              why   groups of 4 devices store and compute the same: 2 of the 8 devices would be enough
               fix   shard weights over model, or plan for a mesh without it
             <BLANKLINE>
             Lint: 1 finding; batches are sharded over batch

@@ -82,7 +82,7 @@ def _sharded_the_other_way(linted: Linted, first: Weight, then: Weight) -> Itera
             w,
             f"{does} that is sharded over {_names(over)}, on the side away from {other.name}",
             {other.name: f"{other.shape}  {other.layout_text}"},
-            f"what passes between the two is gathered from all devices of {_names(over)}, where it could stay sharded",
+            f"activations between the two are all-gathered over {_names(over)}, where they could stay sharded",
             "shard the axis that passes between them"
             + ("" if moved.uneven_axes(w.shape) else f"; its axes seem to be swapped: {moved}"),
         )
@@ -130,7 +130,7 @@ def _not_passed_on(first: Weight, out: int, then: Weight, into: int) -> Problem:
         first,
         f"outputs axis {out} over {_names(ours)}, and {then.name} takes it in over {_names(theirs)}",
         {then.name: f"{then.shape}  {then.layout_text}"},
-        f"{reason}: all of it is moved between the two in each step",
+        f"{reason}: activations between the two are resharded in every step",
         fix,
     )
 
@@ -188,7 +188,7 @@ def _through_a_head(w: Weight, axis: int, heads: int, size: int) -> Problem:
         w,
         f"its sharding over {_names(dims)} splits its heads",
         {"heads": f"{heads} of size {size}, in {shards} shards"},
-        "attention is computed head by head, and no device has all of one: its parts are moved in each step",
+        "attention is computed per head, and no device holds a whole head: activations are resharded in every step",
         f"shard by heads, over dims whose sizes divide {heads}, or leave the axis unsharded",
     )
 
@@ -219,7 +219,7 @@ def _replicated_tables(linted: Linted) -> Iterator[Problem]:
                 ("bytes", f"{a.shard_bytes:,} of the {held:,} that a device holds in weights"),
                 ("beside it", f"{len(sharded)} of the {len(rest)} other weights are sharded"),
             ),
-            f"{saved:,} of these bytes need not be there, and as many of its gradient and of each slot",
+            f"{saved:,} bytes per device would be saved, and as many for its gradient and for each optimizer slot",
             f"shard it: {proposed}",
         )
 
@@ -286,8 +286,8 @@ def _unused_dims(linted: Linted) -> Iterator[Problem]:
             dim.name,
             f"{dim.name}: nothing is sharded over this dim of the mesh",
             (("mesh", str(mesh)),),
-            f"groups of {dim.size} devices hold the same, and compute the same: "
-            f"{mesh.size // dim.size} of the {math.prod(mesh.shape)} devices would do",
+            f"groups of {dim.size} devices store and compute the same: "
+            f"{mesh.size // dim.size} of the {math.prod(mesh.shape)} devices would be enough",
             fix,
         )
 
