@@ -634,8 +634,10 @@ def ground(browser):
 
 @functools.cache
 def costly():
-    """A plan with a cost whose causes have names as long as those of keras-hub."""
-    cause = "llama3_backbone.transformer_layer_0.self_attention_layer.output_dense"
+    """A plan with a cost whose causes have names longer than a line."""
+    cause = (
+        "backbone.transformer_layer_0.decoder_block.self_attention_layer.grouped_query_attention.output_dense"
+    )
     found = [
         Collective(kind, ("data",), 32, 2**28, cause, phase)
         for kind in ("all_reduce", "reduce_scatter")

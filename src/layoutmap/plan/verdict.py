@@ -1,4 +1,7 @@
-"""The verdict on a plan: one answer, worked out here alone, for the page, the terminal, JSON and the exit code."""
+"""The verdict on a plan: one answer, worked out here alone, for the page, the terminal, JSON and the exit code.
+
+What it goes by is in the plan: see docs/decisions/0120.
+"""
 
 from __future__ import annotations
 
