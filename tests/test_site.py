@@ -50,7 +50,7 @@ def sources(site):
         page = site / (
             place.parent / "index.html" if place.name == "README.md" else place.with_suffix(".html")
         )
-        if page.exists():
+        if page.exists() and source != docs / "README.md":  # in its place the site has index.md
             yield source.read_text(encoding="utf-8"), page
 
 
