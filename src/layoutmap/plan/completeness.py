@@ -1,7 +1,8 @@
 """Whether a plan has all variables that there will be, and what says that it has not.
 
 A layer makes its weights when it is first called. A plan without them is no evidence: nothing of it does not fit, and
-nothing of it moves. So what a plan lacks is a problem of its own kind, which files of plans keep as well. See docs/decisions/0120.
+nothing of it moves. So what a plan lacks is a problem of its own kind, which files of plans keep as well: see
+docs/decisions/0120.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def problem_of_unbuilt(model: str, layers: Sequence[str], *, called: bool) -> Pr
     else:
         why = "a model makes its weights at its first call, and nothing has called it"
         fix = "pass inputs=: an example batch, or keras.Input(...); a lazy layer of torch needs its sizes instead"
-    return Problem(NOT_BUILT, "warning", model, f"{model}: {what}" if model else what, why=why, fix=fix)
+    return Problem("not built", "warning", model, f"{model}: {what}" if model else what, why=why, fix=fix)
 
 
 def what_is_missing(plan: PlanTable) -> Problem | None:
