@@ -166,6 +166,22 @@ def test_a_block_that_does_not_run_says_why(page: Path):
     assert [] == odd
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command", re.findall(r"^layoutmap plan keras_hub:(?:.*\\\n)*.*", PAGES[0].read_text(), re.M)
+)
+def test_published_models_of_the_readme_fit_as_they_are_copied(command: str, tmp_path: Path):
+    """Exit code 0, and the verdict says so."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "KERAS_BACKEND": "jax"}
+    run = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+
+    assert 0 == run.returncode, run.stderr
+    assert run.stdout.startswith("Verdict: fits: ")
+
+
 def test_each_task_takes_fewer_lines_than_with_the_frameworks_own_tools():
     """The tables of the page and of the README have the lines of code of each pair, in order, and ours are fewer."""
     page = (frameworks.ROOT / "docs" / "side-by-side.md").read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ _EXAMPLES = r"""examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json --html plan.html
   layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch --dtype bfloat16 --optimizer adamw
   layoutmap plan keras_hub:llama3_8b --mesh data=8,model=8 --fsdp-dim data --dtype bfloat16 --optimizer adamw \
-      --inputs "token_ids=int32[64,4096]" "padding_mask=int32[64,4096]" --on h100:64     what a step costs
+      --inputs "token_ids=int32[64,4096]" "padding_mask=int32[64,4096]" --on h100:64 --remat blocks     a step's cost
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
