@@ -188,7 +188,14 @@ def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
     assert (
         """
 Verdict: does not fit: 608 B of 512 B per device, before activations
-  because of  weights 304 B, gradients 304 B
+  because of  128 B  weights up.kernel float32[8, 4]
+              128 B  gradients up.kernel float32[8, 4]
+              128 B  weights down.kernel float32[4, 8]
+              128 B  gradients down.kernel float32[4, 8]
+               32 B  weights down.bias float32[8]
+               32 B  gradients down.bias float32[8]
+               16 B  weights up.bias float32[4]
+               16 B  gradients up.bias float32[4]
   try         shard axis 0 of down.bias over model: saves 24 B per device
 """.lstrip()
         == out[: out.index("\n\n") + 1]

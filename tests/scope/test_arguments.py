@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import jax
 import keras
 import pytest
 
@@ -86,9 +85,8 @@ apply: make_model is a function, not a model
 
 
 def test_the_mesh_of_another_library():
-    """The fix is the mesh of the same dims: JAX, Keras and torch say theirs in three ways."""
+    """JAX's is taken (see tests/core/test_meshes_of_others.py); of others the fix is the mesh of the same dims."""
     meshes = {
-        "jax": jax.make_mesh((2, 4), ("rows", "columns")),
         "keras": keras.distribution.DeviceMesh(
             (2, 4), ["rows", "columns"], keras.distribution.list_devices()
         ),
@@ -102,7 +100,7 @@ def test_the_mesh_of_another_library():
 
     said = 'pass a Mesh, as lm.create_mesh("{}") makes one, or that text'
     same, example = said.format("rows=2,columns=4"), said.format("batch=2,model=4")
-    assert {"jax": same, "keras": same, "torch": same, "another": example} == fixes
+    assert {"keras": same, "torch": same, "another": example} == fixes
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     arguments = ("searched:make", "--inputs", "float32[32,64]", "--library", "keras")
     assert 0 == main(["search", *arguments, "--on", "h100:4", "--tries", "6", "--write", "rules.yaml"])
     out = capsys.readouterr().out
-    assert "Found: " in out
+    assert "Best: " in out
     assert (tmp_path / "rules.yaml").read_text() in out
     assert 0 == main(["plan", *arguments, "--rules", "rules.yaml", "--strict"])
     assert 2 == main(["search", *arguments, "--on", "h100:4", "--memory", "1KiB", "--tries", "6"])

@@ -13,6 +13,7 @@ from layoutmap.core.mesh import Mesh
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 Phase = Literal["forward", "backward", "optimizer", ""]
+HeldKind = Literal["gathered weights", "gradients", "activations", "batch", "optimizer's update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,25 @@ class Collective:
         return self.calls * one * (2 if self.kind == "all_reduce" else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Tensors of one kind and shape that a device holds at the peak of a step, beside what the step is given.
+
+    Args:
+        kind: What they are.
+        path: The weight or the layer that they are of, with `*` for the number of repeated blocks; empty: not known.
+        shape: The shape of one of them on a device.
+        dtype: Its element type.
+        num_bytes: Bytes of all of them.
+    """
+
+    kind: HeldKind
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class StepCost:
     """What one training step does on each device.
@@ -64,6 +84,7 @@ class StepCost:
         peak_bytes: What the device holds at most at one time, arguments included, where memory is plenty.
         notes: What the figures assume, in sentences.
         least_peak_bytes: The same where memory is short, and XLA makes each gradient as soon as it can; 0: not known.
+        held: What it holds at the peak beside what the step is given, the largest first; empty: not known.
     """
 
     mesh: Mesh
@@ -74,6 +95,7 @@ class StepCost:
     peak_bytes: int
     notes: tuple[str, ...] = field(default=())
     least_peak_bytes: int = field(default=0, compare=False)
+    held: tuple[Held, ...] = ()
 
     def on(self, memory_bytes: int) -> StepCost:
         """Return what it does on a device with so much memory."""

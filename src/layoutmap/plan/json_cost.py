@@ -19,7 +19,7 @@ from typing import Any, get_args
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Device, Machine, Network
-from layoutmap.cost.table import Collective, CollectiveKind, Phase, StepCost
+from layoutmap.cost.table import Collective, CollectiveKind, Held, HeldKind, Phase, StepCost
 from layoutmap.plan.json_fields import (
     Fields,
     Read,
@@ -38,6 +38,7 @@ from layoutmap.plan.json_fields import (
 _COUNTS = ("traffic_bytes", "argument_bytes", "peak_bytes")
 _kind: Read[CollectiveKind] = one_of(*get_args(CollectiveKind))
 _phase: Read[Phase] = one_of(*get_args(Phase))
+_held_kind: Read[HeldKind] = one_of(*get_args(HeldKind))
 _texts = list_of(a_text)
 
 
@@ -49,6 +50,8 @@ def cost_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
         written["batch_dim"] = cost.batch_dim
     if step.notes:
         written["notes"] = step.notes
+    if step.held:
+        written["held"] = [dataclasses.astuple(each) for each in step.held]
     device = {f.name: getattr(machine.device, f.name) for f in dataclasses.fields(Device)}
     device |= {name: dataclasses.asdict(device[name]) for name in ("fast", "slow")}
     written["machine"] = {"devices": machine.num_devices, **device, "flops": dict(machine.device.flops)}
@@ -65,7 +68,10 @@ def read_cost(top: Fields, mesh: Mesh) -> tuple[StepCost, Machine, str | None]:
     fields = top("cost", Fields)
     flops = fields("flops", _numbers(a_number))
     traffic, arguments, peak = (fields(name, a_number) for name in _COUNTS)
-    step = StepCost(mesh, collectives, flops, traffic, arguments, peak, fields("notes", _texts, ()))
+    held = fields("held", list_of(_read_held), ())
+    step = StepCost(
+        mesh, collectives, flops, traffic, arguments, peak, fields("notes", _texts, ()), held=held
+    )
     machine = fields("machine", _read_machine)
     batch_dim = fields("batch_dim", or_null(a_text), None)
     if batch_dim is not None:
@@ -79,6 +85,10 @@ def _read_collective(item: Any, place: str, mesh: Mesh) -> Collective:
     for dim in row[1]:
         _check_dim(dim, place, mesh)
     return Collective(*row)
+
+
+def _read_held(item: Any, place: str) -> Held:
+    return Held(*a_row(_held_kind, a_text, list_of(a_number), a_text, a_number, least=5)(item, place))
 
 
 def _check_dim(dim: str, place: str, mesh: Mesh) -> None:

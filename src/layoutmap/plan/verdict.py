@@ -5,17 +5,21 @@ What it goes by is in the plan: see docs/decisions/0120.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from layoutmap.core.errors import aligned, counted
 from layoutmap.core.escaping import escaped
+from layoutmap.core.paths import starred
 from layoutmap.core.text_table import size
+from layoutmap.core.variables import Kind
 from layoutmap.plan.completeness import NOT_BUILT, what_is_missing
 from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.table import PlanTable
 
 _MOST_ADVICE = 3
+_MOST_CAUSES = 10
 _LEAST_SHARE = 0.01  # of what is needed: what saves less changes nothing
 
 
@@ -24,15 +28,24 @@ class Cause:
     """What takes memory of a device at the moment that decides.
 
     Args:
-        what: What it is, as in `"weights"`.
-        num_bytes: Bytes that each device holds of it.
+        what: What it is, as in `"weights"` or `"gathered weights"`.
+        path: The weight or the layer that it is of, with `*` for the number of repeated blocks; empty: of several.
+        shape: Type and shape of one of its tensors on a device, as in `"bfloat16[512, 128]"`.
+        num_bytes: Bytes that each device holds of it, of all repeated blocks.
     """
 
     what: str
+    path: str
+    shape: str
     num_bytes: int
 
+    @property
+    def text(self) -> str:
+        """It without its bytes."""
+        return " ".join(filter(None, (self.what, escaped(self.path), self.shape)))
+
     def __str__(self) -> str:
-        return f"{self.what} {size(self.num_bytes)}"
+        return f"{self.text}  {size(self.num_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +138,15 @@ class Verdict:
     def __str__(self) -> str:
         if self.fits is not False:
             return f"Verdict: {self.headline}"
-        rows = [("because of", ", ".join(map(str, self.because))), ("try", "\n".join(map(str, self.advice)))]
+        rows = [("because of", "\n".join(text_rows(self.because))), ("try", "\n".join(map(str, self.advice)))]
         return aligned(f"Verdict: {self.headline}", [row for row in rows if row[1]])
+
+
+def text_rows(causes: Sequence[Cause]) -> list[str]:
+    """Causes in lines, their bytes in a column before them."""
+    sizes = [size(cause.num_bytes) for cause in causes]
+    width = max(map(len, sizes), default=0)
+    return [f"{num_bytes:>{width}}  {cause.text}" for num_bytes, cause in zip(sizes, causes, strict=True)]
 
 
 def verdict_of(plan: PlanTable) -> Verdict:
@@ -145,20 +165,46 @@ def verdict_of(plan: PlanTable) -> Verdict:
         needed,
         there,
         "at the peak of a step" if cost else "before activations",
-        _causes(memory, cost and cost.step.peak_bytes),
+        _causes(plan, needed),
         _advice(memory, needed) if fits is False else (),
     )
 
 
-def _causes(memory: Memory, peak: int | None) -> tuple[Cause, ...]:
-    """What a device holds, at the peak of a step if that was counted: gradients come and go until then."""
-    held = {"weights": memory.weights, "optimizer slots": memory.slots, "other state": memory.state}
-    if peak is None:
-        held["gradients"] = memory.gradients
-    else:
-        held["activations, gradients, the batch and gathered weights"] = peak - sum(held.values())
-    causes = [Cause(what, num_bytes) for what, num_bytes in held.items() if num_bytes > 0]
-    return tuple(sorted(causes, key=lambda cause: -cause.num_bytes))
+def _causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
+    """What a device holds: the tensors that take most, those of one kind in repeated blocks as one, and the rest."""
+    held = plan.cost.step.held if plan.cost else ()
+    found: dict[tuple[str, str, str], int] = {}
+    for kind, path, shape, num_bytes in [
+        *_given(plan),
+        *((h.kind, h.path, f"{h.dtype}{list(h.shape)}", h.num_bytes) for h in held),
+    ]:
+        found[kind, path, shape] = found.get((kind, path, shape), 0) + num_bytes
+    causes = [
+        Cause(kind, path, shape, num_bytes) for (kind, path, shape), num_bytes in found.items() if num_bytes
+    ]
+    causes.sort(key=lambda cause: -cause.num_bytes)
+    rest = peak - sum(cause.num_bytes for cause in causes[:_MOST_CAUSES])
+    name = (
+        "all else" if held or plan.cost is None else "activations, gradients, the batch and gathered weights"
+    )
+    others = [Cause(name, "", "", rest)] if rest > 0 and causes else []
+    return (*causes[:_MOST_CAUSES], *others)
+
+
+def _given(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
+    """The variables, and without a counted step their gradients: kind, path, shape on a device, bytes."""
+    for a in plan.assignments:
+        v = a.variable
+        if not a.fits:
+            continue
+        kind = "optimizer slots" if v.kind is Kind.SLOT else "weights" if v.is_trained else "state"
+        path, shape = (
+            starred(v.parent or v.path if v.kind is Kind.SLOT else v.path),
+            f"{v.dtype}{list(a.shard_shape)}",
+        )
+        yield kind, path, shape, a.shard_bytes
+        if v.is_trained and plan.cost is None:
+            yield "gradients", path, shape, a.shard_bytes
 
 
 def _advice(memory: Memory, needed: int) -> tuple[Advice, ...]:

@@ -116,7 +116,7 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
     counter = step_counter(dry.adapter.engine_name)
     lowered = counter(step, asked.remat) if asked.remat else counter(step)
     placed = [layouts[v.key] for v in step.variables]
-    counted = lowered.count(placed, policy)
+    counted = lowered.count(placed, policy, with_held=True)
     over = (
         f"sharded over {batch_dim}" if batch_dim else "replicated, since no mesh dim is known to shard them"
     )

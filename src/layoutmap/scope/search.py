@@ -117,7 +117,7 @@ class SearchResult:
     def _repr_html_(self) -> str:
         from html import escape
 
-        table = html_table(f"Found: {self.verdict}; {self._line}", HEAD, self.rows)
+        table = html_table(f"Best: {self.verdict}; {self._line}", HEAD, self.rows)
         return f"<pre>{escape(self.to_yaml())}</pre>{table}"
 
 

@@ -74,12 +74,15 @@ class LoweredStep:
     def __init__(self, step: TrainingStep):
         self._step = step
 
-    def count(self, assignments: Sequence[Assignment], policy: LayoutPolicy) -> StepCost:
+    def count(
+        self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_held: bool = False
+    ) -> StepCost:
         """Count what the step does in given layouts.
 
         Args:
             assignments: Each variable of the step and its layout, in their order.
             policy: The layouts of batches and of what layers return.
+            with_held: Nothing: what is held at the peak is counted on JAX only.
 
         Raises:
             ScopeError: The module fails when it is called with such inputs; or this process has a process group.

@@ -40,7 +40,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "needed": verdict.needed_bytes,
         "available": verdict.available_bytes,
         "moment": verdict.moment,
-        "because": [[cause.what, cause.num_bytes] for cause in verdict.because],
+        "because": [[cause.text, cause.num_bytes] for cause in verdict.because],
         "advice": list(map(str, verdict.advice)),
     }
 

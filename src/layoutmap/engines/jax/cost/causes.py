@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from layoutmap.core.paths import starred
+from layoutmap.cost.table import HeldKind
 from layoutmap.engines.jax.cost.graph import Block, Op, Value
 from layoutmap.engines.jax.cost.rewrites import MOVES
 
@@ -25,10 +27,13 @@ class Causes:
 
     Args:
         block: The step.
-        names: The path of each of its arguments.
+        names: The path of each of its arguments: weights, then the batch.
+        num_weights: How many of them are weights.
     """
 
-    def __init__(self, block: Block, names: Sequence[str]):
+    def __init__(self, block: Block, names: Sequence[str], num_weights: int):
+        self._batch = {*names[num_weights:]}
+        self._described: dict[int, tuple[HeldKind, str, tuple[int, ...], str]] = {}
         self._names = {id(value): name for value, name in zip(block.arguments, names, strict=True)}
         self._given: dict[int, Value] = {}
         self._returned: dict[tuple[int, int], Value] = {}
@@ -45,6 +50,22 @@ class Causes:
         if op.name in ("all_reduce", "reduce_scatter"):
             return self._weight_of_gradient(op.results[0]) or op.where
         return self._argument_behind(op.operands[0]) or op.where
+
+    def describe(self, value: Value) -> tuple[HeldKind, str, tuple[int, ...], str]:
+        """Return what a value is that is held: its kind, its weight or layer, its shape and its element type."""
+        if id(value) not in self._described:
+            self._described[id(value)] = (*self._kind(value), value.shape, value.dtype)
+        return self._described[id(value)]
+
+    def _kind(self, value: Value) -> tuple[HeldKind, str]:
+        if name := self._argument_behind(value):
+            return "batch" if name in self._batch else "gathered weights", starred(name)
+        maker = value.maker
+        if maker is None:
+            return "activations", ""
+        if maker.is_backward and (name := self._weight_of_gradient(value)):
+            return "gradients", starred(name)
+        return "optimizer's update" if maker.is_update else "activations", starred(maker.where)
 
     def _argument_behind(self, value: Value) -> str:
         for _ in range(_STEPS):

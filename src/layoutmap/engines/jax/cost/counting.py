@@ -23,12 +23,14 @@ class Counts:
         flops: Operations of matrix products by element type.
         traffic: Bytes that are read and written.
         peaks: The most bytes beside the arguments, by the order of `memory_of`, the layer that computes, and the phase.
+        held: What these bytes are: the same keys, and what `Causes.describe` says; empty if nobody asked.
     """
 
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
     flops: Mapping[str, int] = field(default_factory=dict[str, int])
     traffic: int = 0
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
+    held: Mapping[Any, int] = field(default_factory=dict[Any, int])
 
     def __sub__(self, other: Counts) -> Counts:
         return self.plus(other, -1)
@@ -40,6 +42,7 @@ class Counts:
             _sum(self.flops, other.flops, times),
             self.traffic + other.traffic * times,
             _sum(self.peaks, other.peaks, times),
+            _sum(self.held, other.held, times),
         )
 
 
@@ -47,15 +50,18 @@ def _sum(first: Mapping[Any, int], second: Mapping[Any, int], times: int) -> dic
     return {key: first.get(key, 0) + second.get(key, 0) * times for key in {**first, **second}}
 
 
-def count(block: Block, names: Sequence[str], donated: Mapping[int, int]) -> Counts:
+def count(
+    block: Block, names: Sequence[str], donated: Mapping[int, int], *, with_held: bool = False
+) -> Counts:
     """Count what the operations of a step do.
 
     Args:
         block: The step, partitioned.
         names: The path of each argument.
         donated: For each result that takes the place of an argument, the number of that.
+        with_held: Whether to say what is held at the peaks.
     """
-    causes = Causes(block, names)
+    causes = Causes(block, names, len(donated))
     collectives, flops = Counter[Collective](), Counter[str]()
 
     def look(inner: Block, times: int) -> None:
@@ -70,9 +76,15 @@ def count(block: Block, names: Sequence[str], donated: Mapping[int, int]) -> Cou
                 look(block, times * op.trips)
 
     look(block, 1)
-    memories = memory_of(block, donated)
+    memories = memory_of(block, donated, causes.describe if with_held else None)
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
-    return Counts(collectives, flops, memories[0].traffic, peaks)
+    held = {
+        (n, *key, (*what[:3], _type_name(what[3]))): num_bytes
+        for n, memory in enumerate(memories)
+        for key, found in memory.held.items()
+        for what, num_bytes in found.items()
+    }
+    return Counts(collectives, flops, memories[0].traffic, peaks, held)
 
 
 def _phase(op: Op) -> Phase:

@@ -22,7 +22,7 @@ from layoutmap.core.paths import repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.cost.table import Collective, StepCost
+from layoutmap.cost.table import Collective, Held, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax.corrections import lowered_without_devices
 from layoutmap.engines.jax.cost import shardy
@@ -55,19 +55,22 @@ class LoweredStep:
         self._modules: dict[frozenset[str], _Lowered] = {}
         self._loose: set[int] = set()  # stacks whose blocks cannot be left out
 
-    def count(self, assignments: Sequence[Assignment], policy: LayoutPolicy) -> StepCost:
+    def count(
+        self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_held: bool = False
+    ) -> StepCost:
         """Count what the step does in given layouts.
 
         Args:
             assignments: Each variable of the step and its layout, in their order.
             policy: The layouts of batches and of what layers return.
+            with_held: Whether to say what is held at the peak.
 
         Raises:
             LayoutError: A rule for activations does not fit what a layer returns.
             ScopeError: The model fails while it is traced.
         """
         layouts = {a.variable.key: a.layout for a in assignments}
-        counts = self._counts(layouts, policy)
+        counts = self._counts(layouts, policy, with_held)
         batch = [
             Assignment(VariableSpec(each.name, each.shape, each.dtype), policy.batch_layout(each.shape))
             for each in self._step.batch
@@ -90,6 +93,7 @@ class LoweredStep:
             arguments + peaks[0],
             self._notes,
             arguments + min(peaks),
+            _held_at_the_peak(counts),
         )
 
     @property
@@ -106,24 +110,24 @@ class LoweredStep:
         parts += sorted(str(module.module) for module in self._modules.values())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
-    def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Counts:
+    def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy, with_held: bool) -> Counts:
         tied = self._tied(layouts, policy)
         try:
-            low = self._count(tied, dict.fromkeys(tied, _KEPT), layouts, policy)
+            low = self._count(tied, dict.fromkeys(tied, _KEPT), layouts, policy, with_held)
             if self._tied(layouts, policy) != tied:  # the layers inside of blocks are known only now
-                return self._counts(layouts, policy)
+                return self._counts(layouts, policy, with_held)
             total = low
             for size in sorted({len(self._step.blocks[number]) for number in tied}):
                 same = {number for number in tied if len(self._step.blocks[number]) == size}
                 high = self._count(
-                    tied, {number: _KEPT + (number in same) for number in tied}, layouts, policy
+                    tied, {number: _KEPT + (number in same) for number in tied}, layouts, policy, with_held
                 )
                 total = total.plus(high - low, size - _KEPT)
         except _NotTied as error:
             self._loose.add(error.stack)
-            return self._counts(layouts, policy)
+            return self._counts(layouts, policy, with_held)
         peaks = {key: total.peaks[key] for key in low.peaks}
-        return Counts(total.collectives, total.flops, total.traffic, peaks)
+        return Counts(total.collectives, total.flops, total.traffic, peaks, total.held)
 
     def _tied(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
         """The stacks whose blocks have equal layouts, and so cost the same."""
@@ -157,6 +161,7 @@ class LoweredStep:
         kept: Mapping[int, int],
         layouts: Mapping[Key, Layout],
         policy: LayoutPolicy,
+        with_held: bool,
     ) -> Counts:
         skipped = {
             path: self._step.blocks[n][0] for n in tied for path in _left_out(self._step.blocks[n], kept[n])
@@ -165,7 +170,8 @@ class LoweredStep:
         block = read(shardy.partition(self._placed(lowered, layouts, policy)), policy.mesh)
         rewrite(block, policy.mesh)
         names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
-        return count(block, names, {number: number for number in range(len(lowered.variables))})
+        donated = {number: number for number in range(len(lowered.variables))}
+        return count(block, names, donated, with_held=with_held)
 
     def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
         given = [layouts[variable.key] for variable in lowered.variables]
@@ -218,6 +224,20 @@ class LoweredStep:
             except _Unequal as error:
                 raise _NotTied(next(n for n, s in enumerate(self._step.blocks) if error.path in s)) from None
         return self._modules[key]
+
+
+def _held_at_the_peak(counts: Counts) -> tuple[Held, ...]:
+    """What is held at the peak where memory is short, which is where somebody asks."""
+    of_orders: dict[int, Any] = {}
+    for key, peak in counts.peaks.items():
+        if peak > counts.peaks.get(of_orders.get(key[0]), -1):
+            of_orders[key[0]] = key
+    if not counts.held or not of_orders:
+        return ()
+    highest = min(of_orders.values(), key=lambda key: counts.peaks[key])
+    at_the_peak = {key[-1]: num_bytes for key, num_bytes in counts.held.items() if key[:-1] == highest}
+    found = [Held(*what, num_bytes=num_bytes) for what, num_bytes in at_the_peak.items()]
+    return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
 
 
 _NOTE = "activations inside of layers are computed again in the backward pass, whatever the model's code says"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from layoutmap.engines.jax.cost.graph import Block, Op, Value
 
@@ -62,15 +64,25 @@ class Memory:
         block: The block.
         kept: Values that are somewhere already, and are not counted.
         ops: Its operations in another order.
+        describe: What is said of a value that is held at a peak; `None`: `held` is empty.
     """
 
-    def __init__(self, block: Block, kept: frozenset[int] = frozenset(), ops: Sequence[Op] = ()):
+    def __init__(
+        self,
+        block: Block,
+        kept: frozenset[int] = frozenset(),
+        ops: Sequence[Op] = (),
+        describe: Callable[[Value], Any] | None = None,
+    ):
         self._ops = ops or block.ops
+        self._describe = describe
         self._kept = kept | {id(each) for each in block.arguments}
         self._roots: dict[int, tuple[Value, ...]] = {}
         self.inner: dict[int, int] = {}
         self.traffic = 0
         self.peaks: dict[tuple[str, str], int] = {}
+        self.held: dict[tuple[str, str], Counter[Any]] = {}
+        self._held_inside: dict[int, Counter[Any]] = {}
         self.peak = self._run()
 
     def roots(self, value: Value) -> tuple[Value, ...]:
@@ -96,18 +108,31 @@ class Memory:
         for value_id, number in last.items():
             ends.setdefault(number, []).append(value_id)
         sizes: dict[int, int] = {}
+        values: dict[int, Value] = {}
         now = peak = 0
         for number, op in enumerate(ops):
             for value in made[number]:
                 sizes[id(value)] = value.num_bytes
+                values[id(value)] = value
                 now += value.num_bytes
             here = now + self._peak_inside(op)
             peak = max(peak, here)
             key = (op.where, "update" if op.is_update else "backward" if op.is_backward else "forward")
+            if self._describe is not None and here > self.peaks.get(key, -1):
+                self.held[key] = self._held((values[each] for each in sizes), op)
             self.peaks[key] = max(self.peaks.get(key, 0), here)
             for value_id in ends.get(number, ()):
                 now -= sizes.pop(value_id, 0)
         return peak
+
+    def _held(self, values: Iterable[Value], op: Op) -> Counter[Any]:
+        """Bytes of what is held now, by what is said of it; of a loop or a branch, with what is held inside."""
+        assert self._describe is not None
+        found = Counter[Any]()
+        for value in values:
+            found[self._describe(value)] += value.num_bytes
+        inside = max(op.blocks, key=lambda each: self.inner.get(id(each), 0), default=None)
+        return found + self._held_inside[id(inside)] if inside is not None else found
 
     def _sources(self, op: Op) -> list[Value]:
         return list({id(root): root for value in op.operands for root in self.roots(value)}.values())
@@ -137,8 +162,10 @@ class Memory:
         found = 0
         for inner in op.blocks:
             if id(inner) not in self.inner:
-                memory = Memory(inner)
+                memory = Memory(inner, describe=self._describe)
                 self.inner[id(inner)] = memory.peak
+                highest = max(memory.peaks, key=lambda key: memory.peaks[key], default=None)
+                self._held_inside[id(inner)] = memory.held.get(highest, Counter()) if highest else Counter()
                 self.traffic += memory.traffic * op.trips
             found = max(found, self.inner[id(inner)])
         return found
@@ -163,12 +190,15 @@ def _is_kept(op: Op) -> bool:
 COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute"))
 
 
-def memory_of(block: Block, donated: Mapping[int, int]) -> tuple[Memory, Memory]:
+def memory_of(
+    block: Block, donated: Mapping[int, int], describe: Callable[[Value], Any] | None = None
+) -> tuple[Memory, Memory]:
     """Return the memory of a step, without that of its arguments: with gradients last, and in the program's order.
 
     Args:
         block: The step.
         donated: For each result that takes the place of an argument, the number of that.
+        describe: See `Memory`.
     """
     kept = frozenset(id(block.returned[number]) for number in donated)
-    return Memory(block, kept, gradients_last(block.ops)), Memory(block, kept)
+    return Memory(block, kept, gradients_last(block.ops), describe), Memory(block, kept, (), describe)

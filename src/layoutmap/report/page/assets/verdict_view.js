@@ -4,7 +4,7 @@ function verdictView(holder, panel) {
   const { verdict } = data;
   panel.hidden = false;
   panel.classList.add(verdict.mood);
-  const parts = verdict.because.map(([what, bytes]) => `${what} ${sizeText(bytes)}`).join(", ");
+  const parts = verdict.because.map(([what, bytes]) => `${sizeText(bytes)}  ${what}`).join("\n");
   const facts = [["because of", parts], ["try", verdict.advice.join("\n")]].filter(([, text]) => text && verdict.fits === false);
   holder.append(
     make("p", { id: "headline" }, verdict.says),
