@@ -57,6 +57,22 @@ def test_a_plan_has_the_cost_of_a_step():
     assert "all-gather of 128.0 KiB over data" in plan.explain("up.kernel")
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_what_is_held_at_the_peak_is_all_of_it(blocks):
+    """Beside what the step is given; also where equal blocks are counted once. The verdict names the largest."""
+
+    def deep():
+        inner = [keras.layers.Dense(256, use_bias=False, name=f"block_{n}") for n in range(blocks)]
+        return keras.Sequential([keras.Input((256,)), *inner])
+
+    plan = lm.plan(deep, layout_map({}), inputs=INPUTS, library="keras", on="h100:64")
+    step = plan.cost.step
+
+    assert step.least_peak_bytes - step.argument_bytes == sum(each.num_bytes for each in step.held)
+    assert {"activations", "gradients"} <= {each.kind for each in step.held}
+    assert plan.verdict.needed_bytes >= sum(cause.num_bytes for cause in plan.verdict.because)
+
+
 class Module(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(256, 1024, use_bias=False, rngs=rngs)
