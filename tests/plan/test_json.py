@@ -210,7 +210,7 @@ STRICT = {
     "use": (variable(use=["in.0"]), "variables[0].use does not fit the shape"),
     "head size": (
         variable(use=["", ""], head_size="8"),
-        "variables[0].head_size is no whole number above 0",
+        "variables[0].head_size is no whole number of 0 or more",
     ),
     "head size of nothing": (variable(head_size=8), "variables[0]: 'head_size' is not known"),
     "rule": (variable(rule=["1", "d"]), "variables[0].rule[0] is no whole number of 0 or more"),
