@@ -7,7 +7,6 @@ and prints what fails as programs:
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of maps and models that nob
 
 def tried(seed):
     """What became of a case, and why: `held`, `refused` by the plan, `no numbers` on one device, or `wrong`."""
-    case = dataclasses.replace(models.draw(seed), optimizer=models.SGD)
+    case = models.draw(seed).with_sgd
     plan = case.plan()
     if plan.errors:
         return "refused", str(plan.errors[0])
@@ -161,7 +160,7 @@ def main():
             if what != "held":
                 print(f"\n{what}: seed {seed}: {why}")
             if what == "wrong":
-                print(dataclasses.replace(models.draw(seed), optimizer=models.SGD))
+                print(models.draw(seed).with_sgd)
             seeds = range(seed + 1, seeds.stop)
         print(
             f"{counts.total()} of {asked.count} in {time.perf_counter() - begun:.0f} s: {dict(counts)}",

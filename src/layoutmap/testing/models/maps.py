@@ -11,8 +11,8 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.describing import Shape
 
+Shape = tuple[int, ...]
 Specs = tuple[str | tuple[str, ...] | None, ...]
 
 _MESHES = {  # of 8 devices, and how often each is drawn

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.describing import Layer, Shape
+from layoutmap.testing.models.keras.describing import Layer, Shape
 
 Options = dict[str, Any]
 Maker = Callable[[Choices, Shape], tuple[Options, Shape]]

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
-Shape = tuple[int, ...]
+from layoutmap.testing.models.maps import Shape
+
+SGD = "keras.optimizers.SGD(0.05, momentum=0.9)"
 
 CUSTOM = {
     "Scale": """\
@@ -131,6 +133,20 @@ class Model:
         lora: The layer that gets LoRA factors once the model is built; empty: none.
     """
 
+    library: ClassVar[str] = "keras"
+    imports: ClassVar[str] = "import keras\nimport numpy as np\n\nL = keras.layers\n"
+    optimizers: ClassVar[Mapping[str, int]] = {
+        SGD: 6,
+        "keras.optimizers.SGD(0.05)": 1,
+        "keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=1.0)": 1,
+        "keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, weight_decay=0.01)": 1,
+        "keras.optimizers.Adam(0.001)": 2,
+        "keras.optimizers.AdamW(0.001, global_clipnorm=1.0)": 1,
+        "keras.optimizers.RMSprop(0.001)": 1,
+        "keras.optimizers.Adafactor(0.001)": 1,
+        "keras.optimizers.Lion(0.001)": 1,
+    }
+
     style: str
     inputs: tuple[Value, ...]
     layers: tuple[Layer, ...]
@@ -148,6 +164,23 @@ class Model:
     def is_subclassed(self) -> bool:
         """Whether it is an instance of a class of its own, which has no weights before it is called."""
         return self.style in ("subclassed", "listed")
+
+    @property
+    def planned_with(self) -> str:
+        """The expression of its inputs, where it makes weights at its first call."""
+        return one_or_list([each.input_source for each in self.inputs]) if self.is_subclassed else ""
+
+    @property
+    def layer_outputs(self) -> Mapping[str, Shape]:
+        """The shapes of outputs of layers that are called once and have names of their own, by the layers' paths."""
+        called = Counter(call.layer for call in self.calls) if self.named else {}
+        return {self.path(call.layer): call.shape for call in self.calls if called.get(call.layer) == 1}
+
+    def data(self, rows: int) -> str:
+        """The expression of a batch, drawn from `rng`."""
+        return ", ".join(
+            one_or_list([each.data(rows) for each in values]) for values in (self.inputs, self.outputs)
+        )
 
     def path(self, layer: str) -> str:
         """The path of a layer of a model whose layers are named."""
