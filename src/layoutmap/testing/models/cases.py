@@ -116,13 +116,23 @@ class Case:
         """The batch of the program: inputs and targets."""
         return self._defined["batch"]
 
+    @property
+    def inputs(self) -> Any:
+        """The inputs that a plan needs to know all variables; `None`: it needs none."""
+        return _run(self.model, f"inputs = {self.model.planned_with or None}")["inputs"]
+
     def plan(self, layout_map: LayoutMap | None = None) -> Plan:
         """The plan, of all variables that training makes.
 
         Args:
             layout_map: Rules; `None`: those of the case.
         """
-        return _plan(self.model, self.make_model, layout_map or self.layout_map)
+        return plan(
+            self.make_model,
+            self.layout_map if layout_map is None else layout_map,
+            inputs=self.inputs,
+            library=self.library,
+        )
 
     @cached_property
     def source(self) -> str:
@@ -140,8 +150,8 @@ class Case:
 def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn]) -> Case:
     """A model, a map of its variables, an optimizer and a batch."""
     model = draw_model(choices)
-    make_model = _run(model, model.source(next(iter(model.optimizers))))["make_model"]
-    found = _plan(model, make_model, LayoutMap("batch=8", rest="replicated"))
+    unmapped = Case(model, Map("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
+    found = unmapped.plan()
     variables = {
         v.path: v.shape
         for v in (assignment.variable for assignment in found.assignments)
@@ -149,11 +159,6 @@ def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn]) -> Case:
     }
     drawn = draw_map(choices, variables, model.layer_outputs)
     return Case(model, drawn, choices.weighted(model.optimizers), choices.weighted(_ROWS))
-
-
-def _plan(model: Drawn, make_model: Callable[[], Any], layout_map: LayoutMap) -> Plan:
-    inputs = _run(model, f"inputs = {model.planned_with or None}")["inputs"]
-    return plan(make_model, layout_map, inputs=inputs, library=model.library)
 
 
 def _run(model: Drawn, source: str) -> dict[str, Any]:
