@@ -29,7 +29,8 @@ NUM_DEVICES = 8
 pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else []
 
 # The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
-pytest.register_assert_rewrite("layoutmap.testing", "checkpoint.chain_laws")
+_CONTRACTS = ("layoutmap.testing.adapter_contract", "layoutmap.testing.engine")
+pytest.register_assert_rewrite(*_CONTRACTS, "checkpoint.chain_laws")
 
 if RUNNING and RUNNING not in frameworks.PROCESSES:
     raise pytest.UsageError(

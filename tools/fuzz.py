@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
     subjects = asked.subjects or list(SUBJECTS)
     minutes = asked.minutes or (None if asked.count else 10)
     limits = {} if minutes is None else {"seconds": minutes * 60}
-    schedule = Schedule(subjects, asked.seed, count=asked.count, laws=asked.law, num_workers=asked.workers, **limits)
+    schedule = Schedule(
+        subjects, asked.seed, count=asked.count, laws=asked.law, num_workers=asked.workers, **limits
+    )
     programs = RESULTS / "fuzz"
     programs.mkdir(parents=True, exist_ok=True)
     tried: list[Tried] = []
@@ -56,7 +58,9 @@ def main(arguments: list[str]) -> int:
             interrupted = True
     counts = evidence.counted(tried)
     print(f"\n{evidence.summary(counts)}")
-    print(f"{time.monotonic() - started:.0f} s; seeds from {asked.seed} on; programs of what failed: {programs}")
+    print(
+        f"{time.monotonic() - started:.0f} s; seeds from {asked.seed} on; programs of what failed: {programs}"
+    )
     if interrupted:
         print("interrupted: cases in work have no outcome", file=sys.stderr)
         return 130
@@ -66,13 +70,23 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     today = int(date.today().strftime("%Y%m%d")) * 1000
-    parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], metavar="SUBJECT", help=", ".join(SUBJECTS))
-    parser.add_argument("--seed", type=int, default=today, help="the first seed of each (default: %(default)s)")
+    parser.add_argument(
+        "subjects", nargs="*", choices=[*SUBJECTS, []], metavar="SUBJECT", help=", ".join(SUBJECTS)
+    )
+    parser.add_argument(
+        "--seed", type=int, default=today, help="the first seed of each (default: %(default)s)"
+    )
     parser.add_argument("--minutes", type=float, help="how long (default: 10, or until --count is reached)")
-    parser.add_argument("--count", type=int, help="how many cases of each (default: as many as the time allows)")
-    parser.add_argument("--law", action="append", default=[], choices=list(LAWS), help="only this law; may come again")
+    parser.add_argument(
+        "--count", type=int, help="how many cases of each (default: as many as the time allows)"
+    )
+    parser.add_argument(
+        "--law", action="append", default=[], choices=list(LAWS), help="only this law; may come again"
+    )
     parser.add_argument("--workers", type=int, help="processes at a time (default: one for each core)")
     parser.add_argument("--publish", action="store_true", help="write docs/evidence.md from what came of it")
     return parser

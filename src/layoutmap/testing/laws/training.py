@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from layoutmap.scope.parity import compared_variables
 from layoutmap.testing.laws.trial import NotTried, Trial, first_rows
 
 
 def first_values_are_those_of_the_plain_model(trial: Trial) -> Iterator[str]:
     """The first values are those of the plain model, bit for bit."""
-    yield from (str(row) for row in trial.rows if row.stage == "weights" and not row.agrees)
+    for row in compared_variables(trial.adapter, "weights", *trial.pair, tolerance=0.0):
+        if not row.agrees:
+            yield str(row)
 
 
 def it_trains_as_on_one_device(trial: Trial) -> Iterator[str]:
     """Outputs, gradients, three steps, and steps with fewer rows are those of one device, but for rounding."""
-    wrong = [row for row in trial.rows if row.stage != "weights" and not row.agrees]
+    wrong = [row for row in trial.rows if not row.agrees]
     if wrong and not trial.is_finite:
         raise NotTried("the plain model has no finite numbers")
     yield from map(str, trial.beyond_rounding(wrong))
