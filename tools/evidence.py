@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from layoutmap.testing.subjects import SUBJECTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, KEPT = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence.json"
-START, END = "<!-- made by tools/fuzz.py -->", "<!-- /made -->"
 OUTCOMES = ("held", "wrong", "failed", "not tried")
 Counts = dict[str, dict[str, Any]]
 
@@ -54,7 +53,7 @@ def summary(counts: Counts) -> str:
 
 
 def publish(counts: Counts, command: str) -> None:
-    """Write docs/evidence.json and the tables of docs/evidence.md.
+    """Write the counts into docs/evidence.json, and the tables of docs/evidence.md from all that it has.
 
     Args:
         counts: What `counted` returned.
@@ -68,9 +67,24 @@ def publish(counts: Counts, command: str) -> None:
     kept |= {subject: of_subject | known for subject, of_subject in counts.items()}
     kept = {subject: kept[subject] for subject in SUBJECTS if subject in kept}
     KEPT.write_text(f"{json.dumps(kept, indent=1)}\n", encoding="utf-8")
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(START)
-    PAGE.write_text(f"{before}{START}\n\n{tables(kept)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    _write("drawn", tables(kept))
+
+
+def publish_faults(rows: Iterable[Sequence[str]], minutes: float) -> None:
+    """Write the table of faults that were put in by hand into docs/evidence.md.
+
+    Args:
+        rows: Number, fault, file, law and case that found it, and seconds.
+        minutes: How long each was looked for.
+    """
+    head = ["", "fault", "file", f"found within {minutes:g} minutes by", "seconds"]
+    _write("faults", "\n".join([_row(head), _row(["--:", "---", "---", "---", "--:"]), *map(_row, rows)]))
+
+
+def _write(part: str, table: str) -> None:
+    start, end = f"<!-- {part}: made by a command of tools/ -->", f"<!-- /{part} -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(start)
+    PAGE.write_text(f"{before}{start}\n\n{table}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def tables(kept: Counts) -> str:

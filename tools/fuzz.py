@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 import time
 from collections import Counter
@@ -38,12 +39,13 @@ def main(arguments: list[str]) -> int:
     schedule = Schedule(
         subjects, asked.seed, count=asked.count, laws=asked.law, num_workers=asked.workers, **limits
     )
-    programs = RESULTS / "fuzz"
+    programs = asked.results / "fuzz"
     programs.mkdir(parents=True, exist_ok=True)
     tried: list[Tried] = []
     started = reported = time.monotonic()
     interrupted = False
-    with (RESULTS / "fuzz.jsonl").open("w", encoding="utf-8") as lines:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, as Ctrl-C does
+    with (asked.results / "fuzz.jsonl").open("w", encoding="utf-8") as lines:
         try:
             for each in schedule.run():
                 tried.append(each)
@@ -51,6 +53,8 @@ def main(arguments: list[str]) -> int:
                 lines.write(json.dumps({"subject": each.subject, "seed": each.seed, **kept}) + "\n")
                 if each.outcome.is_suspicious:
                     _show(each, programs)
+                    if asked.until_found:
+                        break
                 if time.monotonic() - reported > REPORT_SECONDS:
                     reported = time.monotonic()
                     _progress(tried, reported - started)
@@ -88,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
         "--law", action="append", default=[], choices=list(LAWS), help="only this law; may come again"
     )
     parser.add_argument("--workers", type=int, help="processes at a time (default: one for each core)")
+    parser.add_argument("--until-found", action="store_true", help="stop at the first law that does not hold")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results go (default: results/)")
     parser.add_argument("--publish", action="store_true", help="write docs/evidence.md from what came of it")
     return parser
 

@@ -22,6 +22,8 @@ __all__ = ["LAWS", "Outcome", "quiet", "try_case"]
 Law = Callable[[Trial], Iterable[str]]
 _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in the order of a model's life
     planning.a_plan_is_the_same_each_time,
+    planning.each_variable_has_the_layout_of_its_first_rule,
+    planning.the_memory_is_the_sum_of_shards,
     planning.a_misspelt_rule_is_noticed,
     planning.an_impossible_rule_is_refused,
     planning.the_exit_code_is_the_verdict,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
+import math
 import re
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from layoutmap.cli.main import main
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.layout import Layout
+from layoutmap.core.variables import itemsize
 from layoutmap.engines import get_engine
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
@@ -49,6 +52,50 @@ def the_plan_is_what_is_built(trial: Trial) -> Iterator[str]:
             held = {np.asarray(piece).nbytes for _, piece in engine.to_shards(stored[path])}
             if held != {expected.shard_bytes}:
                 yield f"{path}: planned {expected.shard_bytes} bytes on each device, built {sorted(held)}"
+
+
+def each_variable_has_the_layout_of_its_first_rule(trial: Trial) -> Iterator[str]:
+    """The layout of the first rule whose regex matches from the start of a path, but for axes that do not divide."""
+    drawn = trial.case.map
+    sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
+    for a in trial.ruled:
+        specs = next((specs for pattern, specs in drawn.rules if re.match(pattern, a.variable.path)), ())
+        expected = [_as_dims(spec) for spec in specs] or [()] * len(a.variable.shape)
+        for axis, dims in enumerate(expected):
+            if a.variable.shape[axis] % math.prod(sizes[dim] for dim in dims):
+                options = [()] if drawn.uneven == "replicate" else _subsets(dims)
+                right = [
+                    each for each in options if not a.variable.shape[axis] % math.prod(sizes[d] for d in each)
+                ]
+                expected[axis] = max(right, key=lambda each: math.prod(sizes[dim] for dim in each))
+        found = [a.layout.mesh_dims_of(axis) for axis in range(a.layout.rank)]
+        if [_of_size(dims, sizes) for dims in expected] != [_of_size(dims, sizes) for dims in found]:
+            yield f"{a.variable.path}: its first rule says {expected}, and it has {a.layout}"
+
+
+def the_memory_is_the_sum_of_shards(trial: Trial) -> Iterator[str]:
+    """The memory of a plan is that of weights, their gradients, slots and the rest, each divided by its shards."""
+    sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
+    total = 0
+    for a in trial.plan.assignments:
+        shards = math.prod(sizes[d] for axis in range(a.layout.rank) for d in a.layout.mesh_dims_of(axis))
+        num_bytes = math.ceil(math.prod(a.variable.shape) // shards * itemsize(a.variable.dtype))
+        total += 2 * num_bytes if a.variable.is_trained else num_bytes
+    if total != trial.plan.memory.total:
+        yield f"{total} bytes by hand, {trial.plan.memory.total} in the plan"
+
+
+def _as_dims(spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if spec is None else (spec,) if isinstance(spec, str) else spec
+
+
+def _subsets(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [some for number in range(len(dims) + 1) for some in itertools.combinations(dims, number)]
+
+
+def _of_size(dims: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The dims that shard: one of size 1 counts as none."""
+    return tuple(dim for dim in dims if sizes[dim] > 1)
 
 
 def a_misspelt_rule_is_noticed(trial: Trial) -> Iterator[str]:
