@@ -15,7 +15,7 @@ from layoutmap.rules import presets, zoo
 from layoutmap.rules.yaml_file import schema
 
 PROCESSES = ("jax",)
-pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+pytestmark = [pytest.mark.every_case, pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")]
 
 MODELS = """
 import keras

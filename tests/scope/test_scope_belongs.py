@@ -15,6 +15,7 @@ from layoutmap.core.current import current
 from layoutmap.engines import get_engine
 
 PROCESSES = ("jax", "tensorflow", "torch")
+pytestmark = pytest.mark.every_case
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
 LIBRARIES = ("keras", "torch") if RUNNING == "torch" else ("keras",)
 MESH = lm.Mesh(None, "x=2,y=4")
