@@ -64,7 +64,7 @@ def held_arrays(model: Any) -> list[HeldArrays]:
 
 
 def note_arrays(nodes: Nodes) -> None:
-    """Have modules take traced arrays that are their own attributes for arrays, as they do with arrays that have values.
+    """Have modules take traced arrays that are their own attributes for arrays, as they do with those that have values.
 
     Flax 0.12.8 takes them for static values, here and in `nnx.eval_shape` and `nnx.jit`, and loses them.
     """
