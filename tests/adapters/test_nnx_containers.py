@@ -47,7 +47,7 @@ def called(part: Any, x: Any) -> Any:
         return functools.reduce(lambda x, name: called(part[name], x), sorted(part), x)
     if isinstance(part, Node):
         return called([part.up, part.down], x)
-    if callable(part) and not isinstance(part, nnx.Variable):
+    if isinstance(part, nnx.Module) or part is nnx.relu:
         return x + jnp.tanh(part(x)) / 2
     part = part[...]
     return x @ part if part.ndim == 2 else x * (1 + part)
