@@ -322,3 +322,29 @@ def test_what_is_no_cost_is_refused(changes, message):
     with pytest.raises(lm.PlanError, match=f"^plan file: {message}") as caught:
         lm.Plan.from_json(with_cost(**changes))
     assert caught.value.fix
+
+
+OF_ITS_OWN = {  # fields of a variable whose values no other field has
+    "shape": [8, 32],
+    "dtype": "float32",
+    "kind": "state",
+    "axes": [[0], [1]],
+    "trainable": False,
+    "use": ["in.0", "out.0"],
+    "head_size": 8,
+    "layout": [None, "model"],
+    "rule": [2, ".*kernel"],
+    "uneven": "shrink",
+}
+
+
+@pytest.mark.parametrize("field", OF_ITS_OWN)
+def test_a_field_does_not_take_the_value_of_another(field):
+    """Each field has values of its own, and is named where it has that of another."""
+    whole = {"path": "d", **OF_ITS_OWN}
+    assert lm.Plan.from_json(changed(variables=[whole]))
+
+    for other, value in whole.items():
+        if other != field:
+            with pytest.raises(lm.PlanError, match=rf"plan file: variables\[0\]\.{field}"):
+                lm.Plan.from_json(changed(variables=[{**whole, field: value}]))

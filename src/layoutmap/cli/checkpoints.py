@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from layoutmap.cli import interrupts
 from layoutmap.cli.sizes import size_in_bytes
 
 _EXAMPLES = """examples:
@@ -93,4 +94,5 @@ def run_checkpoint_command(options: Any) -> int:
     """Run the one that was named, and return the exit code."""
     from layoutmap.cli import checkpoint_commands
 
-    return getattr(checkpoint_commands, options.checkpoint_command)(options)
+    with interrupts.raised():
+        return getattr(checkpoint_commands, options.checkpoint_command)(options)

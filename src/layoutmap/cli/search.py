@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from layoutmap.adapters import ADAPTERS
+from layoutmap.cli import interrupts
 from layoutmap.cli.models import known_model, make_of
 from layoutmap.cli.output import WELL, check_targets, say, write_all
 from layoutmap.cli.plans import add_partial_option, complete, imported_library, inputs_of, rules_of_file
@@ -107,7 +108,7 @@ def run_search_command(options: Any) -> int:
         )
     module_name, function_name = names_of(options.model)
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    with users_code(options.model):
+    with users_code(options.model), interrupts.raised():
         make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
         library = options.library or ("keras" if known else imported_library())
         found = search(
