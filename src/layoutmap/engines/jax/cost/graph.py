@@ -128,6 +128,23 @@ def read(module: Any, mesh: Mesh) -> Block:
     return _Reader(module, mesh).main()
 
 
+BARRIER = "optimization_barrier"
+"""The operation that returns each of several operands as it is."""
+
+
+def operand_of(result: Value) -> Value:
+    """Return the operand that the result of an operation of one operand, or of a barrier, is made of."""
+    assert result.maker is not None
+    return result.maker.operands[result.number if result.maker.name == BARRIER else 0]
+
+
+def results_of(op: Op, operand: Value) -> Sequence[Value]:
+    """Return the results that are made of an operand: of a barrier one, of others all."""
+    if op.name != BARRIER:
+        return op.results
+    return [result for result, each in zip(op.results, op.operands, strict=True) if each is operand]
+
+
 def replace(old: Value, new: Value) -> None:
     """Have all that takes a value take another one."""
     for op in dict.fromkeys(old.uses):

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace
+from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace, results_of
 
 MOVES = frozenset(("transpose", "reshape", "convert", "broadcast_in_dim", "copy", "optimization_barrier"))
-"""Operations of one operand that compute nothing."""
+"""Operations that return an operand as it is, in another form or place."""
 
 
 def rewrite(block: Block, mesh: Mesh) -> None:
@@ -101,7 +101,7 @@ def _scatter(block: Block) -> None:
             continue
         between = op.results[0]
         while len(between.uses) == 1 and between.uses[0].name in MOVES:
-            between = between.uses[0].results[0]
+            between = results_of(between.uses[0], between)[0]
         slices = list(between.uses)
         if not slices or any(each.name != "slice" for each in slices):
             continue
@@ -127,4 +127,4 @@ def _shrink(op: Op, last: Value, part: Value) -> None:
         value.shape = part.shape if value is last else (part.size,)
         if value is last:
             return
-        value = value.uses[0].results[0]
+        value = results_of(value.uses[0], value)[0]
