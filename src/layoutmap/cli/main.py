@@ -43,6 +43,7 @@ from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError, counted
 from layoutmap.core.escaping import escaped
 from layoutmap.engines import ENGINES
+from layoutmap.report.text import plan_text
 from layoutmap.rules.yaml_file import schema
 
 _EXAMPLES = r"""examples:
@@ -229,7 +230,7 @@ def _plan(options: Any) -> int:
     findings = made.lint(options.batch_dim)
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
     out = write_all({path: texts[option]() for option, path in files.items()})
-    say(in_yaml(f"{made}\n\n{memory}"), out)
+    say(in_yaml(f"{plan_text(made, as_command=True)}\n\n{memory}"), out)
     if findings:
         say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out)
     if made.cost is not None:

@@ -122,7 +122,7 @@ def plan_from_json(text: str) -> PlanTable:
     )
     top("verdict", an_object, None)
     if version == 2 or "cost" in top:
-        plan = plan.with_cost(*read_cost(top, mesh))
+        plan = plan.with_known_cost(read_cost(top, mesh))
     top.check()
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):

@@ -12,6 +12,9 @@ MOVES = frozenset(("transpose", "reshape", "convert", "broadcast_in_dim", "copy"
 """Operations that return an operand as it is, in another form or place."""
 
 
+_SINGLE = ("custom_call", "return", "optimization_barrier")
+
+
 def rewrite(block: Block, mesh: Mesh) -> None:
     """Rewrite the operations of a block on a mesh, and of those inside."""
     for op in block.ops:
@@ -29,7 +32,7 @@ def _merge_equal(block: Block, mesh: Mesh) -> None:
     """Operations of the same operands are one."""
     seen: dict[Any, Op] = {}
     for op in list(block.ops):
-        if op.blocks or op.key is None or op.name in ("custom_call", "return", "optimization_barrier"):
+        if op.is_fused or op.blocks or op.key is None or op.name in _SINGLE:
             continue
         key = (op.name, op.key, tuple(map(id, op.operands)), _is_listed(op, mesh))
         first = seen.setdefault(key, op)
@@ -88,7 +91,7 @@ def _reduced(op: Op, result: Value, dims: tuple[str, ...]) -> Op:
     """An all-reduce of a result, which takes its place."""
     reduced = Value(result.shape, result.dtype)
     replace(result, reduced)
-    made = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims)
+    made = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims=dims)
     reduced.maker = made
     result.uses.append(made)
     return made

@@ -1,0 +1,36 @@
+"""Another way to plan a model, with what it needs of memory: counted, never guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layoutmap.core.text_table import size
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change with which a device holds less.
+
+    Args:
+        what: What to change, in words.
+        python: How that is said in Python: arguments of `lm.plan` and of the layout map.
+        command: How it is said on the command line: options, then lines for a rules file; empty: not at all.
+        needed_bytes: What a device holds with it.
+        step: How long a training step takes with it, as text; empty: that is not counted.
+    """
+
+    what: str
+    python: str
+    command: str
+    needed_bytes: int
+    step: str = ""
+
+    def headline(self, available_bytes: int) -> str:
+        """What it needs, and what it is, in a line."""
+        fits = "fits" if self.needed_bytes <= available_bytes else "not enough"
+        return f"{', '.join(filter(None, (size(self.needed_bytes), fits, self.step)))}: {self.what}"
+
+    def text(self, available_bytes: int, *, as_command: bool) -> str:
+        """It in two lines or more, the others with what to type."""
+        typed = (self.command if as_command else self.python).replace("\n", "\n  ")
+        return f"{self.headline(available_bytes)}\n  {typed}"

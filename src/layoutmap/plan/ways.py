@@ -1,0 +1,326 @@
+"""Other ways to plan a model, and what to type for each: in Python, as options of the command line, in a rules file.
+
+A way is a value. What to type follows from what differs between two of them, so nothing is advised that is not counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.match import Rule
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.paths import path_regex, path_shape
+from layoutmap.core.steps import Shape
+from layoutmap.core.variables import Assignment
+from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.plan.table import PlanTable
+from layoutmap.rules import presets
+from layoutmap.rules.rule_set import RuleSet
+
+T = TypeVar("T")
+Specs = Sequence[Any]
+_QUOTE = "'"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The arguments of `LayoutMap.preset`."""
+
+    name: str
+    model_dim: str | None
+    fsdp_dim: str | None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is planned.
+
+    Args:
+        rules: The rules.
+        preset: The preset that they are those of; `None`: of none.
+        on: The machine, as it is named; `None`: no step is counted.
+        inputs: The arrays that the model is called with.
+        named: Whether these are known by their names.
+        batch_dim: The mesh dim over which batches are sharded, where it is said.
+        remat: Whose activations are computed again in the backward pass.
+        fuse_attention: Whether attention is one fused kernel.
+        dtype: The type that weights are made in; empty: their own.
+        data: The mesh dim over which batches are sharded, said or not; it changes no plan by itself.
+        blocks: What the layers between which activations pass are called.
+    """
+
+    rules: RuleSet
+    preset: Preset | None = None
+    on: str = ""
+    inputs: tuple[Shape, ...] = ()
+    named: bool = False
+    batch_dim: str | None = None
+    remat: str | None = None
+    fuse_attention: bool = False
+    dtype: str = ""
+    data: str | None = field(default=None, compare=False)
+    blocks: str = field(default="", compare=False)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the rules."""
+        assert self.rules.mesh is not None
+        return self.rules.mesh
+
+    @property
+    def batch_size(self) -> int:
+        """The first axis of the first array of a batch; 1 where there is none."""
+        return next((each.shape[0] for each in self.inputs if each.shape), 1)
+
+    # -- others
+
+    def with_rules(self, rules: Mapping[str, Specs], activations: Mapping[str, Specs] | None = None) -> Way:
+        """The same with some rules changed, and others added behind."""
+        return replace(self, rules=_edited(self.rules, self.mesh, rules, activations or {}), preset=None)
+
+    def doubled(self, dim: str) -> Way:
+        """The same with twice as many devices along a mesh dim."""
+        mesh = Mesh(None, [(each.name, each.size * (1 + (each.name == dim))) for each in self.mesh.mesh_dims])
+        on = re.sub(r":[0-9]+$", f":{mesh.size}", self.on)
+        return replace(self, rules=_edited(self.rules, mesh, {}, {}), on=on)
+
+    def halved(self) -> Way | None:
+        """The same with half the batch; `None`: it is odd, or not known."""
+        size = self.batch_size
+        if size % 2:
+            return None
+        inputs = [
+            replace(x, shape=(size // 2, *x.shape[1:])) if x.shape[:1] == (size,) else x for x in self.inputs
+        ]
+        return replace(self, inputs=tuple(inputs))
+
+    def sharded_over(self, dim: str, plan: PlanTable) -> Way | None:
+        """The same with each weight of two axes or more sharded over a mesh dim as well; `None`: there is none.
+
+        Args:
+            dim: The mesh dim.
+            plan: The plan, as it is now.
+        """
+        if self.preset and not self.preset.fsdp_dim and self.preset.model_dim != dim:
+            preset = replace(self.preset, fsdp_dim=dim)
+            rules = RuleSet.preset(
+                preset.name, self.mesh, model_dim=preset.model_dim, fsdp_dim=preset.fsdp_dim
+            )
+            return replace(self, rules=rules, preset=preset)
+        groups: dict[Any, list[Assignment]] = {}
+        for a in plan.assignments:
+            if not a.variable.follows and a.fits and a.layout.rank > 1:
+                rule = a.match.rule if a.match else None
+                groups.setdefault(rule or path_shape(a.variable.path), []).append(a)
+        changed = {
+            key.pattern if isinstance(key, Rule) else path_regex([a.variable.path for a in group]): specs
+            for key, group in groups.items()
+            if (specs := _over(dim, key.layout if isinstance(key, Rule) else group[0].layout, group))
+        }
+        return self.with_rules(changed) if changed else None
+
+
+def way_of(plan: PlanTable) -> Way:
+    """The way of a plan without a counted step: the rules that decide in it."""
+    rules = RuleSet(plan.mesh, rest="replicated")
+    for made, matches in (
+        (rules, [a.match for a in plan.assignments if a.match]),
+        (rules.activations, plan.activations),
+    ):
+        won = {match.rule.number: match.rule for match in matches if match.rule}
+        for number in sorted(won):
+            made.add(won[number].pattern, won[number].layout, uneven=won[number].uneven)
+    return Way(rules, preset_of(rules), data=usual_batch_dim(plan))
+
+
+def preset_of(rules: RuleSet) -> Preset | None:
+    """The preset that has all of these rules; `None`: there is none."""
+    mesh = rules.mesh
+    if mesh is None or not rules:
+        return None
+    for name in presets.names():
+        fields = presets.read(name, mesh, None, None)  # which has the patterns: most are of other families
+        for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
+            for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
+                made = RuleSet.preset(name, mesh, model_dim=model_dim, fsdp_dim=fsdp_dim)
+                if all(
+                    ours.items() <= theirs.items()
+                    for ours, theirs in ((rules, made), (rules.activations, made.activations))
+                ):
+                    return Preset(name, model_dim, fsdp_dim)
+    return None
+
+
+def _over(dim: str, layout: Layout, group: Sequence[Assignment]) -> Specs | None:
+    """The specs of variables of one rule, which are sharded over a dim as well, along the largest free axis."""
+    if any(a.layout != layout for a in group) or any(
+        dim in layout.mesh_dims_of(n) for n in range(layout.rank)
+    ):
+        return None
+    dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+    shape, size = group[0].variable.shape, layout.mesh.dim_size(dim)
+    for axis in sorted(range(layout.rank), key=lambda axis: (bool(dims[axis]), -shape[axis])):
+        if all(a.variable.shape[axis] % (layout.num_shards(axis) * size) == 0 for a in group):
+            dims[axis] = (*dims[axis], dim)
+            return _specs(Layout(dims, layout.mesh))
+    return None
+
+
+def _edited(
+    before: RuleSet, mesh: Mesh, rules: Mapping[str, Specs], activations: Mapping[str, Specs]
+) -> RuleSet:
+    after = RuleSet(mesh, uneven=before.uneven, rest=before.rest)
+    for made, there, changed in (
+        (after, before, rules),
+        (after.activations, before.activations, activations),
+    ):
+        for rule in there.rules:
+            made.add(rule.pattern, changed.get(rule.pattern, _specs(rule.layout)), uneven=rule.uneven)
+        for pattern, specs in changed.items():
+            if pattern not in there:
+                made.add(pattern, specs)
+    return after
+
+
+def _specs(layout: Layout) -> Specs:
+    return tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs)
+
+
+# -- what to type
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A difference between two ways: what it is, and how it is said.
+
+    Args:
+        what: In words.
+        python: As an argument of Python.
+        option: As options of the command line; empty: it has none.
+        yaml: As lines of a rules file.
+    """
+
+    what: str
+    python: str
+    option: str = ""
+    yaml: str = ""
+
+
+def typed(before: Way, after: Way) -> tuple[str, str, str]:
+    """What to change from one way to another: in words, in Python, and on the command line, empty where it cannot."""
+    found = list(_differences(before, after))
+    options = [each.option for each in found if each.option]
+    lines = [each.yaml for each in found if each.yaml]
+    can = all(each.option or each.yaml for each in found)
+    command = "\n".join([*([" ".join(options)] if options else []), *lines]) if can else ""
+    return ", and ".join(each.what for each in found), ", ".join(each.python for each in found), command
+
+
+def _differences(before: Way, after: Way) -> Iterator[Typed]:
+    if after.fuse_attention and not before.fuse_attention:
+        yield Typed(
+            "have attention computed by one fused kernel (flash attention)",
+            "fuse_attention=True",
+            "--fuse-attention",
+        )
+    if after.remat != before.remat:
+        yield Typed(
+            "recompute the activations of blocks in the backward pass",
+            f'remat="{after.remat}"',
+            f"--remat {after.remat}",
+        )
+    if after.mesh != before.mesh:
+        dims = ",".join(map(str, after.mesh.mesh_dims))
+        on = after.on if after.on != before.on else ""
+        yield Typed(
+            f"use {after.mesh.size:,} devices",
+            f'mesh="{dims}"' + f', on="{on}"' * bool(on),
+            f"--mesh {dims}" + f" --on {on}" * bool(on),
+        )
+    if after.preset and after.preset != before.preset:
+        yield _of_preset(after.preset, after.mesh, before.data)
+    else:
+        yield from _of_rules(before, after)
+    if after.batch_dim != before.batch_dim:
+        dim = after.batch_dim
+        yield Typed(f"shard the batch over {dim}", f'batch_dim="{dim}"', f"--batch-dim {dim}")
+    if after.inputs != before.inputs:
+        shapes = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in after.inputs]
+        names = [f"{x.name}=" * after.named for x in after.inputs]
+        texts = [f'"{name}{shape}"' for name, shape in zip(names, shapes, strict=True)]
+        of = f"a batch of {after.batch_size:,}"
+        yield Typed(f"take {of}", f"inputs of {of}", f"--inputs {' '.join(texts)}")
+    if after.dtype != before.dtype:
+        yield Typed(
+            f"make weights and slots in {after.dtype}",
+            f'dtype="{after.dtype}" where the model is made',
+            f"--dtype {after.dtype}",
+        )
+
+
+def _of_preset(preset: Preset, mesh: Mesh, data: str | None) -> Typed:
+    model = "none" if preset.model_dim is None else preset.model_dim
+    more = f" --model-dim {model}" * (model != "model")
+    dims = ",".join(map(str, mesh.mesh_dims))
+    arguments = f'"{preset.name}", "{dims}", model_dim={preset.model_dim!r}, fsdp_dim={preset.fsdp_dim!r}'
+    return Typed(
+        f"shard weights over {preset.fsdp_dim} as well" + " (FSDP)" * (preset.fsdp_dim == data),
+        f"lm.LayoutMap.preset({arguments})".replace("'", '"'),
+        f"--preset {preset.name}{more} --fsdp-dim {preset.fsdp_dim}",
+    )
+
+
+def _of_rules(before: Way, after: Way) -> Iterator[Typed]:
+    has_file = before.preset is None
+    for name, old, new in (
+        ("rules", before.rules, after.rules),
+        ("activations", before.rules.activations, after.rules.activations),
+    ):
+        changed = {
+            rule.pattern: _specs(rule.layout)
+            for rule in new.rules
+            if rule.pattern not in old or _specs(dict(old.items())[rule.pattern]) != _specs(rule.layout)
+        }
+        if not changed:
+            continue
+        written = ", ".join(f'r"{pattern}": {_in_python(specs)}' for pattern, specs in changed.items())
+        lines = [
+            f"'{pattern.replace(_QUOTE, 2 * _QUOTE)}': {_in_yaml(specs)}"
+            for pattern, specs in changed.items()
+        ]
+        if name == "rules":
+            dims = sorted({d for p, s in changed.items() for d in {*_dims(s)} - {*_dims(old.get(p) or ())}})
+            what = f"shard weights over {', '.join(dims)} as well" + " (FSDP)" * (dims == [before.data])
+        else:
+            what = f"lay out what {after.blocks} return as {_in_python(next(iter(changed.values())))}"
+        yaml = "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
+        yield Typed(what, f"{name}={{{written}}}", yaml=yaml if has_file else "")
+
+
+def _dims(specs: Any) -> Iterator[str]:
+    for spec in specs.sharding_specs if isinstance(specs, Layout) else specs:
+        yield from [spec] if isinstance(spec, str) else spec or ()
+
+
+def _in_python(specs: Specs) -> str:
+    return repr(tuple(specs)).replace("'", '"')
+
+
+def _in_yaml(specs: Specs) -> str:
+    def one(spec: Any) -> str:
+        return "null" if spec is None else spec if isinstance(spec, str) else f"[{', '.join(spec)}]"
+
+    return f"[{', '.join(map(one, specs))}]"
+
+
+def needs_of(way: Way, needs: Callable[[Way], T]) -> T | None:
+    """What a way needs, as a function works it out; `None`: it cannot be planned."""
+    try:
+        return needs(way)
+    except LayoutMapError:
+        return None
