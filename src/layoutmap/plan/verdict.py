@@ -165,7 +165,7 @@ def verdict_of(plan: PlanTable) -> Verdict:
         there,
         "at the peak of a step" if cost else "before activations",
         _causes(plan, needed),
-        _best(cost.tried if cost else _planned(plan, memory.total), needed, there) if fits is False else (),
+        _best(plan, needed, there) if there is not None and fits is False else (),
         cost.untried if cost and fits is False else (),
     )
 
@@ -207,13 +207,14 @@ def _given(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
             yield "gradients", path, shape, a.shard_bytes
 
 
-def _best(advice: Sequence[Advice], needed: int, there: int | None) -> tuple[Advice, ...]:
+def _best(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
     """What saves something, what fits first; in each half the order is kept."""
-    helps = [each for each in advice if each.needed_bytes <= (1 - _LEAST_SHARE) * needed]
-    return tuple(sorted(helps, key=lambda each: each.needed_bytes > (there or 0))[:_MOST_ADVICE])
+    tried = plan.cost.tried if plan.cost else _planned(plan, needed, there)
+    helps = [each for each in tried if each.needed_bytes <= (1 - _LEAST_SHARE) * needed]
+    return tuple(sorted(helps, key=lambda each: each.needed_bytes > there)[:_MOST_ADVICE])
 
 
-def _planned(plan: PlanTable, needed: int) -> tuple[Advice, ...]:
+def _planned(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
     """Other ways for a plan without a counted step: its variables are planned so."""
     counts = _alike(plan)
     before = way_of(plan)
@@ -230,8 +231,11 @@ def _planned(plan: PlanTable, needed: int) -> tuple[Advice, ...]:
     sharded = [way for dim in dims if plan.mesh.dim_size(dim) > 1 and (way := before.sharded_over(dim, plan))]
     narrow = [replace(before, dtype="bfloat16")] * any(map(_is_made, counts))
     found: list[tuple[int, Way]] = []
-    # Of several that are the same but for a dim, the best one.
-    for ways in (sharded, [way.doubled(d) for way in (before, *sharded) for d in dims], narrow):
+    together = (way.doubled(dim) for way in sharded for dim in dims)
+    for ways in (sharded, [before.doubled(dim) for dim in dims], together, narrow):
+        if ways is together and any(n <= there for n, _ in found):
+            continue
+        # Of several that are the same but for a dim, the best one.
         known = [(n, way) for way in ways if (n := needs_of(way, needs)) is not None]
         found += [min(known, key=lambda each: each[0])] if known else []
     return tuple(Advice(*typed(before, way), needed_bytes=n) for n, way in found)
