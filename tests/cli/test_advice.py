@@ -108,6 +108,7 @@ def test_advice_that_is_taken_does_what_it_says(taken):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @given(
     st.sampled_from(["data=2,model=2", "data=4,model=1", "data=1,model=4", "batch=2,stage=2,model=2", "x=4"]),
     st.sampled_from([4, 8, 12]),
@@ -115,7 +116,7 @@ def test_advice_that_is_taken_does_what_it_says(taken):
     st.booleans(),
 )
 @settings(
-    max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_advice_that_is_taken_does_what_it_says(taken, mesh, batch, memory, sharded):
     """All of it, on drawn meshes, batches and memories; where they fit, there is nothing to advise."""
