@@ -225,7 +225,7 @@ def _planned(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
         found = zip(table.assignments, counts.values(), strict=True)
         return sum(a.shard_bytes * (1 + a.variable.is_trained) * number for a, number in found)
 
-    if needs_of(before, needs) != needed:  # a layout follows from more than the rules
+    if needs_of(lambda: needs(before)) != needed:  # a layout follows from more than the rules
         return ()
     dims = plan.mesh.dim_names
     sharded = [way for dim in dims if plan.mesh.dim_size(dim) > 1 and (way := before.sharded_over(dim, plan))]
@@ -236,7 +236,7 @@ def _planned(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
         if ways is together and any(n <= there for n, _ in found):
             continue
         # Of several that are the same but for a dim, the best one.
-        known = [(n, way) for way in ways if (n := needs_of(way, needs)) is not None]
+        known = [(n, way) for way in ways if (n := needs_of(lambda way=way: needs(way))) is not None]
         found += [min(known, key=lambda each: each[0])] if known else []
     return tuple(Advice(*typed(before, way), needed_bytes=n) for n, way in found)
 

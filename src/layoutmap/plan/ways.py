@@ -89,6 +89,15 @@ class Way:
         on = re.sub(r":[0-9]+$", f":{mesh.size}", self.on)
         return replace(self, rules=_edited(self.rules, mesh, {}, {}), on=on)
 
+    def joined(self, before: Way, other: Way) -> Way:
+        """The same with what another way changes of a first one; of two that change rules, this one's stay."""
+        names = ["fuse_attention", "remat", "batch_dim", "inputs"]
+        names += ["rules", "preset", "blocks"] if self.rules == before.rules else []
+        return replace(
+            self,
+            **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(before, n)},
+        )
+
     def halved(self) -> Way | None:
         """The same with half the batch; `None`: it is odd, or not known."""
         size = self.batch_size
@@ -318,9 +327,9 @@ def _in_yaml(specs: Specs) -> str:
     return f"[{', '.join(map(one, specs))}]"
 
 
-def needs_of(way: Way, needs: Callable[[Way], T]) -> T | None:
-    """What a way needs, as a function works it out; `None`: it cannot be planned."""
+def needs_of(work_out: Callable[[], T]) -> T | None:
+    """What a function works out of a way; `None`: a model cannot be planned so."""
     try:
-        return needs(way)
+        return work_out()
     except LayoutMapError:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.mesh import Mesh, check_dim
@@ -144,6 +144,7 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
     tried, untried = advise(
         replace(counting.way, preset=preset_of(dry.layout_map), data=policy.batch_dim),
         plan,
+        found.cost.step.peak_bytes,
         counting.cost,
         blocks=blocks_of(getattr(lowered, "outputs", {}), variables),
         can_recompute=on_jax
@@ -160,42 +161,40 @@ class _Counting:
 
     def __init__(self, plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked):
         self._plan, self._dry, self._asked = plan, dry, asked
-        self._step = lambda inputs: dry.session.step(model, inputs, optimizer, asked.loss)
+        self._made, self._given = (model, optimizer), inputs
         self.step = self._step(inputs)
         self._lowered: dict[Any, Any] = {}
-        leaves = _leaves(inputs)
-        self._given = inputs
         self.way = Way(
             dry.layout_map,
             on=asked.on,
-            inputs=leaves,
+            inputs=_leaves(inputs),
             named=isinstance(inputs, Mapping),
             batch_dim=asked.batch_dim,
             remat=asked.remat,
             fuse_attention=asked.fuse_attention,
         )
 
+    def _step(self, inputs: Any) -> TrainingStep:
+        model, optimizer = self._made
+        return self._dry.session.step(model, inputs, optimizer, self._asked.loss)
+
     def placed(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
         """What counts a step in a way, the layouts of its variables, and those of all else."""
-        step = self._traced(way)
+        same = way.inputs == self.way.inputs
+        step = self.step if same else self._step(_like(self._given, way.inputs))
         # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
-        table = make_plan(list(planned.values()), way.rules, layers=self._dry.layers).check()
+        table = make_plan(list(planned.values()), way.rules, layers=self._dry.layers, complete=False).check()
         layouts = {a.variable.key: a for a in table.assignments}
         batch_dim = way.batch_dim or usual_batch_dim(table)
         activations = way.rules.activations
         policy = LayoutPolicy(table.mesh, batch_dim, activations.__getitem__ if activations else None)
-        counter, key = (
-            step_counter(self._dry.adapter.engine_name),
-            (way.inputs, way.remat, way.fuse_attention),
-        )
+        key = way.inputs, way.remat, way.fuse_attention
         if key not in self._lowered:
-            more = {"remat": way.remat, "fuse_attention": way.fuse_attention or None}
+            more = {"remat": way.remat, "fuse_attention": way.fuse_attention}
+            counter = step_counter(self._dry.adapter.engine_name)
             self._lowered[key] = counter(step, **{name: value for name, value in more.items() if value})
         return self._lowered[key], [layouts[v.key] for v in step.variables], policy
-
-    def _traced(self, way: Way) -> TrainingStep:
-        return self.step if way.inputs == self.way.inputs else self._step(_like(self._given, way.inputs))
 
     def with_step(
         self, plan: Plan, counted: StepCost, policy: LayoutPolicy, verified: Verified | None
@@ -221,8 +220,11 @@ class _Counting:
 
 def _leaves(inputs: Any) -> tuple[Shape, ...]:
     """The arrays of inputs, as far as they are one, a list of them, or some by name; else none."""
-    several = inputs if isinstance(inputs, Mapping | list | tuple) else [inputs]
-    named = several if isinstance(several, Mapping) else dict(enumerate(several))
+    pairs: Any = [("", inputs)]
+    if isinstance(inputs, Mapping | list | tuple):
+        given: Any = inputs
+        pairs = given.items() if isinstance(inputs, Mapping) else enumerate(given)
+    named: dict[Any, Any] = dict(pairs)
     if not all(hasattr(each, "shape") and hasattr(each, "dtype") for each in named.values()):
         return ()
     return tuple(Shape(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
@@ -231,5 +233,11 @@ def _leaves(inputs: Any) -> tuple[Shape, ...]:
 def _like(inputs: Any, leaves: Sequence[Shape]) -> Any:
     """Arrays in the form that inputs have."""
     if isinstance(inputs, Mapping):
-        return dict(zip(inputs, leaves, strict=True))
-    return type(inputs)(leaves) if isinstance(inputs, list | tuple) else leaves[0]
+        return dict(zip(cast("Any", inputs), leaves, strict=True))
+    return (
+        list(leaves)
+        if isinstance(inputs, list)
+        else tuple(leaves)
+        if isinstance(inputs, tuple)
+        else leaves[0]
+    )

@@ -89,10 +89,9 @@ def _of_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(query, key, value, bias, mask, *more, **options)
         calls.fused += 1
         scale, residual = options["scale"], options.get("return_residual", False)
-        xla = _PLAIN[0]
         return _fused(
             # What is masked makes no difference to what is counted.
-            lambda *given: xla(*given, None, False, scale, None, None, None, residual),
+            lambda *given: _PLAIN(*given, None, False, scale, None, None, None, residual),
             query,
             key,
             value,
@@ -112,7 +111,7 @@ def _fused(function: Callable[..., Any], query: Any, key: Any, value: Any, bias:
 
 
 _THERE = hasattr(_functions, _XLA) and hasattr(_functions, _KERNEL)
-_PLAIN = (getattr(_functions, _XLA),) if _THERE else ()
+_PLAIN: Any = getattr(_functions, _XLA, None)
 _PATCHES = Patches(
     [Attribute(_functions, _XLA, _of_xla), Attribute(_functions, _KERNEL, _of_kernel)] if _THERE else []
 )
