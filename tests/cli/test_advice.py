@@ -76,7 +76,7 @@ def taken(tmp_path, monkeypatch):
         for each in verdict.advice[:most]:
             assert (
                 not each.command
-                or each.text(verdict.available_bytes, as_command=True).partition("\n")[0] in out
+                or each.text(1024 * memory, as_command=True).partition("\n")[0] in out
             )
             by_file, flags = advice.as_command(each.command, layout_map)
             code, _, as_command = run(by_file, memory, *inputs, *flags)

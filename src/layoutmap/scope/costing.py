@@ -222,7 +222,7 @@ def _leaves(inputs: Any) -> tuple[Shape, ...]:
     """The arrays of inputs, as far as they are one, a list of them, or some by name; else none."""
     pairs: Any = [("", inputs)]
     if isinstance(inputs, Mapping | list | tuple):
-        given: Any = inputs
+        given = cast("Any", inputs)
         pairs = given.items() if isinstance(inputs, Mapping) else enumerate(given)
     named: dict[Any, Any] = dict(pairs)
     if not all(hasattr(each, "shape") and hasattr(each, "dtype") for each in named.values()):
