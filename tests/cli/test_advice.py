@@ -74,10 +74,7 @@ def taken(tmp_path, monkeypatch):
         assert (1, False) == (code, verdict.fits)
         monkeypatch.setattr(advising, "PATIENCE_SECONDS", 0)
         for each in verdict.advice[:most]:
-            assert (
-                not each.command
-                or each.text(1024 * memory, as_command=True).partition("\n")[0] in out
-            )
+            assert not each.command or each.text(1024 * memory, as_command=True).partition("\n")[0] in out
             by_file, flags = advice.as_command(each.command, layout_map)
             code, _, as_command = run(by_file, memory, *inputs, *flags)
             other_map, options, size = advice.in_python(each.python, layout_map)

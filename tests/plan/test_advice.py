@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import advice
+import costs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.cost.advice import Advice
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -95,3 +97,22 @@ def test_what_to_type_is_of_where_the_user_is(as_command, typed):
     text = verdict.text(as_command=as_command)
 
     assert f"128.0 KiB, fits: shard weights over data as well (FSDP)\n                {typed}" in text
+
+
+def test_what_was_counted_is_in_the_file_of_a_plan():
+    """A plan that is read again has the verdict that was written, with what was tried and what was not."""
+    tried = (Advice("recompute", 'remat="blocks"', "--remat blocks", 20 * costs.GIB, "1.00 s a step"),)
+    made = costs.plan()
+    assert made.cost is not None
+    made = replace(made, cost=replace(made.cost, tried=tried, untried=("use 128 devices",)))
+    short, again = (
+        plan.judged(device_memory=25 * costs.GIB) for plan in (made, lm.Plan.from_json(made.to_json()))
+    )
+
+    assert tried == again.verdict.advice
+    assert short.verdict == again.verdict
+    assert "20.0 GiB, fits, 1.00 s a step: recompute\n                --remat blocks" in short.verdict.text(
+        as_command=True
+    )
+    assert "not tried   use 128 devices: counting them takes too long" in str(short.verdict)
+    assert () == made.verdict.advice

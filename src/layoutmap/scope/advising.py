@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -78,8 +77,8 @@ class _Trials:
         self._found: list[tuple[Way, Cost]] = []
         self.untried: list[str] = []
 
-    def add_best(self, ways: Ways, shown: Callable[[], object]) -> bool:
-        """Count ways that differ in little, and keep the best of them; returns whether there is one."""
+    def add_best(self, ways: Ways, shown: Callable[[], object]) -> None:
+        """Count ways that differ in little, and keep the best of them."""
         counted = [
             (way, self._counted(way, shown))
             for way in needs_of(lambda: list(ways())) or ()
@@ -88,7 +87,6 @@ class _Trials:
         known = [(way, cost) for way, cost in counted if cost is not None]
         if known:
             self._found.append(min(known, key=self._rank))
-        return bool(known)
 
     def _counted(self, way: Way, shown: Callable[[], object]) -> Cost | None:
         begin = time.monotonic()
@@ -111,10 +109,15 @@ class _Trials:
             is_same = way.mesh == self._before.mesh and way.inputs == self._before.inputs
             if is_same and cost.step.peak_bytes < self._needed:
                 together = together.joined(self._before, way)
-        known, way = [self._before, *(way for way, _ in found)], together
-        while way is not None and not self.fits():
-            if way not in known and not self.add_best(functools.partial(_only, way), shown):
-                return
+        known, last, way = [self._before, *(way for way, _ in found)], self._needed, together
+        while way is not None:
+            if way not in known:
+                cost = self._counted(way, shown)
+                if cost is None or cost.step.peak_bytes >= last:
+                    return
+                self._found, last = [*found, (way, cost)], cost.step.peak_bytes
+                if cost.fits:
+                    return
             way = way.halved()
 
     def advice(self) -> tuple[Advice, ...]:
@@ -128,10 +131,6 @@ class _Trials:
         way, cost = found
         others = way.inputs != self._before.inputs, way.mesh != self._before.mesh
         return (not cost.fits, *others, cost.step_seconds if cost.fits else cost.step.peak_bytes)
-
-
-def _only(way: Way) -> list[Way]:
-    return [way]
 
 
 def _over_batch(before: Way) -> Iterator[Way]:
