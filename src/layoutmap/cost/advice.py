@@ -30,7 +30,14 @@ class Advice:
         fits = "fits" if self.needed_bytes <= available_bytes else "not enough"
         return f"{', '.join(filter(None, (size(self.needed_bytes), fits, self.step)))}: {self.what}"
 
-    def text(self, available_bytes: int, *, as_command: bool) -> str:
-        """It in two lines or more, the others with what to type."""
-        typed = (self.command if as_command else self.python).replace("\n", "\n  ")
-        return f"{self.headline(available_bytes)}\n  {typed}"
+    def text(self, available_bytes: int, *, as_command: bool = False, refused: str = "") -> str:
+        """It in two lines or more, the others with what to type.
+
+        Args:
+            available_bytes: The memory of a device.
+            as_command: Whether to say it for the command line, where it can be said there.
+            refused: An option that the command does not take for this model.
+        """
+        can = self.command and not (refused and refused in self.command)
+        typed = self.python if not as_command else self.command if can else f"in Python: {self.python}"
+        return "\n  ".join([self.headline(available_bytes), *typed.splitlines()])

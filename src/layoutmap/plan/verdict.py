@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from layoutmap.core.errors import aligned, counted
 from layoutmap.core.escaping import escaped
@@ -124,21 +124,20 @@ class Verdict:
         start = "does not fit: " if self.fits is False else "fits: " if self.fits else ""
         return f"{start}{sizes}{so_far * ' so far'}, {self.moment}"
 
-    def text(self, *, as_command: bool) -> str:
-        """It in full, with what to type in Python, or on the command line."""
+    def text(self, **typed: Any) -> str:
+        """It in full; `typed` says whether what to type is Python, or a command, see `Advice.text`."""
         if self.fits is not False:
             return f"Verdict: {self.headline}"
         there = self.available_bytes or 0
-        advice = [a for a in self.advice if a.command or not as_command]
         rows = [
             ("because of", "\n".join(text_rows(self.because))),
-            ("try", "\n".join(a.text(there, as_command=as_command) for a in advice)),
+            ("try", "\n".join(a.text(there, **typed) for a in self.advice)),
             ("not tried", f"{', '.join(self.untried)}: counting them takes too long" if self.untried else ""),
         ]
         return aligned(f"Verdict: {self.headline}", [row for row in rows if row[1]])
 
     def __str__(self) -> str:
-        return self.text(as_command=False)
+        return self.text()
 
 
 def text_rows(causes: Sequence[Cause]) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.escaping import escaped
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.match import Rule
 from layoutmap.core.mesh import Mesh
@@ -297,16 +298,20 @@ def _of_rules(before: Way, after: Way) -> Iterator[Typed]:
         }
         if not changed:
             continue
-        written = ", ".join(f'r"{pattern}": {_in_python(specs)}' for pattern, specs in changed.items())
+        written = ", ".join(
+            f'r"{escaped(pattern)}": {_in_python(specs)}' for pattern, specs in changed.items()
+        )
         lines = [
-            f"'{pattern.replace(_QUOTE, 2 * _QUOTE)}': {_in_yaml(specs)}"
+            f"'{escaped(pattern).replace(_QUOTE, 2 * _QUOTE)}': {_in_yaml(specs)}"
             for pattern, specs in changed.items()
         ]
         if name == "rules":
             dims = sorted({d for p, s in changed.items() for d in {*_dims(s)} - {*_dims(old.get(p) or ())}})
             what = f"shard weights over {', '.join(dims)} as well" + " (FSDP)" * (dims == [before.data])
         else:
-            what = f"lay out what {after.blocks} return as {_in_python(next(iter(changed.values())))}"
+            what = (
+                f"lay out what {escaped(after.blocks)} return as {_in_python(next(iter(changed.values())))}"
+            )
         yaml = "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
         yield Typed(what, f"{name}={{{written}}}", yaml=yaml if has_file else "")
 

@@ -35,9 +35,9 @@ def plan_line(plan: PlanTable) -> str:
     )
 
 
-def plan_text(plan: PlanTable, *, as_command: bool = False) -> str:
-    """The verdict on a plan, its table and totals, and its problems in full; what to type is Python, or a command."""
-    lines = [verdict_of(plan).text(as_command=as_command), ""]
+def plan_text(plan: PlanTable) -> str:
+    """The verdict on a plan, its table and totals, and its problems in full."""
+    lines = [str(verdict_of(plan)), ""]
     lines += text_table(COLUMNS, map(row_cells, plan_rows(plan)), _RIGHT)
     rules = _rules_that_won(plan)
     if rules:
