@@ -200,7 +200,7 @@ Verdict: does not fit: 608 B of 512 B per device, before activations
                 rules:
                   'up\.kernel': [batch, model]
                   'down\.kernel': [model, batch]
-              352 B, fits: use 16 devices
+              336 B, fits: use 16 devices
                 --mesh batch=2,model=8
               304 B, fits: make weights and slots in bfloat16
                 in Python: dtype="bfloat16" where the model is made
