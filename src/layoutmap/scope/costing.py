@@ -21,12 +21,10 @@ from layoutmap.cost.verified import Verified
 from layoutmap.engines import step_counter
 from layoutmap.plan.lint import usual_batch_dim
 from layoutmap.plan.ways import Way, preset_of
-from layoutmap.scope.advising import advise
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Waiting
-from layoutmap.searching.space import blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +137,9 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
     assert found.cost is not None
     if found.cost.fits or not asked.advises:
         return found
+    from layoutmap.scope.advising import advise  # late: parts of the search, which most plans do without
+    from layoutmap.searching.space import blocks_of
+
     step, on_jax = counting.step, dry.adapter.engine_name == "jax"
     variables = [a.variable for a in plan.assignments]
     tried, untried = advise(
