@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
-from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.layout import Layout
 from layoutmap.core.match import Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import path_regex, path_shape
+from layoutmap.core.specs import with_none
 from layoutmap.core.steps import Shape
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.lint import usual_batch_dim
@@ -28,13 +29,16 @@ Specs = Sequence[Any]
 _QUOTE = "'"
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """The arguments of `LayoutMap.preset`."""
 
     name: str
     model_dim: str | None
     fsdp_dim: str | None
+
+    def rules(self, mesh: Mesh) -> RuleSet:
+        """Its rules on a mesh."""
+        return RuleSet.preset(self.name, mesh, model_dim=self.model_dim, fsdp_dim=self.fsdp_dim)
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,8 @@ class Way:
             plan: The plan, as it is now.
         """
         if self.preset and not self.preset.fsdp_dim and self.preset.model_dim != dim:
-            preset = replace(self.preset, fsdp_dim=dim)
-            rules = RuleSet.preset(
-                preset.name, self.mesh, model_dim=preset.model_dim, fsdp_dim=preset.fsdp_dim
-            )
-            return replace(self, rules=rules, preset=preset)
+            preset = self.preset._replace(fsdp_dim=dim)
+            return replace(self, rules=preset.rules(self.mesh), preset=preset)
         groups: dict[Any, list[Assignment]] = {}
         for a in plan.assignments:
             if not a.variable.follows and a.fits and a.layout.rank > 1:
@@ -157,22 +158,19 @@ def preset_of(rules: RuleSet) -> Preset | None:
         fields = presets.read(name, mesh, None, None)  # which has the patterns: most are of other families
         for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
             for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
-                made = RuleSet.preset(name, mesh, model_dim=model_dim, fsdp_dim=fsdp_dim)
-                if all(
-                    ours.items() <= theirs.items()
-                    for ours, theirs in ((rules, made), (rules.activations, made.activations))
-                ):
-                    return Preset(name, model_dim, fsdp_dim)
+                preset = Preset(name, model_dim, fsdp_dim)
+                made = preset.rules(mesh)
+                pairs = (rules, made), (rules.activations, made.activations)
+                if all(ours.items() <= theirs.items() for ours, theirs in pairs):
+                    return preset
     return None
 
 
 def _over(dim: str, layout: Layout, group: Sequence[Assignment]) -> Specs | None:
     """The specs of variables of one rule, which are sharded over a dim as well, along the largest free axis."""
-    if any(a.layout != layout for a in group) or any(
-        dim in layout.mesh_dims_of(n) for n in range(layout.rank)
-    ):
-        return None
     dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+    if any(a.layout != layout for a in group) or any(dim in of for of in dims):
+        return None
     shape, size = group[0].variable.shape, layout.mesh.dim_size(dim)
     for axis in sorted(range(layout.rank), key=lambda axis: (bool(dims[axis]), -shape[axis])):
         if all(a.variable.shape[axis] % (layout.num_shards(axis) * size) == 0 for a in group):
@@ -198,22 +196,14 @@ def _edited(
 
 
 def _specs(layout: Layout) -> Specs:
-    return tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs)
+    return with_none(layout.sharding_specs)
 
 
 # -- what to type
 
 
-@dataclass(frozen=True, slots=True)
-class Typed:
-    """A difference between two ways: what it is, and how it is said.
-
-    Args:
-        what: In words.
-        python: As an argument of Python.
-        option: As options of the command line; empty: it has none.
-        yaml: As lines of a rules file.
-    """
+class Typed(NamedTuple):
+    """A difference between two ways: in words, in Python, as options, in a rules file; empty where it cannot be said."""
 
     what: str
     python: str
@@ -224,100 +214,81 @@ class Typed:
 def typed(before: Way, after: Way) -> tuple[str, str, str]:
     """What to change from one way to another: in words, in Python, and on the command line, empty where it cannot."""
     found = list(_differences(before, after))
-    options = [each.option for each in found if each.option]
     lines = [each.yaml for each in found if each.yaml]
+    if options := " ".join(each.option for each in found if each.option):
+        lines.insert(0, options)
     can = all(each.option or each.yaml for each in found)
-    command = "\n".join([*([" ".join(options)] if options else []), *lines]) if can else ""
-    return ", and ".join(each.what for each in found), ", ".join(each.python for each in found), command
+    what, python = ", and ".join(each.what for each in found), ", ".join(each.python for each in found)
+    return what, python, "\n".join(lines) if can else ""
 
 
 def _differences(before: Way, after: Way) -> Iterator[Typed]:
     if after.fuse_attention and not before.fuse_attention:
-        yield Typed(
-            "have attention computed by one fused kernel (flash attention)",
-            "fuse_attention=True",
-            "--fuse-attention",
-        )
+        what = "have attention computed by one fused kernel (flash attention)"
+        yield Typed(what, "fuse_attention=True", "--fuse-attention")
     if after.remat != before.remat:
-        yield Typed(
-            "recompute the activations of blocks in the backward pass",
-            f'remat="{after.remat}"',
-            f"--remat {after.remat}",
-        )
+        what = f"recompute the activations of {after.remat} in the backward pass"
+        yield Typed(what, f'remat="{after.remat}"', f"--remat {after.remat}")
+    dims = ",".join(map(str, after.mesh.mesh_dims))
     if after.mesh != before.mesh:
-        dims = ",".join(map(str, after.mesh.mesh_dims))
         on = after.on if after.on != before.on else ""
-        yield Typed(
-            f"use {after.mesh.size:,} devices",
+        python, option = (
             f'mesh="{dims}"' + f', on="{on}"' * bool(on),
             f"--mesh {dims}" + f" --on {on}" * bool(on),
         )
+        yield Typed(f"use {after.mesh.size:,} devices", python, option)
     if after.preset and after.preset != before.preset:
-        yield _of_preset(after.preset, after.mesh, before.data)
+        name, model, fsdp = after.preset
+        python = f"lm.LayoutMap.preset({name!r}, {dims!r}, model_dim={model!r}, fsdp_dim={fsdp!r})"
+        more = f" --model-dim {model or 'none'}" * (model != "model")
+        option = f"--preset {name}{more} --fsdp-dim {fsdp}"
+        yield Typed(_sharded([fsdp], before.data), python.replace("'", '"'), option)
     else:
         yield from _of_rules(before, after)
     if after.batch_dim != before.batch_dim:
         dim = after.batch_dim
         yield Typed(f"shard the batch over {dim}", f'batch_dim="{dim}"', f"--batch-dim {dim}")
     if after.inputs != before.inputs:
-        shapes = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in after.inputs]
-        names = [f"{x.name}=" * after.named for x in after.inputs]
-        texts = [f'"{name}{shape}"' for name, shape in zip(names, shapes, strict=True)]
-        of = f"a batch of {after.batch_size:,}"
-        yield Typed(f"take {of}", f"inputs of {of}", f"--inputs {' '.join(texts)}")
+        texts = [
+            f"{x.name}=" * after.named + f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in after.inputs
+        ]
+        batch = f"a batch of {after.batch_size:,}"
+        option = " ".join(f'"{text}"' for text in texts)
+        yield Typed(f"take {batch}", f"inputs of {batch}", f"--inputs {option}")
     if after.dtype != before.dtype:
-        yield Typed(
-            f"make weights and slots in {after.dtype}",
-            f'dtype="{after.dtype}" where the model is made',
-            f"--dtype {after.dtype}",
-        )
-
-
-def _of_preset(preset: Preset, mesh: Mesh, data: str | None) -> Typed:
-    model = "none" if preset.model_dim is None else preset.model_dim
-    more = f" --model-dim {model}" * (model != "model")
-    dims = ",".join(map(str, mesh.mesh_dims))
-    arguments = f'"{preset.name}", "{dims}", model_dim={preset.model_dim!r}, fsdp_dim={preset.fsdp_dim!r}'
-    return Typed(
-        f"shard weights over {preset.fsdp_dim} as well" + " (FSDP)" * (preset.fsdp_dim == data),
-        f"lm.LayoutMap.preset({arguments})".replace("'", '"'),
-        f"--preset {preset.name}{more} --fsdp-dim {preset.fsdp_dim}",
-    )
+        what, dtype = f"make weights and slots in {after.dtype}", after.dtype
+        yield Typed(what, f'dtype="{dtype}" where the model is made', f"--dtype {dtype}")
 
 
 def _of_rules(before: Way, after: Way) -> Iterator[Typed]:
-    has_file = before.preset is None
     for name, old, new in (
         ("rules", before.rules, after.rules),
         ("activations", before.rules.activations, after.rules.activations),
     ):
-        changed = {
-            rule.pattern: _specs(rule.layout)
-            for rule in new.rules
-            if rule.pattern not in old or _specs(dict(old.items())[rule.pattern]) != _specs(rule.layout)
-        }
+        there = {rule.pattern: _specs(rule.layout) for rule in old.rules}
+        changed = {r.pattern: specs for r in new.rules if there.get(r.pattern) != (specs := _specs(r.layout))}
         if not changed:
             continue
-        written = ", ".join(
-            f'r"{escaped(pattern)}": {_in_python(specs)}' for pattern, specs in changed.items()
-        )
-        lines = [
-            f"'{escaped(pattern).replace(_QUOTE, 2 * _QUOTE)}': {_in_yaml(specs)}"
-            for pattern, specs in changed.items()
-        ]
+        what = f"lay out what {escaped(after.blocks)} return as {_in_python(next(iter(changed.values())))}"
         if name == "rules":
-            dims = sorted({d for p, s in changed.items() for d in {*_dims(s)} - {*_dims(old.get(p) or ())}})
-            what = f"shard weights over {', '.join(dims)} as well" + " (FSDP)" * (dims == [before.data])
-        else:
-            what = (
-                f"lay out what {escaped(after.blocks)} return as {_in_python(next(iter(changed.values())))}"
-            )
-        yaml = "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
-        yield Typed(what, f"{name}={{{written}}}", yaml=yaml if has_file else "")
+            dims = {
+                dim for p, specs in changed.items() for dim in {*_dims(specs)} - {*_dims(there.get(p, ()))}
+            }
+            what = _sharded(sorted(dims), before.data)
+        written = ", ".join(f'r"{escaped(p)}": {_in_python(specs)}' for p, specs in changed.items())
+        lines = [f"  '{escaped(p).replace(_QUOTE, 2 * _QUOTE)}': {_in_yaml(s)}" for p, s in changed.items()]
+        # Rules of a preset are in no file that could be changed.
+        yield Typed(
+            what, f"{name}={{{written}}}", "", "" if before.preset else "\n".join([f"{name}:", *lines])
+        )
 
 
-def _dims(specs: Any) -> Iterator[str]:
-    for spec in specs.sharding_specs if isinstance(specs, Layout) else specs:
+def _sharded(dims: Sequence[str | None], data: str | None) -> str:
+    return f"shard weights over {', '.join(map(str, dims))} as well" + " (FSDP)" * (dims == [data])
+
+
+def _dims(specs: Specs) -> Iterator[str]:
+    for spec in specs:
         yield from [spec] if isinstance(spec, str) else spec or ()
 
 
