@@ -203,7 +203,7 @@ def _specs(layout: Layout) -> Specs:
 
 
 class Typed(NamedTuple):
-    """A difference between two ways: in words, in Python, as options, in a rules file; empty where it cannot be said."""
+    """A difference between two ways: in words, in Python, as options, in a rules file; empty where it has none."""
 
     what: str
     python: str
