@@ -53,8 +53,7 @@ def numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
     except ModuleNotFoundError:
         ml_dtypes = None
     extended = getattr(ml_dtypes, name, None)
-    is_type: bool = isinstance(extended, type) and issubclass(extended, np.generic)
-    if not is_type:
+    if np.generic not in getattr(extended, "__mro__", ()):
         raise CheckpointError(
             f"{where}{': ' * bool(where)}element type {name!r} is not known",
             why="numpy has no such type, and neither has ml_dtypes"

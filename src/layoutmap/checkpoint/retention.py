@@ -74,16 +74,16 @@ class Retention:
         return step // self.every_steps > seen // self.every_steps
 
     def ranking(self, metrics: Metrics) -> list[int]:
-        """The steps from the best on; those without the metric, and those where it is no number, are not among them.
+        """The steps from the best on; those without the metric, and those where it is not finite, are not among them.
 
         Example:
-            >>> Retention(best="loss").ranking({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": float("nan")}})
+            >>> Retention(best="loss").ranking({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": -math.inf}})
             [2, 1]
         """
         name = self.best or ""
         known = {step: found[name] for step, found in metrics.items() if name in found}
         sign = 1 if self.best_mode == "min" else -1
-        steps = [step for step, value in known.items() if not math.isnan(value)]
+        steps = [step for step, value in known.items() if math.isfinite(value)]
         return sorted(steps, key=lambda step: (sign * known[step], -step))
 
     def kept(self, metrics: Metrics, saved: int) -> set[int]:
