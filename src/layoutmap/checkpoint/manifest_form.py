@@ -28,6 +28,9 @@ def check_form(found: Mapping[str, Any]) -> None:
     _check("step", found["step"], _is_count)
     for name in _TEXTS:
         _check(name, found.get(name), lambda value: value is None or isinstance(value, str))
+    _check("parent", found.get("parent"), lambda value: value is None or _is_count(value))
+    _check("order", found.get("order", 0), _is_count)
+    _check("lines", found.get("lines", {"": 0}), _are_lines)
     for file in found["files"]:
         _check("name of a file", file["name"], _is_inside)
         _check(f"header of {file['name']}", file["header"], _is_text)
@@ -84,6 +87,11 @@ def _mapping(what: str, value: Any) -> dict[str, Any]:
 def _list(what: str, value: Any) -> list[Any]:
     _check(what, value, lambda value: isinstance(value, list))
     return value
+
+
+def _are_lines(value: Any) -> bool:
+    found = list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else []
+    return bool(found) and all(map(_is_count, found))
 
 
 def _is_text(value: Any) -> bool:

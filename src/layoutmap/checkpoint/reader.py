@@ -14,6 +14,7 @@ import numpy as np
 
 from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.lineage import last_step
 from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, checksum_of, manifest_from_bytes
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.states import decode
@@ -283,7 +284,7 @@ def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) 
 def _found_step(storage: Storage, step: int | None) -> int:
     steps = storage.steps()
     if steps and step is None:
-        return steps[-1]
+        return steps[0] if len(steps) == 1 else last_step(storage) or steps[-1]
     if step in steps:
         assert step is not None
         return step

@@ -23,6 +23,7 @@ class Retention:
         best: The metric by which steps are compared; `None`: none is.
         best_mode: Whether the best is the smallest or the largest.
         keep_best: How many of the best are kept beside the last.
+        keep_every: Steps that are a multiple of it are all kept; `None`: none is for its number.
         every_steps: A step is due when a multiple of it is reached; `None`: that does not decide.
         every_minutes: A step is due so long after the last save; `None`: that does not decide.
 
@@ -36,10 +37,12 @@ class Retention:
     keep_best: int = 1
     every_steps: int | None = None
     every_minutes: float | None = None
+    keep_every: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("keep_last", self.keep_last, "keep_last=None keeps all steps")
         _check_count("keep_best", self.keep_best, "best=None keeps none of the best")
+        _check_count("keep_every", self.keep_every, "keep_every=None keeps none for its number")
         _check_count("every_steps", self.every_steps, "every_steps=None saves whenever save is called")
         minutes = self.every_minutes
         if minutes is not None and not 0 < minutes < math.inf:
@@ -90,7 +93,7 @@ class Retention:
         """The steps that are kept.
 
         Args:
-            metrics: All steps that are there.
+            metrics: The steps that are there of those that the last one comes from.
             saved: The one that was saved last, which is always kept.
 
         Example:
@@ -99,7 +102,8 @@ class Retention:
         """
         steps = sorted(metrics)
         last = steps if self.keep_last is None else steps[-self.keep_last :]
-        return {saved, *last, *self.ranking(metrics)[: self.keep_best]}
+        every = [step for step in steps if self.keep_every is not None and step % self.keep_every == 0]
+        return {saved, *last, *every, *self.ranking(metrics)[: self.keep_best]}
 
 
 def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[str, float]:

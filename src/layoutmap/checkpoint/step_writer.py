@@ -125,6 +125,11 @@ class StepWriter:
         """Whether there is no other process."""
         return self._count == 1
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the manifest says of the step beside its variables."""
+        return self._manifest.facts
+
     def copy(self, memory: Memory) -> None:
         """Keep the values as they are now: the model may change before they are written.
 
