@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -447,6 +448,47 @@ def test_if_all_steps_are_damaged_it_is_an_error(tmp_path: Path) -> None:
             manager.load(model_of(0), damaged="skip")
         with pytest.raises(CheckpointError, match="no step is known to be the best"):
             manager.load(model_of(0), best=True)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(30, [10, 13]), (1e-9, [10])])
+def test_a_last_step_is_saved_where_there_is_time(tmp_path: Path, seconds: float, steps: list[int]) -> None:
+    """After SIGTERM the next call saves its step, due or not, unless the time is over; later ones save nothing."""
+    called = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        with lm.CheckpointManager(tmp_path, every_steps=10, preemption_seconds=seconds) as manager:
+            saves = [manager.save(model_of(step), step) for step in (10, 11)]
+            os.kill(os.getpid(), signal.SIGTERM)
+            was_preempted = manager.is_preempted
+            saves += [manager.save(model_of(step), step) for step in (13, 20)]
+            assert steps == manager.steps
+        assert ([True, False, len(steps) == 2, False], False, True) == (
+            saves,
+            was_preempted,
+            manager.is_preempted,
+        )
+        assert [signal.SIGTERM] == called
+        signal.raise_signal(signal.SIGTERM)
+        assert [signal.SIGTERM] * 2 == called
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, seconds: float) -> None:
+    """So it is with a manager outside of the main thread, where Python has no signals."""
+    error = refused(lambda: lm.CheckpointManager(tmp_path, preemption_seconds=seconds))
+    said = list[str]()
+    thread = threading.Thread(
+        target=lambda: said.append(
+            refused(lambda: lm.CheckpointManager(tmp_path, preemption_seconds=30)).what
+        )
+    )
+    thread.start()
+    thread.join()
+
+    assert f"preemption_seconds={seconds!r} cannot be used" == error.what
+    assert ["preemption_seconds: SIGTERM is not noted outside of the main thread"] == said
 
 
 PROGRAM = """

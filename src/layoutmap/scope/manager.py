@@ -21,7 +21,10 @@ from layoutmap.checkpoint.retention import Retention, check_metrics
 from layoutmap.checkpoint.step_writer import Memory, StepWriter
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.core.users_line import level_of_user
+from layoutmap.engines.peers import Peers
+from layoutmap.scope.group import Group
 from layoutmap.scope.loading import load
+from layoutmap.scope.preemption import Preemption
 from layoutmap.scope.saving import begin_save, check_step, group_of
 
 Later = Literal["refuse", "keep", "delete"]
@@ -51,6 +54,12 @@ class CheckpointManager:
             decides, which costs a collective at each call. With neither of the two, every step is due; with both,
             a step is due if one of them says so.
         wait: Whether `save` returns only when the step is there.
+        patience_seconds: How long a process waits in a save for another one that is there and writes nothing; `None`:
+            ten minutes. One that has died ends the wait at once.
+        preemption_seconds: How long the machine still runs after SIGTERM, by which schedulers announce that they take
+            it away; `None`: SIGTERM ends the program. With it the next call of `save`, in all processes though one
+            alone got the signal, waits for the save in flight, saves its step, due or not, and returns when that is
+            there; then `is_preempted` is true, and the program is to end. It costs a collective at each call of `save`.
 
     Raises:
         CheckpointError: One of these is no such number or name.
@@ -80,6 +89,8 @@ class CheckpointManager:
         every_steps: int | None = None,
         every_minutes: float | None = None,
         wait: bool = False,
+        patience_seconds: float | None = None,
+        preemption_seconds: float | None = None,
     ):
         self._retention = Retention(
             keep_last, best, best_mode, keep_best, every_steps, every_minutes, keep_every
@@ -97,13 +108,22 @@ class CheckpointManager:
         self._leaves = False  # whether later steps that come from the position are left as they are
         self._damaged: set[int] = set()
         self._saved_at = time.monotonic()
-        self._group: Any = None
+        self._group: Group | None = None
+        self._patience_seconds = patience_seconds
+        self._peers: Peers | None = None
+        self._preemption = None if preemption_seconds is None else Preemption(preemption_seconds)
+        self._is_preempted = False
         weakref.finalize(self, _report, self._failures)
 
     @property
     def steps(self) -> list[int]:
         """The steps that are there, in rising order; one that is being written is not."""
         return self._storage.steps()
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a call of `save` has found that the machine is taken away: the program is to end now."""
+        return self._is_preempted
 
     def history(self) -> list[SavedStep]:
         """Return the steps that the run comes from and that are there, in rising order, once no save is in flight.
@@ -147,9 +167,11 @@ class CheckpointManager:
         number = check_step(step)
         if self._flight is not None and self._flight.has_failed and self._flight.is_alone:
             self.wait()
-        is_due = force or self._is_due(model, number)
+        is_due = self._is_due(model, number) or force
         self._seen = number
         if not is_due or (self._position is not None and number == self._position.step):
+            if self._is_preempted:
+                self.wait()
             return False
         found = check_metrics(metrics, self._retention.best)
         writer, _ = begin_save(
@@ -162,10 +184,12 @@ class CheckpointManager:
             metrics=found,
             after=self.wait,
             make_way=lambda token: self._make_way(number, token),
+            patience_seconds=self._patience_seconds,
+            hear=self._heard,
         )
         saved = saved_step(number, writer.facts)
         with writer:
-            if self._waits:
+            if self._waits or self._is_preempted:
                 self._write(writer, saved)
             else:
                 writer.copy(self._memory)
@@ -261,6 +285,8 @@ class CheckpointManager:
             self.wait()
         finally:
             self._memory.clear()
+            if self._preemption is not None:
+                self._preemption.close()
 
     def __enter__(self) -> Self:
         return self
@@ -341,13 +367,25 @@ class CheckpointManager:
         for step in steps:
             self._history.forget(step)
 
+    def _heard(self, group: Group) -> Peers:
+        self._group, self._peers = group, self._peers or Peers(group.texts, grace_seconds=None)
+        return self._peers
+
     def _is_due(self, model: Any, step: int) -> bool:
-        seconds = 0.0
-        if self._retention.every_minutes is not None:
+        """Whether a step is due, or is the last that can be saved; all processes decide alike."""
+        if self._is_preempted:
+            return False
+        own = np.array([time.monotonic() - self._saved_at, -1.0])
+        if self._preemption is not None:
+            own[1] = self._preemption.seconds
+        if self._preemption is not None or self._retention.every_minutes is not None:
             self._group = self._group or group_of(model)
-            own = np.array([time.monotonic() - self._saved_at])
-            seconds = float(self._group.gather(own)[0, 0] if self._group.several else own[0])
-        return self._retention.is_due(step, self._seen, seconds)
+            rows = self._group.gather(own) if self._group.several else own[None]
+            own = np.array([rows[0, 0], rows[:, 1].max()])
+        if self._preemption is not None and own[1] >= 0:
+            self._is_preempted = True
+            return bool(own[1] < self._preemption.total_seconds)  # else it would be there in part
+        return self._retention.is_due(step, self._seen, float(own[0]))
 
     def _write(self, writer: StepWriter, saved: SavedStep) -> None:
         with writer:

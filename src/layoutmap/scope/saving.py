@@ -27,6 +27,7 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, get_engine
+from layoutmap.engines.peers import Peers
 from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.group import Group
@@ -96,6 +97,8 @@ def begin_save(
     metrics: Mapping[str, float] | None = None,
     after: Callable[[], object] = lambda: None,
     make_way: Callable[[str], SavedStep] | None = None,
+    patience_seconds: float | None = None,
+    hear: Callable[[Group], Peers] | None = None,
 ) -> tuple[StepWriter, dict[str, VariableSpec]]:
     """Agree with the other processes on a step, and make the folder in which it is written.
 
@@ -112,6 +115,8 @@ def begin_save(
         after: What must have ended; if it raises in one process, all raise.
         make_way: What the first process does then, before the step is begun; if it raises, all raise. It is given the
             id of the save, and returns which step this one comes from; `None`: the one that was saved last.
+        patience_seconds: See `StepWriter`.
+        hear: Returns by what each of several processes hears that another one has died; `None`: it hears nothing.
 
     Returns:
         What writes the step, and the variables that this process writes.
@@ -157,6 +162,7 @@ def begin_save(
         check_saves(saved.items(), group.gather)
         plain = [each for each in kept if layouts[each.variable.path] is None]
         check_values(((each.variable.path, _checksum(engine, each.array)) for each in plain), group.gather)
+    peers = hear(group) if hear is not None and group.several else None
     own_token = new_token()
 
     def begin() -> list[str]:
@@ -183,6 +189,8 @@ def begin_save(
             number=group.number,
             count=group.count,
             states=own_states,
+            patience_seconds=patience_seconds,
+            ended=dict if peers is None else peers.ended,
         )
         written = {each.variable.path for each in todo}
         return writer, {v.path: v for each in kept if (v := each.variable).path in written}
