@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast, get_args
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, cast, get_args
 
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Saved, Stored
@@ -28,6 +28,7 @@ from layoutmap.scope.saved_values import Extra, Missing, Values, is_count
 from layoutmap.scope.scope import build
 from layoutmap.scope.states import check_data, random_states_of, taken_up
 
+Verify = Literal["first", "while", "no"]
 _ROOM = 2**30  # bytes of what was checked that a process keeps, so as not to read it again
 
 
@@ -44,6 +45,7 @@ def load(
     extra: Extra = "error",
     cast: bool = False,
     override: Mapping[str, Any] | None = None,
+    verify: Verify = "first",
     progress: bool | None = None,
     inputs: Any = None,
     **options: Any,
@@ -52,9 +54,7 @@ def load(
 
     Args:
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
-            straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: all that it
-            needs is read and checked before a value of it changes, so that a damaged file changes nothing. Of more
-            than 1 GiB for a process, the rest is read a second time.
+            straight into their shards and no initializer runs. Or a model that exists, in layouts or plain.
         directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
             Face has it, a directory of orbax or of `torch.distributed.checkpoint`, or `*.weights.h5`, which a model of
             Keras reads by `load_weights`. These have no checksums: a changed value in them cannot be seen.
@@ -76,6 +76,10 @@ def load(
         override: Settings of an optimizer of torch that are not to be those that were saved, as in `{"lr": 1e-4}`, for
             all of its groups. Others are those that were saved, with a warning where the optimizer was made with
             another value. Optimizers of Keras keep their learning rate as a variable: assign it after the load.
+        verify: When values are compared with their checksums. `"first"`: before one of a model that exists changes, so
+            that a damaged file changes nothing; up to 1 GiB for a process is kept meanwhile, the rest is read a second
+            time. `"while"`: as they are put into it, which needs no room and no second read; where one is damaged the
+            error says that the model is loaded in part and must not be used. `"no"`: never, where others see to it.
         progress: See `save`.
         inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
             at its first call: see `build`.
@@ -101,7 +105,7 @@ def load(
         >>> lm.load(make_model, directory, layout_map=layout_map).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
-    _check_arguments(model, layout_map, options, missing, extra)
+    _check_arguments(model, layout_map, options, missing, extra, verify)
     if layout_map is not None:
         library = options.get("library")
         adapter = get_adapter(library) if library else imported_adapter()
@@ -114,6 +118,8 @@ def load(
         mesh = _mesh_of(adapter, found)
     processes = Group(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
+    if isinstance(source, Step):
+        source.verifies = verify != "no"
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     if isinstance(source, KerasWeights) and table is None:
@@ -136,16 +142,18 @@ def load(
     random = loading.random_states()
     within = taken_up(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
-    loaded = loading.put(found, made, is_new=is_new, within=within, random=random)
+    with nullcontext() if is_new or verify == "first" else _loaded_in_part():
+        loaded = loading.put(found, made, is_new=is_new or verify != "first", within=within, random=random)
     values.close()
     return loaded if optimizer is not None else loaded[0]
 
 
 def _check_arguments(
-    model: Any, layout_map: RuleSet | None, options: Mapping[str, Any], missing: Any, extra: Any
+    model: Any, layout_map: RuleSet | None, options: Mapping[str, Any], missing: Any, extra: Any, verify: Any
 ) -> None:
     """Refuse what would have no effect, or another one than was meant."""
-    for name, value, known in (("missing", missing, get_args(Missing)), ("extra", extra, get_args(Extra))):
+    choices = ("missing", missing, Missing), ("extra", extra, Extra), ("verify", verify, Verify)
+    for name, value, known in ((name, value, get_args(kind)) for name, value, kind in choices):
         if value not in known:
             raise CheckpointError(
                 f"{name}={value!r}: there is no such choice",
@@ -208,6 +216,16 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
     processes.agreed(source.check_files)
     source.room = _ROOM
     return source
+
+
+@contextmanager
+def _loaded_in_part() -> Generator[None]:
+    """Errors say that a model which was loaded without having been checked first is not as it was."""
+    try:
+        yield
+    except CheckpointError as error:
+        why = f"{error.why}; the model may have been loaded in part, and must not be used"
+        raise CheckpointError(error.what, facts=error.facts, why=why, fix=error.fix) from error
 
 
 class _Loading:
