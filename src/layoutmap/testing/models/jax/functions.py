@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, divisors
 
-Held = str | Mapping[str, tuple[Shape, int] | str]
-"""What a layer holds: a module, as an expression; or by name weights, as shapes and how many products each sum of them
-has, and constants, as expressions."""
-Maker = Callable[[Choices, Shape], tuple[str, Held, Shape]]
-"""Draws for a shape the expression of a layer, what it holds, and which shape it puts out. `{x}` stands for what the
+Held = str | Mapping[str, Shape | str]
+"""What a layer holds: a module, as an expression; or by name weights, as shapes, and constants, as expressions."""
+Made = tuple[str, Held, Shape]
+"""The expression of a layer, what it holds, and the shape that it puts out, without rows. `{x}` stands for what the
 layer takes, with an axis of rows, `{h}` for what it holds, and `{w}` for a weight of that name."""
+Kinds = Mapping[str, tuple[Collection[int], int, Callable[[Choices, Shape], Made]]]
+"""Layers by kind: the ranks that each takes, how often it is drawn, and what makes it for a shape."""
 
 HELPERS = {
     "normalize": """\
@@ -65,7 +67,6 @@ _ACTIVATIONS = (
     "jax.nn.silu({})",
     "jax.nn.softmax({})",
 )
-_LETTERS = {1: "W", 2: "HW", 3: "DHW"}
 
 
 def activated(choices: Choices, call: str) -> str:
@@ -73,15 +74,24 @@ def activated(choices: Choices, call: str) -> str:
     return choices.one_of(*_ACTIVATIONS).format(call)
 
 
-def windows(choices: Choices, space: Shape) -> tuple[Shape, Shape, Shape, str, Shape]:
-    """The sizes of windows along some axes, their strides, dilation and padding, and the number of places after."""
+def convolution(choices: Choices, space: Shape, width: int) -> tuple[dict[str, Any], Shape]:
+    """The settings of a convolution or a pooling over some axes, as texts, and the shape after it, features last."""
     sizes = tuple(choices.weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
     strides, dilation = (tuple(choices.weighted({1: 3, 2: 1}) for _ in space) for _ in range(2))
     reach = [(size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True)]
     is_valid = all(n >= length for n, length in zip(space, reach, strict=True)) and choices.one_in(2)
     least = reach if is_valid else [1 for _ in space]
     places = tuple(-(-(n - length + 1) // s) for n, length, s in zip(space, least, strides, strict=True))
-    return sizes, strides, dilation, "VALID" if is_valid else "SAME", places
+    filters = choices.weighted(WIDTHS)
+    groups = choices.one_of(*divisors(width, filters)) if choices.one_in(2) else 1
+    settings = {
+        "filters": filters,
+        "sizes": sizes,
+        "strides": strides,
+        "dilation": dilation,
+        "groups": groups,
+    }
+    return {**settings, "padding": "VALID" if is_valid else "SAME"}, (*places, filters)
 
 
 def heads_of(choices: Choices, shape: Shape) -> tuple[str, Shape, int, Shape]:
@@ -104,125 +114,113 @@ def heads_of(choices: Choices, shape: Shape) -> tuple[str, Shape, int, Shape]:
     )
 
 
-def _dense(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+# -- with weights
+
+
+def _dense(choices: Choices, shape: Shape) -> Made:
     width = choices.weighted(WIDTHS)
-    held = {"w": ((shape[-1], width), shape[-1])}
-    after = (*shape[:-1], width)
-    if choices.one_in(2):
-        return activated(choices, "{x} @ {w}"), held, after
-    return activated(choices, "{x} @ {w} + {b}"), {**held, "b": ((width,), 100)}, after
+    call, bias = choices.one_of(("{x} @ {w}", {}), ("{x} @ {w} + {b}", {"b": (width,)}))
+    return activated(choices, call), {"w": (shape[-1], width), **bias}, (*shape[:-1], width)
 
 
-def _einsum(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    equation, kernel, num_summed, after = heads_of(choices, shape)
-    return f'jnp.einsum("{equation}", {{x}}, {{w}})', {"w": (kernel, math.prod(kernel[:num_summed]))}, after
-
-
-def _bilinear(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width, kept = shape[-1], choices.weighted(WIDTHS)
-    call = 'jnp.einsum("...a,abc,...b->...c", {x}, {w}, {x})'
-    return call, {"w": ((width, width, kept), width * width)}, (*shape[:-1], kept)
-
-
-def _gated(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width, inner = shape[-1], choices.weighted(WIDTHS)
-    sizes = {"gate": ((width, inner), width), "up": ((width, inner), width), "down": ((inner, width), inner)}
-    return "(jax.nn.silu({x} @ {gate}) * ({x} @ {up})) @ {down}", sizes, shape
-
-
-def _low_rank(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width, rank = choices.weighted(WIDTHS), choices.one_of(2, 4)
-    held = {"a": ((shape[-1], rank), shape[-1]), "b": ((rank, width), rank)}
-    return "{x} @ {a} @ {b}", held, (*shape[:-1], width)
-
-
-def _convolution(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    *space, width = shape
-    sizes, strides, dilation, padding, places = windows(choices, tuple(space))
-    filters = choices.weighted(WIDTHS)
-    groups = choices.one_of(*divisors(width, filters)) if choices.one_in(2) else 1
-    letters = _LETTERS[len(space)]
-    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-    call = (
-        f'jax.lax.conv_general_dilated({{x}}, {{w}}, {strides}, "{padding}", rhs_dilation={dilation}, '
-        f"dimension_numbers={numbers}, feature_group_count={groups})"
+def _products(choices: Choices, shape: Shape) -> Made:
+    *places, width = shape
+    inner, after = choices.weighted(WIDTHS), choices.weighted(WIDTHS)
+    call, held = choices.one_of(
+        ("{x} @ {a} @ {b}", {"a": (width, 2), "b": (2, after)}),
+        ('jnp.einsum("...a,abc,...b->...c", {x}, {w}, {x})', {"w": (width, width, after)}),
+        (
+            "(jax.nn.silu({x} @ {gate}) * ({x} @ {up})) @ {down}",
+            {"gate": (width, inner), "up": (width, inner), "down": (inner, after)},
+        ),
     )
-    kernel = (*sizes, width // groups, filters)
-    return call, {"w": (kernel, math.prod(kernel[:-1]))}, (*places, filters)
+    return call, held, (*places, after)
 
 
-def _pooling(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    sizes, strides, _, _, _ = windows(choices, shape[:-1])
-    after = tuple(-(-n // step) for n, step in zip(shape, strides, strict=False))
-    window = f'(1, {", ".join(map(str, sizes))}, 1), (1, {", ".join(map(str, strides))}, 1), "SAME"'
-    if choices.one_in(2):
-        return f"jax.lax.reduce_window({{x}}, -jnp.inf, jax.lax.max, {window})", {}, (*after, shape[-1])
-    mean = f"jax.lax.reduce_window({{x}}, 0.0, jax.lax.add, {window}) / {math.prod(sizes)}"
-    return mean, {}, (*after, shape[-1])
+def _einsum(choices: Choices, shape: Shape) -> Made:
+    equation, kernel, _, after = heads_of(choices, shape)
+    return f'jnp.einsum("{equation}", {{x}}, {{w}})', {"w": kernel}, after
 
 
-def _attention(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _convolution(choices: Choices, shape: Shape) -> Made:
+    *space, width = shape
+    made, after = convolution(choices, tuple(space), width)
+    axes = "DHW"[-len(space) :]
+    numbers = (f"N{axes}C", f"{axes}IO", f"N{axes}C")
+    call = (
+        "jax.lax.conv_general_dilated({{x}}, {{w}}, {strides}, {padding!r}, rhs_dilation={dilation}, "
+        "dimension_numbers={numbers}, feature_group_count={groups})"
+    )
+    return (
+        call.format(**made, numbers=numbers),
+        {"w": (*made["sizes"], width // made["groups"], after[-1])},
+        after,
+    )
+
+
+def _pooling(choices: Choices, shape: Shape) -> Made:
+    sizes, strides = ((1, *(choices.one_of(2, 1, 3) for _ in shape[1:]), 1) for _ in range(2))
+    call = choices.one_of(
+        "jax.lax.reduce_window({x}, -jnp.inf, jax.lax.max, SIZES)",
+        f"jax.lax.reduce_window({{x}}, 0.0, jax.lax.add, SIZES) / {math.prod(sizes)}",
+    )
+    after = tuple(-(-n // step) for n, step in zip(shape, strides[1:], strict=True))
+    return call.replace("SIZES", f'{sizes}, {strides}, "SAME"'), {}, after
+
+
+def _attention(choices: Choices, shape: Shape) -> Made:
     width, size = shape[-1], choices.one_of(4, 8)
     heads, groups = choices.one_of((4, 4), (4, 2), (8, 4), (8, 2), (4, 1), (6, 3))
     held = {
-        name: ((width, number, size), width)
-        for name, number in zip("qkv", (heads, groups, groups), strict=True)
+        "q": (width, heads, size),
+        "k": (width, groups, size),
+        "v": (width, groups, size),
+        "o": (heads, size, width),
     }
-    causal = ", is_causal=True" if choices.one_in(2) else ""
+    causal = choices.one_of("", ", is_causal=True")
+    return f"attend({{x}}, {{q}}, {{k}}, {{v}}, {{o}}{causal})", held, shape
+
+
+def _recurrent(choices: Choices, shape: Shape) -> Made:
+    units, reverse = choices.weighted(WIDTHS), choices.one_of("", ", reverse=True")
     return (
-        f"attend({{x}}, {{q}}, {{k}}, {{v}}, {{o}}{causal})",
-        {**held, "o": ((heads, size, width), heads * size)},
-        shape,
+        f"recur({{x}}, {{w}}, {{u}}{reverse})",
+        {"w": (shape[-1], units), "u": (units, units)},
+        (shape[0], units),
     )
 
 
-def _recurrent(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    units = choices.weighted(WIDTHS)
-    reverse = ", reverse=True" if choices.one_in(3) else ""
-    held = {"w": ((shape[-1], units), shape[-1]), "u": ((units, units), units)}
-    return f"recur({{x}}, {{w}}, {{u}}{reverse})", held, (shape[0], units)
-
-
-def _loop(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width = shape[-1]
-    call = "jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ {w}), {x})"
-    return call, {"w": ((width, width), width)}, shape
-
-
-def _mixed_places(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    places = shape[0]
-    call = choices.one_of(
-        'jnp.einsum("st,bt...->bs...", {w}, {x})', 'jnp.einsum("st,bt...->bs...", jnp.tril({w}), {x})'
+def _square(choices: Choices, shape: Shape) -> Made:
+    """Features are multiplied again and again, or places with each other."""
+    call, size = choices.one_of(
+        ("jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ {w}), {x})", shape[-1]),
+        ('jnp.einsum("st,bt...->bs...", {w}, {x})', shape[0]),
+        ('jnp.einsum("st,bt...->bs...", jnp.tril({w}), {x})', shape[0]),
     )
-    return call, {"w": ((places, places), places)}, shape
+    return call, {"w": (size, size)}, shape
 
 
-def _scaled(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width = shape[-1]
+def _scaled(choices: Choices, shape: Shape) -> Made:
+    axis = _axis(choices, shape)
     call = choices.one_of(
         "{x} * (1 + {s})",
         "normalize({x}) * (1 + {s})",
         "jnp.where({x} > 0, {x}, {x} * {s})",
         "decay({x}, {s})",
-    )
-    return call, {"s": ((width,), 9)}, shape
-
-
-def _positions(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    places, width = shape
-    return f"{{x}} + {{p}}[:{places}]", {"p": ((2 * places, width), 9)}, shape
-
-
-def _softmax(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    axis = _axis(choices, shape)
-    call = choices.one_of(
         f"{shape[axis - 1]} * jax.nn.softmax({{x}} * {{s}}, {axis})",
         f"jax.nn.log_softmax({{x}} * {{s}}, {axis})",
     )
-    return call, {"s": ((shape[-1],), 1)}, shape
+    return call, {"s": shape[-1:]}, shape
 
 
-def _of_axis(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _positions(choices: Choices, shape: Shape) -> Made:
+    return f"{{x}} + {{p}}[:{shape[0]}]", {"p": (2 * shape[0], shape[1])}, shape
+
+
+# -- with constants, or nothing
+
+
+def _of_axis(choices: Choices, shape: Shape) -> Made:
     """What is computed along one axis, which stays."""
     axis = _axis(choices, shape)
     call = choices.one_of(
@@ -236,23 +234,21 @@ def _of_axis(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
     return call, {}, shape
 
 
-def _reduced(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _reduced(choices: Choices, shape: Shape) -> Made:
     axis = 1 + choices.below(len(shape) - 1)
-    call = (
-        choices.one_of("{x}.mean(%d)", "{x}.max(%d)", "jax.nn.logsumexp({x}, %d)", "{x}.sum(%d) / 4") % axis
-    )
-    return call.replace("AXIS", str(axis)), {}, (*shape[: axis - 1], *shape[axis:])
+    call = choices.one_of(f"{{x}}.mean({axis})", f"{{x}}.max({axis})", f"jax.nn.logsumexp({{x}}, {axis})")
+    return call, {}, (*shape[: axis - 1], *shape[axis:])
 
 
-def _gathered(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _gathered(choices: Choices, shape: Shape) -> Made:
     axis = _axis(choices, shape)
     size = shape[axis - 1]
     indices = [choices.below(size) for _ in range(choices.one_of(size, 4, 8))]
-    call = choices.one_of(f"jnp.take({{x}}, {{i}}, axis={axis})", f"{{x}}[{', '.join([':'] * axis)}, {{i}}]")
+    call = choices.one_of(f"jnp.take({{x}}, {{i}}, axis={axis})", f"{{x}}[{_colons(axis)}{{i}}]")
     return call, {"i": f"jnp.array({indices})"}, _with(shape, axis, len(indices))
 
 
-def _segments(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _segments(choices: Choices, shape: Shape) -> Made:
     number = choices.one_of(4, 2, 8)
     ids = [choices.below(number) for _ in range(shape[0])]
     call = choices.one_of(
@@ -262,59 +258,54 @@ def _segments(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
     return call, {"i": f"jnp.array({ids})"}, (number, *shape[1:])
 
 
-def _sliced(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _sliced(choices: Choices, shape: Shape) -> Made:
     axis = _axis(choices, shape)
-    size, colons = shape[axis - 1], ", ".join([":"] * axis)
+    size, of_axis = shape[axis - 1], _colons(axis)
     half = -(-size // 2)
     call, after = choices.one_of(
-        (f"{{x}}[{colons}, ::2]", half),
-        (f"{{x}}[{colons}, {size - half}:]", half),
-        (f"jnp.concatenate([{{x}}[{colons}, {half}:], -{{x}}[{colons}, :{half}]], {axis})", size),
+        (f"{{x}}[{of_axis}::2]", half),
+        (f"{{x}}[{of_axis}{size - half}:]", half),
+        (f"jnp.concatenate([{{x}}[{of_axis}{half}:], -{{x}}[{of_axis}:{half}]], {axis})", size),
         (f"jnp.pad({{x}}, {[(1, 2) if n == axis else (0, 0) for n in range(1 + len(shape))]})", size + 3),
-        (f"jax.lax.top_k({{x}}, {-(-shape[-1] // 2)})[0]", -1),
-    )
-    return call, {}, (*shape[:-1], -(-shape[-1] // 2)) if after < 0 else _with(shape, axis, after)
-
-
-def _dynamically_sliced(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    axis = _axis(choices, shape)
-    size = shape[axis - 1]
-    half = -(-size // 2)
-    call, after = choices.one_of(
+        (f"jax.lax.top_k({{x}}.swapaxes({axis}, -1), {half})[0].swapaxes({axis}, -1)", half),
         (f"jax.lax.dynamic_slice_in_dim({{x}}, {{i}}, {half}, {axis})", half),
         (f"jax.lax.dynamic_update_index_in_dim({{x}}, {{x}}.mean({axis}), {{i}}, {axis})", size),
     )
-    return call, {"i": f"jnp.array({choices.below(size - half + 1)})"}, _with(shape, axis, after)
+    start = choices.below(size - half + 1)
+    return call, {"i": f"jnp.array({start})"} if "{i}" in call else {}, _with(shape, axis, after)
 
 
-def _reshaped(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    """The places in one axis, all in one axis, or the features in two; or axes that are swapped."""
+def _reshaped(choices: Choices, shape: Shape) -> Made:
+    """Features in two axes; axes that are swapped; all in one axis, or the places in one."""
     *places, width = shape
-    size = math.gcd(4, width)
-    fits = [(*places, width // size, size)] if len(shape) < 4 else []
-    fits += [(math.prod(shape),)] if len(shape) > 1 else []
-    fits += [(math.prod(places), width)] if len(places) > 1 else []
-    if len(shape) > 1 and choices.one_in(2):
-        axis = 1 + choices.below(len(places))
-        swapped = list(shape)
-        swapped[axis - 1], swapped[-1] = swapped[-1], swapped[axis - 1]
-        return f"{{x}}.swapaxes({axis}, -1)", {}, tuple(swapped)
-    after = choices.one_of(*fits)
-    return f"{{x}}.reshape(-1, {', '.join(map(str, after))})", {}, after
+    size, axis = math.gcd(4, width), _axis(choices, shape)
+    swapped = _with(_with(shape, axis, width), len(shape), shape[axis - 1])
+    afters = [(*places, width // size, size), (math.prod(shape),), (math.prod(places), width)]
+    calls = [(f"{{x}}.reshape(-1, {', '.join(map(str, after))})", after) for after in afters]
+    call, after = choices.one_of(*calls, (f"{{x}}.swapaxes({axis}, -1)", swapped))
+    return call, {}, after
 
 
-def _outer(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _elementwise(choices: Choices, shape: Shape) -> Made:
+    call, held = choices.one_of(
+        ("halved({x})", {}),
+        ("jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})", {"i": "jnp.array(True)"}),
+    )
+    return call, held, shape
+
+
+def _outer(choices: Choices, shape: Shape) -> Made:
     return 'jnp.einsum("...a,...b->...ab", {x}, {x})', {}, (*shape, shape[-1])
-
-
-def _branch(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    which = choices.one_of(True, False)
-    return "jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})", {"i": f"jnp.array({which})"}, shape
 
 
 def _axis(choices: Choices, shape: Shape) -> int:
     """One of the axes, counted with that of rows; the last one first."""
     return len(shape) - choices.below(len(shape))
+
+
+def _colons(axis: int) -> str:
+    """What stands before an index of this axis."""
+    return ":, " * axis
 
 
 def _with(shape: Shape, axis: int, size: int) -> Shape:
@@ -323,30 +314,23 @@ def _with(shape: Shape, axis: int, size: int) -> Shape:
 
 
 ANY, PLACES = range(1, 5), range(2, 5)
-FUNCTIONS: dict[str, tuple[Collection[int], int, Maker]] = {
-    # kind: the ranks that it takes, how often it is drawn, what makes it
+FUNCTIONS: Kinds = {
     "dense": (ANY, 10, _dense),
     "einsum": (range(1, 4), 5, _einsum),
-    "scaled": (PLACES, 4, _scaled),
-    "bilinear": (ANY, 2, _bilinear),
-    "gated": (ANY, 3, _gated),
-    "low rank": (ANY, 2, _low_rank),
+    "products": (ANY, 5, _products),
+    "scaled": (PLACES, 6, _scaled),
     "convolution": (PLACES, 8, _convolution),
     "pooling": (PLACES, 3, _pooling),
     "attention": ((2,), 6, _attention),
     "recurrent": ((2,), 4, _recurrent),
-    "loop": (ANY, 2, _loop),
-    "mixed places": (PLACES, 2, _mixed_places),
+    "square": (PLACES, 3, _square),
     "positions": ((2,), 3, _positions),
-    "softmax": (ANY, 3, _softmax),
     "of an axis": (ANY, 4, _of_axis),
     "reduced": (PLACES, 3, _reduced),
     "gathered": (ANY, 3, _gathered),
     "segments": (PLACES, 3, _segments),
-    "sliced": (ANY, 4, _sliced),
-    "dynamically sliced": (ANY, 3, _dynamically_sliced),
+    "sliced": (ANY, 5, _sliced),
     "reshaped": (ANY, 4, _reshaped),
     "outer": (range(1, 3), 1, _outer),
-    "branch": (ANY, 1, _branch),
-    "halved": (ANY, 1, lambda choices, shape: ("halved({x})", {}, shape)),
+    "elementwise": (ANY, 2, _elementwise),
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.describing import Container, Model, block
-from layoutmap.testing.models.jax.functions import ANY, PLACES, Held, activated, heads_of, windows
+from layoutmap.testing.models.jax.functions import ANY, PLACES, Made, activated, convolution, heads_of
 from layoutmap.testing.models.jax.growing import Growing, Library
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, divisors
@@ -108,21 +108,15 @@ from layoutmap.adapters.jax import train_with
 
 def draw_model(choices: Choices) -> Module:
     """A module of flax.nnx."""
-    growing = Growing(choices, _LIBRARY)
+    grown = Growing(choices, _LIBRARY)
+    held = grown.held("attributes")
     rngs = choices.one_of("nnx.Rngs(0)", "nnx.Rngs(0, dropout=1)", "nnx.Rngs(params=2, dropout=3)")
-    return Module(
-        tuple(growing.inputs),
-        tuple(growing.parts),
-        growing.arranged(),
-        tuple(growing.outputs),
-        choices.one_in(8),
-        rngs,
-    )
+    inputs, parts, outputs = tuple(grown.inputs), tuple(grown.parts), tuple(grown.outputs)
+    return Module(inputs, parts, held, outputs, choices.one_in(8), rngs)
 
 
-def _linear(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width = choices.weighted(WIDTHS)
-    bias = choices.one_of("", ", use_bias=False")
+def _linear(choices: Choices, shape: Shape) -> Made:
+    width, bias = choices.weighted(WIDTHS), choices.one_of("", ", use_bias=False")
     return (
         activated(choices, "{h}({x})"),
         f"nnx.Linear({shape[-1]}, {width}{bias}, rngs=rngs)",
@@ -130,60 +124,45 @@ def _linear(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
     )
 
 
-def _linear_general(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    _, kernel, summed, after = heads_of(choices, shape)
-    axis = tuple(range(-summed, 0))
-    return (
-        "{h}({x})",
-        f"nnx.LinearGeneral({kernel[:summed]}, {kernel[summed:]}, axis={axis}, rngs=rngs)",
-        after,
-    )
-
-
-def _einsum(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _general(choices: Choices, shape: Shape) -> Made:
     equation, kernel, summed, after = heads_of(choices, shape)
-    bias = choices.one_of(None, kernel[summed:])
-    return "{h}({x})", f'nnx.Einsum("{equation}", {kernel}, {bias}, rngs=rngs)', after
-
-
-def _convolution(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    sizes, strides, dilation, padding, places = windows(choices, shape[:-1])
-    filters = choices.weighted(WIDTHS)
-    groups = choices.one_of(*divisors(shape[-1], filters)) if choices.one_in(2) else 1
-    if len(places) == 1 and padding == "SAME" and choices.one_in(3):
-        padding = "CAUSAL"
-    made = (
-        f'nnx.Conv({shape[-1]}, {filters}, {sizes}, {strides}, padding="{padding}", kernel_dilation={dilation}, '
-        f"feature_group_count={groups}, rngs=rngs)"
+    made = choices.one_of(
+        f"nnx.LinearGeneral({kernel[:summed]}, {kernel[summed:]}, axis={(*range(-summed, 0),)}, rngs=rngs)",
+        f'nnx.Einsum("{equation}", {kernel}, {kernel[summed:]}, rngs=rngs)',
+        f'nnx.Einsum("{equation}", {kernel}, rngs=rngs)',
     )
-    return activated(choices, "{h}({x})"), made, (*places, filters)
+    return "{h}({x})", made, after
 
 
-def _transposed(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _convolution(choices: Choices, shape: Shape) -> Made:
+    *space, width = shape
+    settings, after = convolution(choices, tuple(space), width)
+    if len(space) == 1 and settings["padding"] == "SAME" and choices.one_in(3):
+        settings["padding"] = "CAUSAL"
+    made = (
+        "nnx.Conv({width}, {filters}, {sizes}, {strides}, padding={padding!r}, kernel_dilation={dilation}, "
+        "feature_group_count={groups}, rngs=rngs)"
+    )
+    return activated(choices, "{h}({x})"), made.format(**settings, width=width), after
+
+
+def _transposed(choices: Choices, shape: Shape) -> Made:
     *space, width = shape
     filters, size = choices.weighted(WIDTHS), choices.one_of(3, 2, 4)
     made = f"nnx.ConvTranspose({width}, {filters}, {(size,) * len(space)}, {(2,) * len(space)}, rngs=rngs)"
     return "{h}({x})", made, (*(2 * n for n in space), filters)
 
 
-def _norm(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    kinds = ("LayerNorm", "RMSNorm", "InstanceNorm")
-    return "{h}({x})", f"nnx.{choices.one_of(*kinds[: 2 + (len(shape) > 1)])}({shape[-1]}, rngs=rngs)", shape
+def _norm(choices: Choices, shape: Shape) -> Made:
+    width = shape[-1]
+    norms = f"LayerNorm({width}", f"RMSNorm({width}", f"GroupNorm({width}, {choices.one_of(*divisors(width))}"
+    norm = choices.one_of(*norms, *[f"InstanceNorm({width}"] * (len(shape) > 1))
+    return "{h}({x})", f"nnx.{norm}, rngs=rngs)", shape
 
 
-def _batch_norm(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    return "{h}({x})", f"nnx.BatchNorm({shape[-1]}, momentum={choices.one_of(0.99, 0.9)}, rngs=rngs)", shape
-
-
-def _group_norm(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    return "{h}({x})", f"nnx.GroupNorm({shape[-1]}, {choices.one_of(*divisors(shape[-1]))}, rngs=rngs)", shape
-
-
-def _attention(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    heads = choices.one_of(4, 2, 8)
-    groups = choices.one_of(heads, heads // 2)
-    width = heads * choices.one_of(4, 8)
-    mask = ", mask=nnx.make_causal_mask({x}[..., 0])" if choices.one_in(2) else ""
+def _attention(choices: Choices, shape: Shape) -> Made:
+    heads, groups = choices.one_of((4, 4), (4, 2), (2, 2), (8, 2), (8, 4))
+    width, mask = heads * choices.one_of(4, 8), choices.one_of("", ", mask=nnx.make_causal_mask({x}[..., 0])")
     made = (
         f"nnx.MultiHeadAttention({heads}, {shape[-1]}, {width}, num_kv_heads={groups}, decode=False, "
         f"normalize_qk={choices.one_in(4)}, rngs=rngs)"
@@ -191,79 +170,68 @@ def _attention(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
     return f"{{h}}({{x}}{mask})", made, shape
 
 
-def _recurrent(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _recurrent(choices: Choices, shape: Shape) -> Made:
     units, cell = (
         choices.weighted(WIDTHS),
         choices.one_of("LSTMCell", "GRUCell", "SimpleCell", "OptimizedLSTMCell"),
     )
     one = f"nnx.{cell}({shape[-1]}, {units}, rngs=rngs)"
-    if choices.one_in(3):
-        return "{h}({x})", f"nnx.Bidirectional(nnx.RNN({one}), nnx.RNN({one}))", (shape[0], 2 * units)
-    reverse = ", reverse=True, keep_order=True" if choices.one_in(4) else ""
-    return "{h}({x})", f"nnx.RNN({one}{reverse})", (shape[0], units)
-
-
-def _lora(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width, rank = choices.weighted(WIDTHS), choices.one_of(2, 4)
-    made = choices.one_of(
-        f"nnx.LoRALinear({shape[-1]}, {width}, lora_rank={rank}, rngs=rngs)",
-        f"nnx.LoRA({shape[-1]}, {rank}, {width}, base_module=nnx.Linear({shape[-1]}, {width}, rngs=rngs), rngs=rngs)",
+    made, width = choices.one_of(
+        (f"nnx.RNN({one})", units),
+        (f"nnx.RNN({one}, reverse=True, keep_order=True)", units),
+        (f"nnx.Bidirectional(nnx.RNN({one}), nnx.RNN({one}))", 2 * units),
     )
-    return "{h}({x})", made, (*shape[:-1], width)
+    return "{h}({x})", made, (shape[0], width)
 
 
-def _pooling(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    sizes, strides, _, padding, _ = windows(choices, shape[:-1])
-    fits = all(size <= n for size, n in zip(sizes, shape, strict=False)) and padding == "VALID"
-    places = (
-        -(-(n - fits * (size - 1)) // step) for n, size, step in zip(shape, sizes, strides, strict=False)
+def _several(choices: Choices, shape: Shape) -> Made:
+    """Modules in modules."""
+    *places, width = shape
+    inner, after, linear = (
+        choices.weighted(WIDTHS),
+        choices.weighted(WIDTHS),
+        "nnx.Linear({}, {}, rngs=rngs)".format,
     )
-    pool = choices.one_of("max_pool", "avg_pool")
-    return f'nnx.{pool}({{x}}, {sizes}, {strides}, "{"VALID" if fits else "SAME"}")', {}, (*places, shape[-1])
+    made, after = choices.one_of(
+        (f"Blocks({width}, {inner}, {choices.one_of(1, 2)}, rngs)", width),
+        (f"nnx.Sequential({linear(width, inner)}, nnx.tanh, {linear(inner, after)})", after),
+        (f"nnx.Sequential({linear(width, inner)}, nnx.LayerNorm({inner}, rngs=rngs))", inner),
+        (f"nnx.LoRALinear({width}, {after}, lora_rank=2, rngs=rngs)", after),
+        (f"nnx.LoRA({width}, 4, {after}, base_module={linear(width, after)}, rngs=rngs)", after),
+    )
+    return "{h}({x})", made, (*places, after)
 
 
-def _sequential(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    inner, width = choices.weighted(WIDTHS), choices.weighted(WIDTHS)
-    norm = choices.one_of("", f"nnx.LayerNorm({inner}, rngs=rngs), ")
-    layers = f"nnx.Linear({shape[-1]}, {inner}, rngs=rngs), {norm}nnx.tanh, nnx.Linear({inner}, {width}, rngs=rngs)"
-    return "{h}({x})", f"nnx.Sequential({layers})", (*shape[:-1], width)
+def _keeping(made: str) -> Callable[[Choices, Shape], Made]:
+    """Make a module that keeps the shape."""
+    return lambda _, shape: ("{h}({x})", made.replace("{width}", str(shape[-1])), shape)
 
 
-def _blocks(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    return "{h}({x})", f"Blocks({shape[-1]}, {choices.weighted(WIDTHS)}, {choices.one_of(1, 2)}, rngs)", shape
-
-
-_TABLE = {"table": ((), 1)}
 _LIBRARY = Library(
     layers={
         "Linear": (ANY, 8, _linear),
-        "LinearGeneral": (range(1, 4), 4, _linear_general),
-        "Einsum": (range(1, 4), 4, _einsum),
-        "norm": (ANY, 5, _norm),
-        "BatchNorm": (ANY, 5, _batch_norm),
-        "GroupNorm": (ANY, 3, _group_norm),
+        "LinearGeneral": (range(1, 4), 5, _general),
+        "norm": (ANY, 6, _norm),
+        "BatchNorm": (ANY, 5, _keeping("nnx.BatchNorm({width}, momentum=0.9, rngs=rngs)")),
         "Conv": (PLACES, 10, _convolution),
         "ConvTranspose": (PLACES, 3, _transposed),
-        "pool": (PLACES, 4, _pooling),
         "MultiHeadAttention": ((2,), 7, _attention),
         "RNN": ((2,), 7, _recurrent),
-        "Dropout": (ANY, 4, lambda choices, shape: ("{h}({x})", "nnx.Dropout(0.25, rngs=rngs)", shape)),
-        "LoRA": (ANY, 3, _lora),
-        "PReLU": (ANY, 1, lambda choices, shape: ("{h}({x})", "nnx.PReLU()", shape)),
-        "Sequential": (ANY, 3, _sequential),
-        "Blocks": (ANY, 3, _blocks),
-        "Centered": (ANY, 2, lambda choices, shape: ("{h}({x})", f"Centered({shape[-1]})", shape)),
+        "Dropout": (ANY, 4, _keeping("nnx.Dropout(0.25, rngs=rngs)")),
+        "several": (ANY, 6, _several),
+        "PReLU": (ANY, 1, _keeping("nnx.PReLU()")),
+        "Centered": (ANY, 2, _keeping("Centered({width})")),
     },
     containers={"nnx.Dict": 2, "nnx.List": 1},
     weight=("nnx.Param({scale} * rngs.params.normal({shape}))", "{}[...]"),
     frozen=("Fixed({scale} * rngs.params.normal({shape}))", "{}[...]"),
     constants={"Fixed({})": 2, "{}": 1},
     linear=("nnx.Linear({features}, {width}, rngs=rngs)", "{h}({x})"),
-    tables=(
+    tables=[
         ("nnx.Embed({features}, {width}, rngs=rngs)", "{h}({x})", "{h}.attend({x})"),
         ("nnx.Embed({features}, {width}, rngs=rngs)", "{h}({x})", ""),
-        (_TABLE, "{table}[{x}]", "{x} @ {table}.T"),
-    ),
+        ({"table": ()}, "{table}[{x}]", "{x} @ {table}.T"),
+    ],
     stacked="stacked({number}, lambda rngs: {made}, rngs)",
     wrapped={
         "remat": "nnx.remat(lambda p, x: {call})({h}, {x})",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.describing import Model, block
-from layoutmap.testing.models.jax.functions import ANY, PLACES, Held, windows
+from layoutmap.testing.models.jax.functions import ANY, PLACES, Made, convolution
 from layoutmap.testing.models.jax.growing import Growing, Library
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, divisors
@@ -49,148 +49,132 @@ from layoutmap.adapters.jax import train_with
 
 def draw_model(choices: Choices) -> Pytree:
     """A pytree, and its forward pass."""
-    growing = Growing(choices, _LIBRARY)
-    held = replace(growing.arranged(), kind=choices.weighted(_LIBRARY.containers), name="Params")
-    return Pytree(
-        tuple(growing.inputs), tuple(growing.parts), held, tuple(growing.outputs), choices.one_in(8)
+    grown = Growing(choices, _LIBRARY)
+    held = grown.held(choices.weighted(_LIBRARY.containers))
+    inputs, parts, outputs = tuple(grown.inputs), tuple(grown.parts), tuple(grown.outputs)
+    return Pytree(inputs, parts, held, outputs, choices.one_in(8))
+
+
+# -- modules of Equinox, which take one row
+
+
+def _rows(made: str, num_axes: int, after: Shape) -> Made:
+    """A module that is called for each row, and for each place of as many axes."""
+    return f"{'jax.vmap(' * num_axes}{{h}}{')' * num_axes}({{x}})", made, after
+
+
+def _eqx_dense(choices: Choices, shape: Shape) -> Made:
+    *places, width = shape
+    inner, after = choices.weighted(WIDTHS), choices.weighted(WIDTHS)
+    made = choices.one_of(
+        f"eqx.nn.Linear({width}, {after}, key=key({{key}}))",
+        f"eqx.nn.MLP({width}, {after}, {inner}, {choices.one_of(1, 2)}, key=key({{key}}))",
     )
+    return _rows(made, len(shape), (*places, after))
 
 
-def _rows(call: str, axes: int) -> str:
-    """A call of a module of Equinox, which takes one row and one place, for all."""
-    for _ in range(axes):
-        call = f"jax.vmap({call})"
-    return f"{call}({{x}})"
-
-
-def _eqx_linear(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width = choices.weighted(WIDTHS)
-    return (
-        _rows("{h}", len(shape)),
-        f"eqx.nn.Linear({shape[-1]}, {width}, key=key({{key}}))",
-        (*shape[:-1], width),
+def _eqx_norm(choices: Choices, shape: Shape) -> Made:
+    norm, axes = choices.one_of(
+        (f"LayerNorm({shape[-1]})", len(shape)),
+        (f"RMSNorm({shape[-1]})", len(shape)),
+        (f"LayerNorm({shape})", 1),
     )
+    return _rows(f"eqx.nn.{norm}", axes, shape)
 
 
-def _eqx_mlp(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width = choices.weighted(WIDTHS)
-    made = f"eqx.nn.MLP({shape[-1]}, {width}, {choices.weighted(WIDTHS)}, {choices.one_of(1, 2)}, key=key({{key}}))"
-    return _rows("{h}", len(shape)), made, (*shape[:-1], width)
-
-
-def _eqx_norm(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    norm = choices.one_of(
-        (f"eqx.nn.LayerNorm({shape[-1]})", len(shape)),
-        (f"eqx.nn.RMSNorm({shape[-1]})", len(shape)),
-        (f"eqx.nn.LayerNorm({shape})", 1),
-    )
-    return _rows("{h}", norm[1]), norm[0], shape
-
-
-def _eqx_convolution(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _eqx_convolution(choices: Choices, shape: Shape) -> Made:
     """Features come before places."""
     width, *space = shape
-    sizes, strides, dilation, padding, places = windows(choices, tuple(space))
-    filters = choices.weighted(WIDTHS)
-    groups = choices.one_of(*divisors(width, filters)) if choices.one_in(2) else 1
-    made = (
-        f"eqx.nn.Conv({len(space)}, {width}, {filters}, {sizes}, {strides}, {padding!r}, dilation={dilation}, "
-        f"groups={groups}, key=key({{key}}))"
-    )
-    return _rows("{h}", 1), made, (filters, *places)
+    settings, (*places, filters) = convolution(choices, tuple(space), width)
+    made = "{filters}, {sizes}, {strides}, {padding!r}, {dilation}, {groups}, key=key".format(**settings)
+    return _rows(f"eqx.nn.Conv({len(space)}, {width}, {made}({{key}}))", 1, (filters, *places))
 
 
-def _eqx_attention(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    heads = choices.one_of(*divisors(shape[-1]))
-    made = f"eqx.nn.MultiheadAttention({heads}, {shape[-1]}, key=key({{key}}))"
-    mask = f", jnp.tril(jnp.ones(({shape[0]}, {shape[0]}), bool))" if choices.one_in(2) else ""
+def _eqx_attention(choices: Choices, shape: Shape) -> Made:
+    length, width = shape
+    made = f"eqx.nn.MultiheadAttention({choices.one_of(*divisors(width))}, {width}, key=key({{key}}))"
+    mask = choices.one_of("", f", jnp.tril(jnp.ones(({length}, {length}), bool))")
     return f"jax.vmap(lambda y: {{h}}(y, y, y{mask}))({{x}})", made, shape
 
 
-def _eqx_cell(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _eqx_cell(choices: Choices, shape: Shape) -> Made:
     units = choices.weighted(WIDTHS)
     made = f"eqx.nn.GRUCell({shape[-1]}, {units}, key=key({{key}}))"
-    step = "lambda h, y: 2 * ({h}(y, h),)"
+    step = f"jax.lax.scan(lambda h, z: 2 * ({{h}}(z, h),), jnp.zeros({units}), y)[1]"
+    return f"jax.vmap(lambda y: {step})({{x}})", made, (shape[0], units)
+
+
+# -- modules of flax.linen, whose weights are a dict
+
+
+def _linen(module: str, shape: Shape, after: Shape) -> Made:
     return (
-        f"jax.vmap(lambda y: jax.lax.scan({step}, jnp.zeros({units}), y)[1])({{x}})",
-        made,
-        (shape[0], units),
+        f"nn.{module}.apply({{h}}, {{x}})",
+        f"nn.{module}.init(key({{key}}), jnp.zeros({(1, *shape)}))",
+        after,
     )
 
 
-def _linen(module: str, shape: Shape, after: Shape) -> tuple[str, Held, Shape]:
-    zeros = f"jnp.zeros({(1, *shape)})"
-    return f"nn.{module}.apply({{h}}, {{x}})", f"nn.{module}.init(key({{key}}), {zeros})", after
+def _linen_dense(choices: Choices, shape: Shape) -> Made:
+    features = choices.one_of((choices.weighted(WIDTHS),), (4, 8), (2, 4))
+    return _linen(f"DenseGeneral({features})", shape, (*shape[:-1], *features))
 
 
-def _linen_dense(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    width = choices.weighted(WIDTHS)
-    heads = choices.one_of((width,), (4, 8), (2, 4))
-    features = width if len(heads) == 1 else heads
-    return _linen(f"DenseGeneral({features})", shape, (*shape[:-1], *heads))
-
-
-def _linen_norm(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
+def _linen_norm(choices: Choices, shape: Shape) -> Made:
     groups = f"GroupNorm({choices.one_of(*divisors(shape[-1]))})"
     return _linen(choices.one_of("LayerNorm()", "RMSNorm()", groups), shape, shape)
 
 
-def _linen_convolution(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    sizes, strides, dilation, padding, places = windows(choices, shape[:-1])
-    filters = choices.weighted(WIDTHS)
-    groups = choices.one_of(*divisors(shape[-1], filters)) if choices.one_in(2) else 1
-    made = f"Conv({filters}, {sizes}, {strides}, {padding!r}, kernel_dilation={dilation}, feature_group_count={groups})"
-    return _linen(made, shape, (*places, filters))
+def _linen_convolution(choices: Choices, shape: Shape) -> Made:
+    *space, width = shape
+    settings, after = convolution(choices, tuple(space), width)
+    made = "Conv({filters}, {sizes}, {strides}, {padding!r}, 1, {dilation}, {groups})"
+    return _linen(made.format(**settings), shape, after)
 
 
-def _linen_attention(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    heads = choices.one_of(*divisors(shape[-1]))
-    return _linen(f"MultiHeadDotProductAttention({heads})", shape, shape)
+def _linen_sequence(choices: Choices, shape: Shape) -> Made:
+    units, heads = choices.weighted(WIDTHS), choices.one_of(*divisors(shape[-1]))
+    made, width = choices.one_of(
+        (f"MultiHeadDotProductAttention({heads})", shape[-1]),
+        (f"RNN(nn.OptimizedLSTMCell({units}))", units),
+        (f"RNN(nn.GRUCell({units}))", units),
+    )
+    return _linen(made, shape, (shape[0], width))
 
 
-def _linen_recurrent(choices: Choices, shape: Shape) -> tuple[str, Held, Shape]:
-    units = choices.weighted(WIDTHS)
-    cell = choices.one_of("OptimizedLSTMCell", "GRUCell", "SimpleCell")
-    return _linen(f"RNN(nn.{cell}({units}))", shape, (shape[0], units))
-
-
-_AROUND = {
-    "remat": "jax.checkpoint(lambda p, x: {call})({h}, {x})",
-    "scan": "jax.lax.scan(lambda x, p: ({call}, None), {x}, {h})[0]",
-    "experts": "jax.vmap(lambda p, x: {call}, (0, None))({h}, {x})",
-    "each": "jax.vmap(lambda p, x: {call}, (None, {axis}), 1)({h}, {x})",
-}
-_TABLE = {"table": ((), 1)}
 _LIBRARY = Library(
     layers={
-        "eqx.Linear": (ANY, 4, _eqx_linear),
-        "eqx.MLP": (ANY, 3, _eqx_mlp),
+        "eqx.Linear": (ANY, 6, _eqx_dense),
         "eqx norm": (ANY, 3, _eqx_norm),
         "eqx.Conv": (PLACES, 6, _eqx_convolution),
         "eqx.MultiheadAttention": ((2,), 4, _eqx_attention),
         "eqx.GRUCell": ((2,), 3, _eqx_cell),
-        "linen.DenseGeneral": (range(1, 4), 4, _linen_dense),
+        "linen.Dense": (range(1, 4), 4, _linen_dense),
         "linen norm": (ANY, 3, _linen_norm),
         "linen.Conv": (PLACES, 6, _linen_convolution),
-        "linen.MultiHeadDotProductAttention": ((2,), 4, _linen_attention),
-        "linen.RNN": ((2,), 3, _linen_recurrent),
+        "linen of sequences": ((2,), 6, _linen_sequence),
     },
     containers={"dict": 4, "list": 2, "tuple": 1, "namedtuple": 1, "dataclass": 2},
     weight=("{scale} * normal(key({key}), {shape})", "{}"),
     frozen=("{scale} * normal(key({key}), {shape})", "jax.lax.stop_gradient({})"),
     constants={"{}": 1},
-    linear=({"w": ((), 0)}, "{x} @ {w}"),
-    tables=(
-        (_TABLE, "{table}[{x}]", "{x} @ {table}.T"),
-        (_TABLE, "jnp.take({table}, {x}, axis=0)", "{x} @ {table}.T"),
-        (_TABLE, "jax.nn.one_hot({x}, {rows}) @ {table}", 'jnp.einsum("...w,vw->...v", {x}, {table})'),
+    linear=({"w": ()}, "{x} @ {w}"),
+    tables=[
+        ({"table": ()}, "{table}[{x}]", "{x} @ {table}.T"),
+        ({"table": ()}, "jnp.take({table}, {x}, axis=0)", "{x} @ {table}.T"),
+        ({"table": ()}, "jax.nn.one_hot({x}, {rows}) @ {table}", 'jnp.einsum("...w,vw->...v", {x}, {table})'),
         (
             "eqx.nn.Embedding({features}, {width}, key=key({key}))",
             "jax.vmap(jax.vmap({h}))({x})",
             "{x} @ {h}.weight.T",
         ),
-    ),
+    ],
     stacked="jax.vmap(lambda k: {made})({key}0 + jnp.arange({number}))",
-    wrapped=_AROUND,
-    unfit={"scan": ("eqx.MLP", "eqx.MultiheadAttention"), "experts": ("eqx.MLP", "eqx.MultiheadAttention")},
+    wrapped={
+        "remat": "jax.checkpoint(lambda p, x: {call})({h}, {x})",
+        "scan": "jax.lax.scan(lambda x, p: ({call}, None), {x}, {h})[0]",
+        "experts": "jax.vmap(lambda p, x: {call}, (0, None))({h}, {x})",
+        "each": "jax.vmap(lambda p, x: {call}, (None, {axis}), 1)({h}, {x})",
+    },
+    unfit=dict.fromkeys(("scan", "experts"), ("eqx.Linear", "eqx.MultiheadAttention")),
 )
