@@ -136,6 +136,12 @@ class Model:
         """The kinds of all its parts, in order."""
         return tuple(kind for part in self.parts for kind in part.kinds)
 
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The paths of what its layers hold, by the layers' names."""
+        read = self.held.read("").items()
+        return {name: re.sub(r"\['?(\w+)'?\]", r".\1", place).removeprefix(".") for name, place in read}
+
     def data(self, rows: int) -> str:
         """The expression of a batch, drawn from `rng`."""
         if not self.named:

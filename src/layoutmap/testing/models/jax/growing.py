@@ -22,7 +22,7 @@ _LOSSES = {
     "optax.log_cosh(y, t).mean()": 1,
     "jnp.sqrt(((y - t) ** 2).sum(-1) + 0.1).mean()": 1,
 }
-_WRAPPERS = {"": 16, "remat": 2, "scan": 3, "experts": 2, "each": 2}
+WRAPPERS = {"": 16, "remat": 2, "scan": 3, "experts": 2, "each": 2}
 """What is around a layer, and how often: `scan` and `experts` hold several layers as one, `each` calls the layer for
 each element of an axis."""
 _EACH_OF_NOTHING = "jax.vmap(lambda x: {call}, {axis}, 1)({x})"
@@ -102,7 +102,7 @@ class Growing:
 
     def _add_layer(self, value: str) -> str:
         """Add a layer that fits, with something around it or not."""
-        shape, wrapper = self._shapes[value], self._choices.weighted(_WRAPPERS)
+        shape, wrapper = self._shapes[value], self._choices.weighted(WRAPPERS)
         axis = 1 + self._choices.below(len(shape) - 1) if wrapper == "each" and len(shape) > 1 else 0
         kind, (call, held, after) = self._drawn_for((*shape[: axis - 1], *shape[axis:]) if axis else shape)
         fits = {

@@ -80,11 +80,8 @@ from layoutmap.adapters.jax import train_with
     def layer_outputs(self) -> Mapping[str, Shape]:
         """The shapes of outputs of modules that are called once, by their paths."""
         uses = Counter(name for part in self.parts for name in re.findall(r"{(l\d+)}", part.call))
-        read = self.held.read("")
-        paths = {name: re.sub(r"\[(\d+)\]", r".\1", expression)[1:] for name, expression in read.items()}
-        return {
-            paths[part.module]: part.shape for part in self.parts if part.module and uses[part.module] == 1
-        }
+        modules = {part.module: part.shape for part in self.parts if part.module}
+        return {self.paths[name]: shape for name, shape in modules.items() if uses[name] == 1}
 
     def source(self, optimizer: str) -> str:
         """The program of `make_model`.
