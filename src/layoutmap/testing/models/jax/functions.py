@@ -105,13 +105,8 @@ def heads_of(choices: Choices, shape: Shape) -> tuple[str, Shape, int, Shape]:
     summed, free = (axes[-2:], axes[:-2]) if joins else (axes[-1:], axes[:-1])
     sides = (choices.weighted(WIDTHS),) if joins else (choices.one_of(4, 2, 8), choices.one_of(4, 8))
     made = "z" if joins else "yz"
-    kernel = (*shape[len(free) :], *sides)
-    return (
-        f"a{free}{summed},{summed}{made}->a{free}{made}",
-        kernel,
-        len(summed),
-        (*shape[: len(free)], *sides),
-    )
+    equation, kernel = f"a{free}{summed},{summed}{made}->a{free}{made}", (*shape[len(free) :], *sides)
+    return equation, kernel, len(summed), (*shape[: len(free)], *sides)
 
 
 # -- with weights
@@ -151,11 +146,8 @@ def _convolution(choices: Choices, shape: Shape) -> Made:
         "jax.lax.conv_general_dilated({{x}}, {{w}}, {strides}, {padding!r}, rhs_dilation={dilation}, "
         "dimension_numbers={numbers}, feature_group_count={groups})"
     )
-    return (
-        call.format(**made, numbers=numbers),
-        {"w": (*made["sizes"], width // made["groups"], after[-1])},
-        after,
-    )
+    kernel = (*made["sizes"], width // made["groups"], after[-1])
+    return call.format(**made, numbers=numbers), {"w": kernel}, after
 
 
 def _pooling(choices: Choices, shape: Shape) -> Made:
@@ -183,55 +175,11 @@ def _attention(choices: Choices, shape: Shape) -> Made:
 
 def _recurrent(choices: Choices, shape: Shape) -> Made:
     units, reverse = choices.weighted(WIDTHS), choices.one_of("", ", reverse=True")
-    return (
-        f"recur({{x}}, {{w}}, {{u}}{reverse})",
-        {"w": (shape[-1], units), "u": (units, units)},
-        (shape[0], units),
-    )
-
-
-def _square(choices: Choices, shape: Shape) -> Made:
-    """Features are multiplied again and again, or places with each other."""
-    call, size = choices.one_of(
-        ("jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ {w}), {x})", shape[-1]),
-        ('jnp.einsum("st,bt...->bs...", {w}, {x})', shape[0]),
-        ('jnp.einsum("st,bt...->bs...", jnp.tril({w}), {x})', shape[0]),
-    )
-    return call, {"w": (size, size)}, shape
-
-
-def _scaled(choices: Choices, shape: Shape) -> Made:
-    axis = _axis(choices, shape)
-    call = choices.one_of(
-        "{x} * (1 + {s})",
-        "normalize({x}) * (1 + {s})",
-        "jnp.where({x} > 0, {x}, {x} * {s})",
-        "decay({x}, {s})",
-        f"{shape[axis - 1]} * jax.nn.softmax({{x}} * {{s}}, {axis})",
-        f"jax.nn.log_softmax({{x}} * {{s}}, {axis})",
-    )
-    return call, {"s": shape[-1:]}, shape
-
-
-def _positions(choices: Choices, shape: Shape) -> Made:
-    return f"{{x}} + {{p}}[:{shape[0]}]", {"p": (2 * shape[0], shape[1])}, shape
+    held = {"w": (shape[-1], units), "u": (units, units)}
+    return f"recur({{x}}, {{w}}, {{u}}{reverse})", held, (shape[0], units)
 
 
 # -- with constants, or nothing
-
-
-def _of_axis(choices: Choices, shape: Shape) -> Made:
-    """What is computed along one axis, which stays."""
-    axis = _axis(choices, shape)
-    call = choices.one_of(
-        f"jnp.cumsum({{x}}, {axis}) / {shape[axis - 1]}",
-        f"jnp.roll({{x}}, 1, {axis})",
-        f"jnp.flip({{x}}, {axis})",
-        f"jnp.sort({{x}}, {axis})",
-        f"jax.lax.associative_scan(jnp.maximum, {{x}}, axis={axis})",
-        f"jnp.fft.fft({{x}}, axis={axis}).real / {shape[axis - 1]}",
-    )
-    return call, {}, shape
 
 
 def _reduced(choices: Choices, shape: Shape) -> Made:
@@ -286,12 +234,17 @@ def _reshaped(choices: Choices, shape: Shape) -> Made:
     return call, {}, after
 
 
-def _elementwise(choices: Choices, shape: Shape) -> Made:
-    call, held = choices.one_of(
-        ("halved({x})", {}),
-        ("jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})", {"i": "jnp.array(True)"}),
-    )
-    return call, held, shape
+def _keeping(*calls: str) -> Callable[[Choices, Shape], Made]:
+    """Return what makes layers that keep the shape; `{axis}` is one of the axes, and `{size}` its size."""
+
+    def make(choices: Choices, shape: Shape) -> Made:
+        axis, length, width = _axis(choices, shape) if "{axis}" in str(calls) else 1, shape[0], shape[-1]
+        weights = {"s": (width,), "w": (width, width), "m": (length, length), "p": (2 * length, width)}
+        call = choices.one_of(*calls).replace("{axis}", str(axis)).replace("{size}", str(shape[axis - 1]))
+        held: Held = {**weights, "i": "jnp.array(True)"}
+        return call, {name: each for name, each in held.items() if f"{{{name}}}" in call}, shape
+
+    return make
 
 
 def _outer(choices: Choices, shape: Shape) -> Made:
@@ -318,19 +271,49 @@ FUNCTIONS: Kinds = {
     "dense": (ANY, 10, _dense),
     "einsum": (range(1, 4), 5, _einsum),
     "products": (ANY, 5, _products),
-    "scaled": (PLACES, 6, _scaled),
+    "scaled": (
+        PLACES,
+        6,
+        _keeping(
+            "{x} * (1 + {s})",
+            "normalize({x}) * (1 + {s})",
+            "jnp.where({x} > 0, {x}, {x} * {s})",
+            "decay({x}, {s})",
+            "{size} * jax.nn.softmax({x} * {s}, {axis})",
+            "jax.nn.log_softmax({x} * {s}, {axis})",
+        ),
+    ),
     "convolution": (PLACES, 8, _convolution),
     "pooling": (PLACES, 3, _pooling),
     "attention": ((2,), 6, _attention),
     "recurrent": ((2,), 4, _recurrent),
-    "square": (PLACES, 3, _square),
-    "positions": ((2,), 3, _positions),
-    "of an axis": (ANY, 4, _of_axis),
+    "square": (
+        PLACES,
+        3,
+        _keeping(
+            "jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ {w}), {x})",
+            'jnp.einsum("st,bt...->bs...", {m}, {x})',
+            'jnp.einsum("st,bt...->bs...", jnp.tril({m}), {x})',
+        ),
+    ),
+    "positions": ((2,), 3, _keeping("{x} + {p}[:{size}]")),
+    "of an axis": (
+        ANY,
+        4,
+        _keeping(
+            "jnp.cumsum({x}, {axis}) / {size}",
+            "jnp.roll({x}, 1, {axis})",
+            "jnp.flip({x}, {axis})",
+            "jnp.sort({x}, {axis})",
+            "jax.lax.associative_scan(jnp.maximum, {x}, axis={axis})",
+            "jnp.fft.fft({x}, axis={axis}).real / {size}",
+        ),
+    ),
     "reduced": (PLACES, 3, _reduced),
     "gathered": (ANY, 3, _gathered),
     "segments": (PLACES, 3, _segments),
     "sliced": (ANY, 5, _sliced),
     "reshaped": (ANY, 4, _reshaped),
     "outer": (range(1, 3), 1, _outer),
-    "elementwise": (ANY, 2, _elementwise),
+    "elementwise": (ANY, 2, _keeping("halved({x})", "jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})")),
 }
