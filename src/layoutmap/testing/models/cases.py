@@ -152,7 +152,7 @@ def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn]) -> Case:
     variables = {
         v.path: v.shape
         for v in (assignment.variable for assignment in found.assignments)
-        if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None and v.shape
+        if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None
     }
     drawn = draw_map(choices, variables, model.layer_outputs)
     return Case(model, drawn, choices.weighted(model.optimizers), choices.weighted(_ROWS))

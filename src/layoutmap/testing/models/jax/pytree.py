@@ -9,7 +9,7 @@ from typing import ClassVar
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.describing import Model, block
 from layoutmap.testing.models.jax.functions import ANY, PLACES, Made, convolution
-from layoutmap.testing.models.jax.growing import Growing, Library
+from layoutmap.testing.models.jax.growing import WRAPPERS, Growing, Library
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, divisors
 
@@ -63,14 +63,15 @@ def _rows(made: str, num_axes: int, after: Shape) -> Made:
     return f"{'jax.vmap(' * num_axes}{{h}}{')' * num_axes}({{x}})", made, after
 
 
-def _eqx_dense(choices: Choices, shape: Shape) -> Made:
-    *places, width = shape
-    inner, after = choices.weighted(WIDTHS), choices.weighted(WIDTHS)
-    made = choices.one_of(
-        f"eqx.nn.Linear({width}, {after}, key=key({{key}}))",
-        f"eqx.nn.MLP({width}, {after}, {inner}, {choices.one_of(1, 2)}, key=key({{key}}))",
-    )
-    return _rows(made, len(shape), (*places, after))
+def _eqx_linear(choices: Choices, shape: Shape) -> Made:
+    width = choices.weighted(WIDTHS)
+    return _rows(f"eqx.nn.Linear({shape[-1]}, {width}, key=key({{key}}))", len(shape), (*shape[:-1], width))
+
+
+def _eqx_mlp(choices: Choices, shape: Shape) -> Made:
+    inner, width = choices.weighted(WIDTHS), choices.weighted(WIDTHS)
+    made = f"eqx.nn.MLP({shape[-1]}, {width}, {inner}, {choices.one_of(1, 2)}, key=key({{key}}))"
+    return _rows(made, len(shape), (*shape[:-1], width))
 
 
 def _eqx_norm(choices: Choices, shape: Shape) -> Made:
@@ -144,7 +145,8 @@ def _linen_sequence(choices: Choices, shape: Shape) -> Made:
 
 _LIBRARY = Library(
     layers={
-        "eqx.Linear": (ANY, 6, _eqx_dense),
+        "eqx.Linear": (ANY, 4, _eqx_linear),
+        "eqx.MLP": (ANY, 3, _eqx_mlp),
         "eqx norm": (ANY, 3, _eqx_norm),
         "eqx.Conv": (PLACES, 6, _eqx_convolution),
         "eqx.MultiheadAttention": ((2,), 4, _eqx_attention),
@@ -176,5 +178,5 @@ _LIBRARY = Library(
         "experts": "jax.vmap(lambda p, x: {call}, (0, None))({h}, {x})",
         "each": "jax.vmap(lambda p, x: {call}, (None, {axis}), 1)({h}, {x})",
     },
-    unfit=dict.fromkeys(("scan", "experts"), ("eqx.Linear", "eqx.MultiheadAttention")),
+    unfit=dict.fromkeys(WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")),  # they hold more than arrays
 )
