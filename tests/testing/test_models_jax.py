@@ -21,6 +21,7 @@ PROCESSES = ("jax",)
 LIBRARIES = ("nnx", "pytree")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_kind_and_every_pair_of_kinds_is_drawn(library):
     """Of 4,000 models none lacks, alone or with something around it."""

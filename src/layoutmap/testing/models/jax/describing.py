@@ -22,6 +22,7 @@ CONTAINERS = {  # how each begins, how its items begin, how it ends, how one is 
     "attributes": ("", "{key}=", "", ".{key}"),
     "nnx.Dict": ("nnx.Dict(", "{key}=", ")", ".{key}"),
     "nnx.List": ("nnx.List([", "", "])", "[{number}]"),
+    "nnx.data": ("nnx.data([", "", "])", "[{number}]"),
 }
 _CLASSES = {
     "namedtuple": "{name} = collections.namedtuple({name!r}, {keys})\n",
