@@ -61,7 +61,7 @@ def a_model_that_exists_is_laid_out(trial: Trial) -> Iterator[str]:
 
 
 def _another_map(trial: Trial) -> Map:
-    shapes = {a.variable.path: a.variable.shape for a in trial.ruled if a.variable.shape}
+    shapes = {a.variable.path: a.variable.shape for a in trial.ruled}
     return draw_map(trial.choices, shapes, {})
 
 

@@ -105,6 +105,8 @@ def a_misspelt_rule_is_noticed(trial: Trial) -> Iterator[str]:
         raise NotTried("it has no rule")
     right = trial.choices.one_of(*rules)
     letters = [i for i, letter in enumerate(right) if letter.isalpha() and right[i - 1 : i] != "\\"]
+    if not letters:
+        raise NotTried("the rule has no letter")
     at = trial.choices.one_of(*letters)
     wrong = f"{right[:at]}{'q' if right[at] != 'q' else 'z'}{right[at + 1 :]}"
     if any(re.match(wrong, a.variable.path) for a in trial.plan.assignments):

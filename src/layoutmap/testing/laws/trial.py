@@ -104,10 +104,10 @@ class Trial:
         plain, moved = self.plain(), self.plain()
         trained = {a.variable.path for a in self.plan.assignments if a.variable.is_trained}
         signs = np.random.default_rng(0)
-        paths = self.adapter.variables(
-            self.pair[1]
-        )  # how a plain model calls layers without names is its own
-        for path, variable in zip(paths, self.adapter.variables(moved).values(), strict=True):
+        # How a plain model calls layers without names is its own. One of JAX has no optimizer's state before its first
+        # step; that comes last.
+        paths = self.adapter.variables(self.pair[1])
+        for path, variable in zip(paths, self.adapter.variables(moved).values(), strict=False):
             value = self.adapter.read(variable)
             if path in trained and value.dtype.kind == "f":
                 step = signs.choice([-1, 1], value.shape) * np.finfo(value.dtype).eps

@@ -17,9 +17,6 @@ from layoutmap.testing.models.maps import Map, Shape, draw_map
 
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
 _PREAMBLE = """\
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
 {imports}
 import layoutmap as lm
 
@@ -155,7 +152,7 @@ def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn]) -> Case:
     variables = {
         v.path: v.shape
         for v in (assignment.variable for assignment in found.assignments)
-        if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None and v.shape
+        if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None
     }
     drawn = draw_map(choices, variables, model.layer_outputs)
     return Case(model, drawn, choices.weighted(model.optimizers), choices.weighted(_ROWS))
