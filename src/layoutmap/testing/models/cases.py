@@ -17,9 +17,6 @@ from layoutmap.testing.models.maps import Map, Shape, draw_map
 
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
 _PREAMBLE = """\
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
 {imports}
 import layoutmap as lm
 
