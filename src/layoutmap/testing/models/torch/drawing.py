@@ -50,7 +50,7 @@ _MOST_ELEMENTS = 1024
 def draw_model(choices: Choices) -> Model:
     """A model of a few parts."""
     is_sequential = choices.one_in(8)
-    growing = _Growing(choices, choices.taken(KINDS, 4), is_chain=is_sequential)
+    growing = _Growing(choices, choices.taken(KINDS, 5), is_chain=is_sequential)
     value = growing.add_input()
     for _ in range(1 + choices.below(5)):
         value = growing.add_part(value)
@@ -233,7 +233,7 @@ class _Growing:
     def _fitting(self, shape: Shape, *, modules: bool) -> tuple[str, Drawing]:
         """A kind that fits a shape, and what is drawn of it; of modules, those that are called with one value alone."""
         fits = {
-            kind: weight + 20 * (kind in self.favourites)
+            kind: weight + 30 * (kind in self.favourites)
             for kind, (ranks, weight, _) in KINDS.items()
             if len(shape) in ranks and (kind[0].isupper() or not modules)
         }
