@@ -24,7 +24,7 @@ from layoutmap.cli import interrupts
 from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
 from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
 from layoutmap.cli.device_list import list_devices
-from layoutmap.cli.models import listing
+from layoutmap.cli.models import known_model, listing
 from layoutmap.cli.output import (
     CANNOT,
     CLOSED,
@@ -234,7 +234,9 @@ def _plan(options: Any) -> int:
     findings = made.lint(options.batch_dim)
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
     out = write_all({path: texts[option]() for option, path in files.items()})
-    say(in_yaml(f"{made}\n\n{memory}"), out)
+    refused = "" if known_model(options.model) else "--dtype"
+    rest = f"{made}\n\n{memory}".removeprefix(str(verdict))
+    say(verdict.text(as_command=True, refused=refused) + in_yaml(rest), out)
     if findings:
         say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out)
     if made.cost is not None:

@@ -11,7 +11,14 @@ from layoutmap.adapters import ADAPTERS
 from layoutmap.cli import interrupts
 from layoutmap.cli.models import known_model, make_of
 from layoutmap.cli.output import WELL, check_targets, say, write_all
-from layoutmap.cli.plans import add_partial_option, complete, imported_library, inputs_of, rules_of_file
+from layoutmap.cli.plans import (
+    add_attention_option,
+    add_partial_option,
+    complete,
+    imported_library,
+    inputs_of,
+    rules_of_file,
+)
 from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError
@@ -76,6 +83,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         help="recompute the activations inside of these layers in the backward pass (rematerialization): a regex for "
         'their paths, or "blocks", the repeated blocks of the model; "no": of none; default: of blocks, if it helps',
     )
+    add_attention_option(parser)
     parser.add_argument(
         "--write", metavar="FILE", help='also write the rules to a file, for --rules; "-": to stdout'
     )
@@ -126,6 +134,7 @@ def run_search_command(options: Any) -> int:
             cache=options.cache,
             verify=options.verify,
             remat=False if options.remat == "no" else options.remat,
+            fuse_attention=options.fuse_attention,
             library=library,
         )
     complete(found.plan, options.model, options)

@@ -30,9 +30,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from layoutmap.core.errors import LayoutMapError, brief
-from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import with_none
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsize
 from layoutmap.plan.json_cost import cost_fields, read_cost
@@ -124,7 +125,7 @@ def plan_from_json(text: str) -> PlanTable:
     )
     top("verdict", an_object, None)
     if version == 2 or "cost" in top:
-        plan = plan.with_cost(*read_cost(top, mesh))
+        plan = plan.with_known_cost(read_cost(top, mesh))
     top.check()
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):
@@ -173,7 +174,7 @@ def _dims(mesh: Mesh) -> dict[str, int]:
 
 
 def _specs(layout: Layout) -> list[Any]:
-    return [None if spec == UNSHARDED else spec for spec in layout.sharding_specs]
+    return list(with_none(layout.sharding_specs))
 
 
 def _variable(assignment: Assignment) -> dict[str, Any]:

@@ -263,17 +263,19 @@ class Scope:
                 )
 
     def warn_of_nothing(self) -> None:
-        """Warn if nothing was made here, and a library is imported whose models a scope cannot see."""
-        unseen = [name for name in REFUSED if name in sys.modules]
-        if unseen and not len(self.plan) and not self.session.unbuilt():
-            why, fix = REFUSED[unseen[0]]
-            text = format_message(
-                f"the scope saw no layer and no variable; models of {unseen[0]} are not laid out",
-                {},
-                why,
-                fix,
-            )
-            warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
+        """Warn if nothing was made here: another thread made it, or a library whose models a scope cannot see."""
+        if len(self.plan) or self.session.unbuilt():
+            return
+        what = "the scope saw no layer and no variable"
+        why = "a scope lays out what is built in its block, and not what other threads and tasks build meanwhile"
+        fix = (
+            "build the model in the block; another thread or task can do it with layout_map.build(make_model)"
+        )
+        unseen = next((name for name in REFUSED if name in sys.modules), None)
+        if unseen is not None:
+            what, (why, fix) = f"{what}; models of {unseen} are not laid out", REFUSED[unseen]
+        text = format_message(what, {}, why, fix)
+        warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
 
     def warn_of_unbuilt(self) -> None:
         """Warn that what `strict` asks for is still to be checked, if layers have no weights yet."""
