@@ -43,7 +43,7 @@ def draw_paths(chance: random.Random, count: int) -> list[str]:
     return [form(i) for i in range(count)]
 
 
-def draw_rules(chance: random.Random, paths: list[str], count: int) -> dict[str, tuple[str | None, ...]]:
+def draw_rules(chance: random.Random, paths: list[str], count: int) -> dict[str, Any]:
     """So many rules of a drawn form for these paths: most match one of them, or two match all, or some match none."""
     forms: list[Callable[[str, int], str]] = [
         lambda path, i: f"{re.escape(path)}$",

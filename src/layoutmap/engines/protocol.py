@@ -81,7 +81,7 @@ class Engine(Protocol):
         ...
 
     def check_dtype(self, name: str, path: str) -> None:
-        """Refuse an element type that no array of the framework has as it is; nothing is started, so that plans can ask.
+        """Refuse an element type that no array of the framework has as it is. Nothing is started, so plans can ask.
 
         Args:
             name: The element type, as in `"float32"`.

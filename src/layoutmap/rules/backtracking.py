@@ -23,9 +23,8 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import cache
 from importlib import import_module
-from operator import or_
 from typing import Any
 
 # Only a repeat of a group can hold another repeat or an alternative.
@@ -182,7 +181,10 @@ class _Automaton:
         """A loop that gives nothing back: one position that takes any number of its characters, and none is left."""
         inside = _Automaton(self._parser, self._state, [], loop=1)
         inside.read(items)
-        part = self._position(reduce(or_, inside.chars, 0))
+        chars = 0
+        for each in inside.chars:
+            chars |= each
+        part = self._position(chars)
         self._join(part.last, part.first)
         self._possessive.update(part.first)
         return _Part(nullable, part.first, part.last)
