@@ -106,9 +106,10 @@ def check_all_found(nodes: Nodes, state: Any) -> None:
 
 def _hides_array(node: Any) -> bool:
     """Whether a function closes over a traced array, or an object that is no pytree has one as an attribute."""
-    if isinstance(node, (nnx.Pytree, nnx.Variable, jax.Array, type, str, int, float)):
-        return False
-    if not jax.tree_util.all_leaves([node]):
+    is_known = isinstance(node, (str, int, float, type, jax.Array)) or type(node).__module__.startswith(
+        "flax."
+    )
+    if is_known or isinstance(node, (nnx.Pytree, nnx.Variable)) or not jax.tree_util.all_leaves([node]):
         return False
     held = [getattr(node, "__dict__", None), getattr(node, "__defaults__", None)]
     if isinstance(node, functools.partial):
