@@ -10,6 +10,7 @@ import torch
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutMapError
+from layoutmap.cost.table import FUSED_ATTENTION
 
 PROCESS = Path(__file__).with_name("torch_cost_process.py")
 
@@ -29,7 +30,10 @@ def check(found):
 
 
 def test_a_step_in_two_dims_is_counted_as_it_runs():
-    """Calls by kind; gradients are named for weights; no process group is left, and a simulation begins after it."""
+    """Calls by kind; gradients are named for weights; no process group is left, and a simulation begins after it.
+
+    Advice where it does not fit needs what it says, and attention that is one operation is said to be so.
+    """
     found = run("both")
 
     check(found)
@@ -41,6 +45,11 @@ def test_a_step_in_two_dims_is_counted_as_it_runs():
     assert 4 * (3 * (sharded + replicated) + 10 + rows) == facts["arguments"]
     # Three products of 64 rows for each matrix, on a quarter of it, and those of the head.
     assert {"float32": 3 * 2 * 64 * (2 * 2 * 64 * 256 // 4 + 64 * 32)} == facts["flops"]
+
+    what, fits, fits_again, needed, needed_again = found["advised"]
+    assert ("shard weights over data as well (FSDP)", False, True) == (what, fits, fits_again)
+    assert needed == needed_again
+    assert [FUSED_ATTENTION] == found["attention"]
 
 
 @pytest.mark.long

@@ -48,6 +48,16 @@ KINDS = {"all_gather": "all_gather", "allgather": "all_gather", "reduce_scatter"
 KINDS |= {"all_reduce": "all_reduce", "allreduce": "all_reduce", "all_to_all": "all_to_all"}
 
 
+class Attending(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.given = torch.nn.Linear(64, 3 * 64)
+
+    def forward(self, x):
+        q, k, v = self.given(x).reshape(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
 class Shape:
     shape, dtype = (16, 8, 64), "float32"
 
@@ -104,10 +114,31 @@ def taken(name):
     return calls
 
 
+def assumed_of_attention():
+    """What is assumed of attention that is one operation of torch."""
+    plan = lm.plan(Attending, layout_map("data"), inputs=Shape(), on="h100", library="torch")
+    return [note for note in plan.cost.step.notes if "attention" in note]
+
+
+def advised():
+    """What a step needs with weights sharded over the dim of the batch: as it was advised, and planned so."""
+    options = {"inputs": Shape(), "on": "h100", "optimizer": "adamw", "library": "torch"}
+    peak = lm.plan(Stack, layout_map("data"), **options).cost.step.peak_bytes
+    options["device_memory"] = 4 * peak // 5
+    verdict = lm.plan(Stack, layout_map("data"), **options).verdict
+    best = verdict.advice[0]
+    taken = lm.LayoutMap(MESH, eval(f"dict({best.python})")["rules"], rest="replicated")
+    again = lm.plan(Stack, taken, **options, advise=False).verdict
+    return best.what, verdict.fits, again.fits, best.needed_bytes, again.needed_bytes
+
+
 def main(names):
     counts = {name: counted(name) for name in names}
+    more = {"attention": assumed_of_attention(), "advised": advised()}
     left = dist.is_initialized()
-    print(json.dumps({"counted": counts, "taken": {name: taken(name) for name in names}, "left": left}))
+    print(
+        json.dumps({"counted": counts, "taken": {name: taken(name) for name in names}, "left": left} | more)
+    )
 
 
 if __name__ == "__main__":

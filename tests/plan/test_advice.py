@@ -104,7 +104,7 @@ def test_what_was_counted_is_in_the_file_of_a_plan():
     tried = (Advice("recompute", 'remat="blocks"', "--remat blocks", 20 * costs.GIB, "1.00 s a step"),)
     made = costs.plan()
     assert made.cost is not None
-    made = replace(made, cost=replace(made.cost, tried=tried, untried=("use 128 devices",)))
+    made = replace(made, cost=replace(made.cost, tried=tried, untried=("half the batch",)))
     short, again = (
         plan.judged(device_memory=25 * costs.GIB) for plan in (made, lm.Plan.from_json(made.to_json()))
     )
@@ -114,5 +114,5 @@ def test_what_was_counted_is_in_the_file_of_a_plan():
     assert "20.0 GiB, fits, 1.00 s a step: recompute\n                --remat blocks" in short.verdict.text(
         as_command=True
     )
-    assert "not tried   use 128 devices: counting them takes too long" in str(short.verdict)
+    assert "not tried   half the batch: counting that takes too long" in str(short.verdict)
     assert () == made.verdict.advice

@@ -132,7 +132,7 @@ class Verdict:
         rows = [
             ("because of", "\n".join(text_rows(self.because))),
             ("try", "\n".join(a.text(there, **typed) for a in self.advice)),
-            ("not tried", f"{', '.join(self.untried)}: counting them takes too long" if self.untried else ""),
+            ("not tried", f"{', '.join(self.untried)}: counting that takes too long" if self.untried else ""),
         ]
         return aligned(f"Verdict: {self.headline}", [row for row in rows if row[1]])
 

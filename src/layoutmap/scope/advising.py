@@ -17,7 +17,7 @@ from layoutmap.searching.options import Grid, activation_options
 from layoutmap.searching.space import Blocks
 
 PATIENCE_SECONDS = 20.0
-"""For how long ways are counted."""
+"""How much time of the processor is spent on counting; all of a process, so that a busy machine advises the same."""
 
 Count = Callable[[Way], Cost]
 Ways = Callable[[], Iterable[Way | None]]
@@ -53,16 +53,18 @@ def advise(
     trials, data = _Trials(before, needed, count, seconds), before.data
     with Waiting("counting what would fit") as shown:
         # Of several that are alike, the best one is advised.
-        alike: list[Ways] = [
-            lambda: [replace(before, fuse_attention=True)] * can_fuse,
-            lambda: [replace(before, remat="blocks")] * can_recompute,
-            lambda: [before.sharded_over(data, plan)] if data else _over_batch(before),
-            lambda: _activations(before, blocks),
-            lambda: map(before.doubled, sorted(before.mesh.dim_names, key=lambda dim: dim != data)),
-            lambda: [before.halved()],
-        ]
-        for ways in alike:
-            trials.add_best(ways, shown)
+        alike: dict[str, Ways] = {
+            "a fused kernel for attention": lambda: [replace(before, fuse_attention=True)] * can_fuse,
+            "recomputing activations": lambda: [replace(before, remat="blocks")] * can_recompute,
+            "weights sharded over the dim of the batch": lambda: (
+                [before.sharded_over(data, plan)] if data else _over_batch(before)
+            ),
+            "other layouts of what blocks return": lambda: _activations(before, blocks),
+            "twice as many devices": lambda: map(before.doubled, before.mesh.dim_names),
+            "half the batch": lambda: [before.halved()],
+        }
+        for name, ways in alike.items():
+            trials.add_best(name, ways, shown)
         if not trials.fits():
             trials.add_together(shown)
     return trials.advice(), tuple(trials.untried)
@@ -73,29 +75,30 @@ class _Trials:
 
     def __init__(self, before: Way, needed: int, count: Count, seconds: float):
         self._before, self._needed, self._count = before, needed, count
-        self._end, self._longest = time.monotonic() + PATIENCE_SECONDS, seconds
+        self._end, self._longest = time.process_time() + PATIENCE_SECONDS, seconds
         self._found: list[tuple[Way, Cost]] = []
         self.untried: list[str] = []
 
-    def add_best(self, ways: Ways, shown: Callable[[], object]) -> None:
-        """Count ways that differ in little, and keep the best of them."""
-        counted = [
-            (way, self._counted(way, shown))
-            for way in needs_of(lambda: list(ways())) or ()
-            if way is not None
-        ]
-        known = [(way, cost) for way, cost in counted if cost is not None]
-        if known:
-            self._found.append(min(known, key=self._rank))
+    def add_best(self, name: str, ways: Ways, shown: Callable[[], object]) -> None:
+        """Count ways that are alike, and keep the best of them."""
+        known = [way for way in needs_of(lambda: list(ways())) or () if way is not None]
+        if known and not self._has_time():
+            self.untried.append(name)
+            return
+        counted = [(way, self._counted(way, shown)) for way in known]
+        found = [(way, cost) for way, cost in counted if cost is not None]
+        self._found += [min(found, key=self._rank)] if found else []
+
+    def _has_time(self) -> bool:
+        return time.process_time() + self._longest <= self._end
 
     def _counted(self, way: Way, shown: Callable[[], object]) -> Cost | None:
-        begin = time.monotonic()
-        if begin + self._longest > self._end:
-            self.untried.append(typed(self._before, way)[0])
+        if not self._has_time():
             return None
         shown()
+        begin = time.process_time()
         cost = needs_of(lambda: self._count(way))
-        self._longest = max(self._longest, time.monotonic() - begin)
+        self._longest = max(self._longest, time.process_time() - begin)
         return cost
 
     def fits(self) -> bool:

@@ -125,10 +125,10 @@ def target_of(verify: bool | str, machine: Machine) -> str | None:
 def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
     """Return a plan with the cost of a step of its model, which was made in a dry run."""
     counting = _Counting(plan, dry, model, inputs, optimizer, asked)
-    begin = time.monotonic()
+    begin = time.process_time()
     lowered, placed, policy = counting.placed(counting.way)
     counted = lowered.count(placed, policy, with_held=True)
-    seconds = time.monotonic() - begin
+    seconds = time.process_time() - begin
     verified = None
     if asked.target:
         with Waiting(f"XLA compiles the step for {asked.target}") as shown:

@@ -226,8 +226,8 @@ def plan(
         fuse_attention: Whether `on` counts attention as one fused kernel (flash attention), which keeps no scores in
             memory, although the model calls none; see `lower_step`.
         device_memory: What a device has of memory in bytes, for the verdict; `None`: what the machine of `on` has.
-        advise: Whether other ways are counted, for 20 seconds at most, where a step does not fit the machine of `on`:
-            the verdict says what fits.
+        advise: Whether other ways are counted where a step does not fit the machine of `on`, for 20 seconds of CPU time
+            at most: the verdict says what fits.
 
     Returns:
         The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.

@@ -5,7 +5,7 @@ function verdictView(holder, panel) {
   panel.hidden = false;
   panel.classList.add(verdict.mood);
   const parts = verdict.because.map(([what, bytes]) => `${sizeText(bytes)}  ${what}`).join("\n");
-  const untried = verdict.untried.length ? `${verdict.untried.join(", ")}: counting them takes too long` : "";
+  const untried = verdict.untried.length ? `${verdict.untried.join(", ")}: counting that takes too long` : "";
   const facts = [["because of", parts], ["not tried", untried]].filter(([, text]) => text && verdict.fits === false);
   const advice = verdict.advice.map(([what, ...ways]) => make("li", {}, what, ways.map((way) => make("code", {}, way))));
   holder.append(
