@@ -14,7 +14,7 @@ from typing import Any
 
 from layoutmap.adapters import ADAPTERS, find_adapter, imported_adapter
 from layoutmap.cli.models import add_preset_options, known_model, make_of, preset_of
-from layoutmap.cli.output import say
+from layoutmap.cli.output import add_wide_option, say
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
@@ -57,6 +57,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         '"float32[8,128]", or "name=int32[8,16]"',
     )
     add_partial_option(parser)
+    add_wide_option(parser)
     parser.add_argument(
         "--optimizer",
         metavar="NAME",

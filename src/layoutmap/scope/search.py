@@ -95,17 +95,20 @@ class SearchResult:
             f"{duration(seconds)} a step on {self.cost.machine}, {peak}; {self.num_tried} maps tried{ended}"
         )
 
-    def __str__(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
         return "\n".join(
             [
                 self.to_yaml(),
-                *text_table(HEAD, self.rows, RIGHT),
+                *text_table(HEAD, self.rows, RIGHT, width=width),
                 "",
                 f"Best: {self.verdict}",
                 *filter(None, [self.recompute]),
                 self._line,
             ]
         )
+
+    __str__ = to_text
 
     def to_yaml(self) -> str:
         """Return the rules as text for a file, with what they need as a comment; `LayoutMap.from_yaml` reads it."""
