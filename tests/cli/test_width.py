@@ -69,7 +69,7 @@ def prose(text):
 @given(strategies.plans(layers=True), strategies.plans(), WIDTHS)
 @QUIET
 def test_no_line_is_wider_than_the_terminal(run, drawn, other, columns):
-    """Of any plan, by any command; a plan's verdict, problems and totals are all there, and `--wide` is what a file has."""
+    """Of any plan, by any command; a plan's verdict, problems and totals are kept; `--wide` is what a file has."""
     (*_, plan), (*_, before) = drawn, other
     for name, text in (("plan.json", plan.to_json()), ("before.json", before.to_json())):
         with open(name, "w") as file:

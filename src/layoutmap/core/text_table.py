@@ -44,8 +44,8 @@ def text_table(
         head: The names of the columns.
         rows: A text for each column.
         right: The columns that are aligned to the right.
-        width: How wide the table may be; `None`: as wide as it is. Else columns are left out and shortened, and the last
-            line says which.
+        width: How wide the table may be: columns are left out and shortened, and the last line says which. `None`: as
+            wide as it is.
         drop: The columns that may be left out, the least important first.
 
     Example:
