@@ -139,6 +139,19 @@ def test_rules_that_disagree_on_one_variable():
         """)
 
 
+def test_a_rule_for_slots_is_refused_by_name():
+    """It matches nothing, and what is said is why, and what shards slots."""
+    slot = VariableSpec("optimizer.d1.kernel.momentum", (16, 64), "float32", Kind.SLOT, parent="d1.kernel")
+    plan = plan_of([weight("d1.kernel"), slot], {"d1": (None, "model"), r"optimizer\..*": ("batch", None)})
+
+    assert "unused rule" == only_problem(plan).kind
+    assert str(only_problem(plan)) == text(r"""
+        rule 2  optimizer\..*: rules do not apply to an optimizer's slots
+          why   each slot has the layout of its weight
+          fix   delete it, and shard the weight; JAX alone has build_optimizer(.., zero_dim=), which is ZeRO-1
+        """)
+
+
 def test_an_exact_key_beats_a_rule_that_comes_before():
     """As in the map itself, a rule whose text is the path wins over one whose regex matches it."""
     plan = plan_of([weight("d1.kernel")], {r"d1\..*": (None, "model"), "d1.kernel": ("model", None)})

@@ -20,7 +20,7 @@ from layoutmap.core.uneven import Uneven, derived_layout, fitted, sharded_furthe
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity, in_order
-from layoutmap.plan.slots import is_sharded_further, note_of_zero, problems_of_slot
+from layoutmap.plan.slots import NO_RULES, SLOTS, is_sharded_further, note_of_zero, problems_of_slot
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules.keras_rules import is_named, layout_for
 from layoutmap.rules.near_misses import Candidates
@@ -419,6 +419,9 @@ def _problems_of_rules(
             tried = [path for path in paths if is_named(path) == named]
             candidates[named] = len(tried), Candidates(tried, _MOST_COMPARISONS)
         count, candidate_paths = candidates[named]
+        if of == "variable" and rule.pattern.startswith(SLOTS):
+            yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
+            continue
         near = candidate_paths.nearest(rule.pattern)
         yield Problem(
             "unused rule",

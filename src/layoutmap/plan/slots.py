@@ -10,6 +10,13 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.problems import Problem
 
 _SMALL = 1024  # elements: a slot of no weight that has more is worth a warning, and worth sharding
+SLOTS = "optimizer"
+"""How the paths of slots begin, and patterns that are meant for them."""
+NO_RULES = (
+    "rules do not apply to an optimizer's slots",
+    "each slot has the layout of its weight",
+    "delete it, and shard the weight; JAX alone has build_optimizer(.., zero_dim=), which is ZeRO-1",
+)
 
 
 def is_sharded_further(variable: VariableSpec) -> bool:
