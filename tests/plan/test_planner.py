@@ -148,7 +148,7 @@ def test_a_rule_for_slots_is_refused_by_name():
     assert str(only_problem(plan)) == text(r"""
         rule 2  optimizer\..*: rules do not apply to an optimizer's slots
           why   each slot has the layout of its weight
-          fix   delete it, and shard the weight; JAX alone has build_optimizer(.., zero_dim=), which is ZeRO-1
+          fix   delete it, and shard the weight; for optax, build_optimizer(.., zero_dim=) shards slots alone (ZeRO-1)
         """)
 
 

@@ -15,7 +15,7 @@ SLOTS = "optimizer"
 NO_RULES = (
     "rules do not apply to an optimizer's slots",
     "each slot has the layout of its weight",
-    "delete it, and shard the weight; JAX alone has build_optimizer(.., zero_dim=), which is ZeRO-1",
+    "delete it, and shard the weight; for optax, build_optimizer(.., zero_dim=) shards slots alone (ZeRO-1)",
 )
 
 
