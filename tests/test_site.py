@@ -16,6 +16,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 from test_docs import FENCE
 
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """One browser for all tests of this file."""
@@ -25,7 +26,14 @@ def browser(tmp_path_factory):
 
 def build(folder, *options):
     subprocess.run(
-        [str(Path(sys.executable).parent / "mkdocs"), "build", "--quiet", "--site-dir", str(folder), *options],
+        [
+            str(Path(sys.executable).parent / "mkdocs"),
+            "build",
+            "--quiet",
+            "--site-dir",
+            str(folder),
+            *options,
+        ],
         cwd=frameworks.ROOT,
         env={"NO_MKDOCS_2_WARNING": "1"},
         check=True,
@@ -132,23 +140,21 @@ return [root.scrollWidth - root.clientWidth, boxes.filter(e => !boxed(e.parentEl
 
 def wide_pages(browser, folder):
     """The pages of a site that scroll sideways or lose what is wide, at two widths, light and dark."""
-    found = []
-    for page in sorted(folder.rglob("*.html")):
-        browser.get(page.as_uri())
-        for width in (1280, 390):
-            screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    for width in (1280, 390):
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        for page in sorted(folder.rglob("*.html")):
+            browser.get(page.as_uri())
             for scheme in ("default", "slate"):
                 if [0, []] != (seen := browser.execute_script(SIDEWAYS, scheme)):
-                    found.append((str(page.relative_to(folder)), width, scheme, *seen))
+                    yield str(page.relative_to(folder)), width, scheme, *seen
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    return found
 
 
 @pytest.mark.long
 def test_no_page_scrolls_sideways(browser, site):
     """Tables and code scroll in boxes of their own."""
-    assert [] == wide_pages(browser, site)
+    assert [] == list(wide_pages(browser, site))
 
 
 def test_the_widest_pages_do_not_scroll_sideways(browser, tmp_path):
