@@ -248,9 +248,9 @@ def test_what_is_refused(layout_map):
         ("LayoutError", "step: no argument has a layout"),
         ("MeshError", "step: args[0]['blocks'][0]['bias'] and args[1] are on two meshes"),
         ("LayoutError", "step: args[1]: axis 0 cannot be split evenly"),
-        ("ScopeError", "step: batch_dim 'data' is no dim of the mesh"),
+        ("ScopeError", "step: batch_dim 'data' is not a dim of the mesh"),
         ("ScopeError", "step: there is no argument 1"),
-        ("LayoutError", "step: args[1] is no array"),
+        ("LayoutError", "step: args[1] is not an array"),
         ("LayoutError", "args[0]['scale']: the step changes its shape"),
         ("ScopeError", "step: it is called inside of another traced function"),
     ] == told

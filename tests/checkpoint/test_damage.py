@@ -210,7 +210,7 @@ def test_a_missing_manifest_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("instead", ["nothing", "folder", "pipe"])
 def test_a_missing_data_file_is_said(tmp_path: Path, instead: str) -> None:
-    """A data file that is not there, or is no file, is refused by name, and nothing waits for a pipe."""
+    """A data file that is not there, or is not a file, is refused by name, and nothing waits for a pipe."""
     save(tmp_path, 1, OLD)
     file = tmp_path / "step-1" / DATA
     file.unlink()
@@ -284,7 +284,7 @@ def test_a_flipped_bit_in_a_data_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_deleted_step_is_gone_at_once(tmp_path: Path) -> None:
-    """What is deleted is no step any more, though its files may still be there; a step that is not there is named."""
+    """What is deleted is not a step any more, though its files may be there; a missing one is named."""
     save(tmp_path, 1, OLD)
     save(tmp_path, 2, NEW)
     LocalStorage(tmp_path).delete(1)
@@ -335,7 +335,7 @@ def test_a_forged_manifest_is_refused_when_it_is_opened(
     save(tmp_path, 1, OLD)
     manifest = tmp_path / "step-1" / NAME
     forge(manifest, place, value)
-    with pytest.raises(CheckpointError, match=r"this is no manifest|the format cannot be read"):
+    with pytest.raises(CheckpointError, match=r"this is not a manifest|the format cannot be read"):
         Step(LocalStorage(tmp_path))
 
 

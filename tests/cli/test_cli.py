@@ -248,7 +248,7 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
     )[:2]
     code, out, err = run(capsys, "lint", "odd.json", "--batch-dim", "data")
     assert (2, "") == (code, out)
-    assert "lint: batch_dim 'data' is no dim of the mesh" in err
+    assert "lint: batch_dim 'data' is not a dim of the mesh" in err
 
 
 def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):
@@ -305,7 +305,7 @@ positional arguments:
     search              Find the layout map with the fastest training step on a machine, and
                         compare it with built-in expert maps.
     checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
-    devices             List the devices of this process, and say which of a job it is.
+    devices             List the devices of this process, and its number in a job of several.
     presets             List the presets of rules, and the published models that can be planned by
                         name.
     schema              Print the JSON Schema of rules files, for editors, or check such files.
@@ -318,12 +318,12 @@ options:
     ("devices", "--help"): """\
 usage: layoutmap devices [-h] [--engine {jax,tensorflow,torch}]
 
-List the devices of this process, and say which of a job it is.
+List the devices of this process, and its number in a job of several.
 
 options:
   -h, --help            show this help message and exit
   --engine {jax,tensorflow,torch}
-                        whose devices; default: those of all engines that are installed
+                        the engine; default: all that are installed
 """,
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
@@ -457,7 +457,7 @@ CANNOT = {
     ("diff", "cli_models.json", "cli_models:make"): "cli_models.json cannot be read",
     ("plan", "keras_hub:llama3_405", "--mesh", "x=2"): "did you mean 'llama3_405b'?",
     ("plan", "keras_hub:llama3_8b"): "preset 'llama': there is no mesh",
-    ("plan", "keras_hub:llama3_8b", "--mesh", "x=2"): "model_dim 'model' is no dim of the mesh",
+    ("plan", "keras_hub:llama3_8b", "--mesh", "x=2"): "model_dim 'model' is not a dim of the mesh",
     ("plan", "keras_hub:llama3_8b", "--mesh", "model=2", "--dtype", "bfloat15"): "--dtype bfloat15",
     ("plan", "cli_models:make", "--mesh", "x=2", "--dtype", "bfloat16"): "is for published models",
     ("plan", "cli_models:make", "--mesh", "x=2", "--fsdp-dim", "x"): "--fsdp-dim x is for presets",

@@ -62,7 +62,7 @@ KINDS = {
           layout  (unsharded, model)     rule 1  d1\.
           mesh    batch=2, model=4
           why     6 is not a multiple of 4
-          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
+          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
         """,
     ),
     "no rule": (
@@ -243,7 +243,7 @@ def test_a_map_that_says_that_the_rest_is_replicated_is_strict():
 
 def test_strict_says_how_the_rest_is_accepted():
     """The fix of one missing rule, and that of many, is also the map's `rest`."""
-    rest = 'say layout_map.rest = "replicated" if that is meant'
+    rest = 'set layout_map.rest = "replicated" if that is meant'
     for names in (["a"], ["a", "b"]):
         with pytest.raises(lm.PlanError) as refused:
             plan_of([weight(name) for name in names], {}).check(strict=True)

@@ -96,10 +96,12 @@ def test_a_rule_that_can_take_for_ever_is_warned_of_when_it_is_added():
 
     assert [__file__] == [w.filename for w in told]
     assert """\
-rule '(a+)+$' can take for ever on a path that it does not match
+rule '(a+)+$' can take forever on a path that it does not match
   for example  a path with 'a' many times in a row
-  why          its repeats can split that text in more than one way, and each one more doubles the ways to try
-  fix          write it with one way to match, as in [^.]+ for a part of a path""" == str(told[0].message)
+  why          its nested repeats can split that text in exponentially many ways
+  fix          write it so that a text matches in one way only, as in [^.]+ for a part of a path""" == str(
+        told[0].message
+    )
     assert ["(a+)+$"] == list(layout_map)
 
 

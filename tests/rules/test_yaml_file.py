@@ -140,7 +140,7 @@ rules file: rule 'a' has no list of sharding specs
         (
             "just text",
             """\
-rules file: it is no mapping
+rules file: it is not a mapping
   there  'just text'
   fix    write it as LayoutMap.to_yaml() does: version, mesh and rules""",
         ),

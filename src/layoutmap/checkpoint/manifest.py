@@ -155,7 +155,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{where}: this is no manifest of a checkpoint",
+            f"{where}: this is not a manifest of a checkpoint",
             why=f"it has the right checksum and not the right parts: {error!r}",
             fix="it was written by another program; load another step",
         ) from error
@@ -169,7 +169,7 @@ def _checked(manifest: Manifest) -> Manifest:
     """
     for file in manifest.files:
         if not all(part not in ("", ".", "..") for part in file.name.split("/")) or "\\" in file.name:
-            raise ValueError(f"{file.name!r} is no file of the folder")
+            raise ValueError(f"{file.name!r} is not a file of the folder")
         if not 0 <= file.header_bytes <= file.num_bytes:
             raise ValueError(f"{file.name}: {file.num_bytes} bytes")
     sizes = [file.num_bytes for file in manifest.files]

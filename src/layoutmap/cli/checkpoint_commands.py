@@ -35,7 +35,7 @@ def describe(options: Any) -> int:
             found = Checkpoint(found.source, options.match)
         except re.error as error:
             raise LayoutMapError(
-                f"--match {options.match!r} is no regex",
+                f"--match {options.match!r} is not a regex",
                 why=str(error),
                 fix=r"write it as in --match '\.kernel$'",
             ) from error

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error.strerror or error)
     except Exception as error:  # else its exit code would be that of a plan with problems
         return _failed(
-            f"{type(error).__name__}, which is a mistake in layoutmap: please report it with the lines above",
+            f"{type(error).__name__}, which is a bug in layoutmap: please report it with the lines above",
             before=traceback.format_exc().rstrip(),
         )
 
@@ -196,12 +196,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_checkpoint_commands(checkpoint)
     there = command(
-        "devices", list_devices, "List the devices of this process, and say which of a job it is."
+        "devices", list_devices, "List the devices of this process, and its number in a job of several."
     )
     there.add_argument(
         "--engine",
         choices=tuple(ENGINES),
-        help="whose devices; default: those of all engines that are installed",
+        help="the engine; default: all that are installed",
     )
     listed = command(
         "presets",
@@ -249,8 +249,8 @@ def _explain(options: Any) -> int:
     except KeyError as error:
         raise LayoutMapError(
             str(error.args[0]),
-            why="a path is written as in the plan, with a number where the table has {0..31}",
-            fix=f"copy it from what this prints: layoutmap plan {options.model} ...",
+            why="write a path as in the plan, with one number in place of {0..31}",
+            fix=f"this prints all paths: layoutmap plan {options.model} ...",
         ) from None
     return WELL
 

@@ -103,7 +103,7 @@ def run_search_command(options: Any) -> int:
     if options.dtype and not known:
         raise LayoutMapError(
             f"--dtype {options.dtype} is for published models",
-            why="it has no meaning here",
+            why="it has no effect here",
             fix="leave it out, and make the model with that policy",
         )
     module_name, function_name = names_of(options.model)

@@ -93,7 +93,7 @@ def _read_held(item: Any, place: str) -> Held:
 
 def _check_dim(dim: str, place: str, mesh: Mesh) -> None:
     if dim not in mesh:
-        raise refused(f"{place}: {dim!r} is no mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
+        raise refused(f"{place}: {dim!r} is not a mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
 
 
 def _read_machine(item: Any, place: str) -> Machine:

@@ -69,7 +69,7 @@ def plan_text(plan: PlanTable, width: int | None = None) -> str:
         count = sum(p.kind == "no rule" for p in plan.problems)
         which = "this one, so it is" if count == 1 else f"these {count}, so they are"
         lines += ["", f"warning: no rule matches {which} replicated;"]
-        lines[-1] += ' add rules, or say layout_map.rest = "replicated"'
+        lines[-1] += ' add rules, or set layout_map.rest = "replicated"'
         subjects = [escaped(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
         width = max(map(len, subjects))
         lines += [f"  {s:<{width}}  {escaped(p.fix)}" for s, p in zip(subjects, no_rule, strict=True)]

@@ -33,10 +33,10 @@ def warn_if_slow(compiled: re.Pattern[str], rule: str) -> None:
     text = doubling_text(compiled)
     if text is not None:
         warning = LayoutMapWarning(
-            f"{rule} can take for ever on a path that it does not match",
+            f"{rule} can take forever on a path that it does not match",
             facts={"for example": f"a path with {text!r} many times in a row"},
-            why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
-            fix="write it with one way to match, as in [^.]+ for a part of a path",
+            why="its nested repeats can split that text in exponentially many ways",
+            fix="write it so that a text matches in one way only, as in [^.]+ for a part of a path",
         )
         warnings.warn(warning, stacklevel=level_of_user())
 
@@ -56,8 +56,8 @@ def _fix(pattern: str, error: Exception) -> str:
     if position is not None and pattern[position : position + 1] in tuple("([{)*+?"):
         meant = f"{pattern[:position]}\\{pattern[position:]}"
         if _is_regex(meant):
-            return f"complete the regex, or escape the sign where it is meant itself: {meant!r}"
-    return "fix the regex; re.escape(path) escapes all signs of a path"
+            return f"complete the regex, or escape the character if it is meant literally: {meant!r}"
+    return "fix the regex; re.escape(path) escapes all special characters of a path"
 
 
 def _is_regex(pattern: str) -> bool:

@@ -289,7 +289,7 @@ class JitStep:
             sharding = getattr(leaf, "sharding", None)
             if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
                 raise LayoutError(
-                    f"{self._name}: {signature.names[number]} is no array",
+                    f"{self._name}: {signature.names[number]} is not an array",
                     why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
                     fix="pass the arrays only, as in eqx.partition(model, eqx.is_array), or bind it: functools.partial",
                 )
