@@ -99,7 +99,7 @@ def test_a_rule_that_can_take_for_ever_is_warned_of_when_it_is_added():
 rule '(a+)+$' can take forever on a path that it does not match
   for example  a path with 'a' many times in a row
   why          its nested repeats can split that text in exponentially many ways
-  fix          write it so that a text matches in one way only, as in [^.]+ for a part of a path""" == str(
+  fix          write it so that a text matches in one way, as in [^.]+ for a part of a path""" == str(
         told[0].message
     )
     assert ["(a+)+$"] == list(layout_map)

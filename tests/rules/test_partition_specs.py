@@ -87,7 +87,7 @@ def test_rules_that_decide_nothing_are_named():
     """Those that match nothing, and those that come too late."""
     rules = [("wq", ("fsdp",)), ("wk", ("fsdp",)), ("h/0/wq", ("tensor",))]
 
-    with pytest.warns(LayoutMapWarning, match=r"2 rules decide nothing\n  rules  2  wk, 3  h/0/wq\n"):
+    with pytest.warns(LayoutMapWarning, match=r"2 rules without effect\n  rules  2  wk, 3  h/0/wq\n"):
         lm.LayoutMap.from_partition_rules(rules, MESH, {"h.0.wq": (8, 8)})
 
 

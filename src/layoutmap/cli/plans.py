@@ -148,7 +148,7 @@ def complete(plan: Plan, name: str, options: Any) -> Plan:
     elif options.inputs:
         fix = "name --inputs that reach these layers, or remove layers that the model never calls"
     else:
-        fix = 'describe the model's inputs, as in --inputs "float32[8,128]"'
+        fix = 'describe its inputs, as in --inputs "float32[8,128]"'
     raise LayoutMapError(
         f"{name}: the plan is incomplete: {missing.what}",
         why=missing.why,

@@ -36,7 +36,7 @@ def warn_if_slow(compiled: re.Pattern[str], rule: str) -> None:
             f"{rule} can take forever on a path that it does not match",
             facts={"for example": f"a path with {text!r} many times in a row"},
             why="its nested repeats can split that text in exponentially many ways",
-            fix="write it so that a text matches in one way only, as in [^.]+ for a part of a path",
+            fix="write it so that a text matches in one way, as in [^.]+ for a part of a path",
         )
         warnings.warn(warning, stacklevel=level_of_user())
 

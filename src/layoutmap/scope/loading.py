@@ -293,7 +293,7 @@ class _Loading:
             why="it was saved without optimizer="
             if library == self._adapter.name
             else "each library stores the state of its optimizers in its own form",
-            fix='leave optimizer out, or pass missing="keep" to start with the optimizer's own state',
+            fix='leave optimizer out, or pass missing="keep" to start with a new state',
         )
 
     def _check_values(

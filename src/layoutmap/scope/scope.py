@@ -330,7 +330,7 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
             "no device of the mesh belongs to this process",
             facts={"mesh": str(bound), "devices": listed(bound.devices or ())},
             why="a process takes part with its own devices",
-            fix="open the scope only in the processes that have these devices, or use a mesh of all: lm.create_mesh(..)",
+            fix="open the scope only in processes that have these devices, or use a mesh of all: lm.create_mesh(..)",
         )
     if opened.across:
         from layoutmap.scope.processes import check_options

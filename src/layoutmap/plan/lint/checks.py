@@ -31,8 +31,8 @@ def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
             w,
             f"axis {axis}, which is summed over, is sharded over {batch}, and so is the batch",
             {},
-            "for its rows a device needs the whole weight, and for its part of the weight all rows: in each step one of "
-            "them is gathered, and no rule says which",
+            "for its rows a device needs the whole weight, and for its part of the weight all rows: in each step one "
+            "of them is gathered, and no rule says which",
             'add a rule for activations, as in layout_map.activations[r"..."] = '
             f"({batch!r}, ...), or shard an output axis: {_moved(w, axis, w.axes('out')[0])}",
         )
