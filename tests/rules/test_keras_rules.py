@@ -162,7 +162,7 @@ def test_a_key_that_is_no_regex_is_refused_with_what_to_write():
     with pytest.raises(RuleError, match=r"rule 'keras:\*kernel' is not a regex") as refused:
         lm.LayoutMap(MESH, {"keras:*kernel": ROWS})
     assert "a regex says .* for anything: '.*kernel'" == refused.value.fix
-    with pytest.warns(LayoutMapWarning, match=r"^rule 'keras:\(a\+\)\+b' can take for ever"):
+    with pytest.warns(LayoutMapWarning, match=r"^rule 'keras:\(a\+\)\+b' can take forever"):
         lm.LayoutMap(MESH, {"keras:(a+)+b": ROWS})
 
 

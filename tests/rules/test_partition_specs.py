@@ -62,7 +62,7 @@ REGEXES = st.sampled_from(
     st.lists(st.tuples(REGEXES, SPECS), max_size=5),
     st.dictionaries(PATHS, st.sampled_from([(), (1,), (1, 1, 1), (8, 8), (8, 8, 8)]), max_size=8),
 )
-@pytest.mark.filterwarnings("ignore:from_partition_rules. .* rules? decides? nothing")
+@pytest.mark.filterwarnings("ignore:from_partition_rules. .* rules? without effect")
 def test_rules_of_easylm_mean_what_they_mean_there(rules, shapes):
     """The first that `re.search` finds in the path with slashes; one element is replicated; none is an error."""
 
