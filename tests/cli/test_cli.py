@@ -328,8 +328,8 @@ options:
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
                       [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--partial]
-                      [--optimizer NAME] [--on MACHINE] [--verify [DEVICE]] [--remat LAYERS]
-                      [--batch-dim DIM] [--backend {jax,tensorflow,torch}]
+                      [--wide] [--optimizer NAME] [--on MACHINE] [--verify [DEVICE]]
+                      [--remat LAYERS] [--batch-dim DIM] [--backend {jax,tensorflow,torch}]
                       [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
@@ -351,17 +351,19 @@ options:
   --dtype POLICY        the Keras dtype policy of a published model, as in bfloat16
   --mesh DIMS           the mesh, as in "batch=2,model=4"; default: that of the rules file
   --inputs SPEC [SPEC ...]
-                        what the model is called with: for a model that makes its weights at its
-                        first call, and for --on: "float32[8,128]", or "name=int32[8,16]"
-  --partial             take the plan of a model whose layers do not all have weights yet; without
+                        the model's inputs: for a model that makes its weights at its first call,
+                        and for --on: "float32[8,128]", or "name=int32[8,16]"
+  --partial             accept a plan of a model whose layers do not all have weights yet; without
                         it the exit code is 2
-  --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw; with --on
-                        also one of torch
+  --wide                print all columns of tables and all of each line, also where the terminal
+                        is narrower
+  --optimizer NAME      a Keras optimizer whose slots are planned as well, such as adamw; with
+                        --on also one of torch
   --on MACHINE          the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the
                         plan what a training step sends, holds and takes there; needs --inputs
   --verify [DEVICE]     with --on: have XLA's own compiler compile the step for those devices,
                         which need not be present, or for DEVICE, as in "cpu", and print its
-                        figures beside those that were counted
+                        figures beside the counted ones
   --remat LAYERS        with --on: recompute the activations inside of these layers in the
                         backward pass (rematerialization): a regex for their paths, or "blocks",
                         the repeated blocks of the model

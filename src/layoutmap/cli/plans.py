@@ -104,7 +104,7 @@ def add_partial_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--partial",
         action="store_true",
-        help="accept a plan that lacks weights, since layers do not have them yet; without it the exit code is 2",
+        help="accept a plan of a model whose layers do not all have weights yet; without it the exit code is 2",
     )
 
 
