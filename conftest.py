@@ -29,7 +29,8 @@ NUM_DEVICES = 8
 pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else []
 
 # The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
-pytest.register_assert_rewrite("layoutmap.testing", "checkpoint.chain_laws")
+_CONTRACTS = ("layoutmap.testing.adapter_contract", "layoutmap.testing.engine")
+pytest.register_assert_rewrite(*_CONTRACTS, "checkpoint.chain_laws")
 
 if RUNNING and RUNNING not in frameworks.PROCESSES:
     raise pytest.UsageError(
@@ -104,59 +105,12 @@ def _set_up_tensorflow() -> None:
     dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=NUM_DEVICES)
 
 
-# What `make test` leaves to `make test-all`; docs/decisions/0039-which-tests-run-at-each-change.md has the reasons.
-# Files of which each case takes a moment: all cases are tried.
-CHEAP = {
-    "test_arguments",
-    "test_cli",
-    "test_devices",
-    "test_docs",
-    "test_dtensor",
-    "test_joining",
-    "test_keras_draws",
-    "test_keras_hooks",
-    "test_keras_lint",
-    "test_keras_processes",  # cases look at what one run of two processes told
-    "test_processes_end",  # and of ten
-    "test_replay",
-    "test_scope_belongs",
-    "test_simulate_devices",
-    "test_tape",
-    "test_tensorflow_canary",  # these two: what one run of processes told
-    "test_tensorflow_guards",
-    "test_tensorflow_variable",
-    "test_tiles",
-    "test_torch_compile",  # what one run of processes told
-    "test_torch_errors",
-    "test_torch_numbers",
-    "test_torch_tp_plan",
-    "test_wrong_numbers",
-}
-# Files of the Keras adapter run on each backend: on the first all laws, on the others these, or else the first.
-SMOKE = {
-    "test_keras_derived": (
-        "test_a_derived_variable_is_sharded_where_its_parent_is",
-        "test_layers_with_inputs_in_int8_are_refused",  # by TensorFlow only
-    ),
-    "test_keras_disagreements": (),  # on torch, the laws of its own adapter; on both, test_keras_processes_same_batch
-    "test_keras_draws": ...,
-    "test_keras_errors": (
-        "test_a_layout_longer_than_the_rank",
-        "test_a_scope_inside_a_compiled_function",
-        "test_an_interrupt_while_values_are_made",
-    ),
-    "test_keras_hooks": ...,
-    "test_keras_hub": (),  # the models of test_keras_contract_* have the same layers
-    "test_keras_hub_presets": (),
-    "test_keras_processes_same_batch": ...,
-    "test_keras_uneven": (),  # what is uneven is decided by the plan, which knows no backend
-    "test_processes_end": ...,
-}
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as long what `make test` leaves out because it tries the same law on another backend, model or mesh."""
+    """Mark as long what `make test` leaves out because it tries the same law on another backend, model or mesh.
+
+    Marks beside the tests say otherwise: docs/decisions/0039-which-tests-run-at-each-change.md.
+    """
     laws: dict[Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
         law = item.nodeid.partition("[")[0]
@@ -171,15 +125,15 @@ def _left_out(path: Path, laws: list[list[pytest.Item]]) -> Iterator[pytest.Item
     if RUNNING == "core" or not frameworks.is_test(path):
         return
     first, *_ = frameworks.processes_of(path)
-    smoke = SMOKE.get(path.stem, laws[:1])
+    elsewhere = path.parent.name == "adapters" and RUNNING not in ("", first)
+    marked = [cases for cases in laws if cases[0].get_closest_marker("every_backend")]
+    on_each = marked or ([] if laws[0][0].get_closest_marker("one_backend") else laws[:1])
     for number, cases in enumerate(laws):
-        name = getattr(cases[0], "originalname", cases[0].name)
-        elsewhere = path.parent.name == "adapters" and RUNNING not in ("", first)
-        if elsewhere and smoke is not ... and name not in smoke and cases not in smoke:
+        if elsewhere and cases not in on_each:
             yield from cases
             continue
         chosen = any(case.get_closest_marker("long") for case in cases)  # by `few`, or the law is long
-        if not chosen and path.stem not in CHEAP:
+        if not chosen and not cases[0].get_closest_marker("every_case"):
             kept = _kept(cases, number)
             yield from (case for case in cases if case is not kept)
 

@@ -38,7 +38,10 @@ SAVED = (("x", "y"), (BOTH, None), (None, BOTH), ("y", "x"))  # on x=2, y=4
 LOADED = (("x", "y"), (None, BOTH), (BOTH, None), ("y", "x"))  # on x=4, y=2
 SAVES = ("dd", "jax lm", "jax orbax", "jax orbax zarr3", "jax safetensors", "torch lm", "torch DCP")
 LOG = os.path.join(tempfile.gettempdir(), "layoutmap-benchmark-checkpoint.log")
-LOADS = ("jax lm", "jax lm existing", "jax orbax", "jax orbax zarr3", "torch lm", "torch DCP")
+LOADS = (
+    *("jax lm", "jax lm existing", "jax orbax", "jax orbax zarr3"),
+    *("torch lm", "torch lm while", "torch lm no", "torch DCP"),  # while, no: `verify=` of `load`
+)
 
 
 def arrays_of(num_bytes: int) -> dict[str, tuple[tuple[int, int], str]]:
@@ -203,10 +206,10 @@ class Torch:
         self.torch.distributed.barrier()
 
     def load(self, way: str, num_bytes: int, folder: str, existing: Any) -> Any:
-        if way == "lm":
+        if way.startswith("lm"):
             import layoutmap as lm
 
-            lm.load(existing, folder)
+            lm.load(existing, folder, verify=way.removeprefix("lm").strip() or "first")
         else:
             import torch.distributed.checkpoint as dcp
 
@@ -423,7 +426,8 @@ def run(args: Any, root: str, total: int, small: int) -> None:
     def load(server: Server, way: str, **more: Any) -> dict[str, Any]:
         name = way.split(" ", 1)[1]
         size = more.pop("size", total)
-        folder = f"{root}/{'full' if size == total else 'small'} {way.removesuffix(' existing')}"
+        saved = way if "lm" not in way else " ".join(way.split()[:2])
+        folder = f"{root}/{'full' if size == total else 'small'} {saved}"
         return server.ask(do="load", way=name, bytes=size, folder=folder, **more)
 
     if "memory" in args.only:

@@ -1,11 +1,20 @@
-"""CPU seconds for very many variables and rules: a plan, its page, a large rules file, rules added one by one.
+"""CPU seconds for very many variables and rules: their plan, its page, rules files; drawn shapes of models.
 
-python benchmarks/large_plan.py [--variables 100000]
+    python benchmarks/large_plan.py                                     50,000 variables, 20,000 rules, pure plans
+    python benchmarks/large_plan.py --models --variables 12000          models of Keras and flax.nnx, beside the library
+
+The names of variables are drawn (repeated blocks, words, deep and flat ones), and so are the rules: with and without a
+literal beginning, one for each variable, some that match nothing, some with repeated groups. The table has the median
+and the worst over `--cases` cases, and what half as many take: a ratio of 2 is linear.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
+import re
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,38 +24,109 @@ from layoutmap.core.variables import VariableSpec
 from layoutmap.scope.plan import make_plan
 
 LAYERS = ("query", "out", "up", "down")
-RULES = {r".*\.(query|up)\.kernel": (None, "model"), r".*\.(out|down)\.kernel": ("model", None)}
+MESH = "batch=2,model=4"
 
 
-def timed(what: str, function: Callable[[], Any]) -> Any:
+def draw_paths(chance: random.Random, count: int) -> list[str]:
+    """So many paths of one drawn form."""
+    words = [
+        "".join(chance.choices("abcdefghijklmnopqrstuvwxyz_", k=chance.randint(3, 12))) for _ in range(997)
+    ]
+    depth = chance.randint(1, 8)
+    forms: list[Callable[[int], str]] = [
+        lambda i: f"blocks.{i // 4}.{LAYERS[i % 4]}.kernel",
+        lambda i: f"stage_{i % 7}.group_{i % 101}.block_{i}.mlp.up.kernel",
+        lambda i: f"w{i}",
+        lambda i: ".".join([*chance.choices(words, k=depth), f"{chance.choice(words)}{i}", "kernel"]),
+    ]
+    form = chance.choice(forms)
+    return [form(i) for i in range(count)]
+
+
+def draw_rules(chance: random.Random, paths: list[str], count: int) -> dict[str, tuple[str | None, ...]]:
+    """So many rules of a drawn form for these paths: most match one of them, or two match all, or some match none."""
+    forms: list[Callable[[str, int], str]] = [
+        lambda path, i: f"{re.escape(path)}$",
+        lambda path, i: f".*{re.escape(path[len(path) // 3 :])}",
+        lambda path, i: rf"(\w+\.)+{re.escape(path.rpartition('.')[2])}{i}",
+        lambda path, i: f"[a-z]+_{i}\\..*",
+        lambda path, i: f"unused{i}\\.{re.escape(path)}",
+    ]
+    form = chance.choice(forms)
+    rules = [form(paths[i * len(paths) // count], i) for i in range(count)]
+    return dict.fromkeys(rules, ("model", None)) | {".*[02468]\\..*": (None, "model")}
+
+
+def seconds(function: Callable[[], Any]) -> tuple[float, Any]:
     start = time.process_time()
     result = function()
-    print(f"{what:<40} {time.process_time() - start:6.1f} s")
-    return result
+    return time.process_time() - start, result
 
 
-def add_one_by_one(count: int) -> None:
-    layout_map = lm.LayoutMap("model=4")
-    for i in range(count):
-        if layout_map.get(f"blocks.{i}.kernel") is None:
-            layout_map[rf"blocks\.{i}\.kernel$"] = ("model",)
+def one_case(seed: int, num_variables: int, num_rules: int) -> dict[str, float]:
+    chance = random.Random(seed)
+    paths = draw_paths(chance, num_variables)
+    variables = [VariableSpec(path, (64, 64), "float32") for path in paths]
+    times: dict[str, float] = {}
+    few = {r".*\.(query|up)\.kernel": (None, "model"), r".*\.(out|down)\.kernel": ("model", None)}
+    times["plan, two rules"], plan = seconds(lambda: make_plan(variables, lm.LayoutMap(MESH, few)))
+    times["its page"], _ = seconds(plan.to_html)
+    rules = draw_rules(chance, paths, num_rules)
+    times["rules"], layout_map = seconds(lambda: lm.LayoutMap(MESH, rules))
+    times["plan with them"], _ = seconds(lambda: make_plan(variables, layout_map))
+    text = layout_map.to_yaml()
+    times["rules file"], _ = seconds(lambda: lm.LayoutMap.from_yaml(text))
+    return times
+
+
+def of_models(count: int) -> None:
+    """The plan of a model of each library, beside what the library itself takes to make it without values."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+    from flax import nnx
+
+    def keras_model() -> Any:
+        layers = [keras.layers.Dense(8, name=f"up_{i}") for i in range(count // 2)]
+        model = keras.Sequential(layers)
+        for layer in layers:
+            layer.build((None, 8))
+        return model
+
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(count // 2)])
+
+    layout_map = lm.LayoutMap(MESH, {".*kernel": (None, "model")}, rest="replicated")
+    for name, make, library, plain in (
+        ("Keras", keras_model, "keras", lambda: [keras.layers.Dense(8) for _ in range(count // 2)]),
+        ("flax.nnx", Net, "jax", lambda: nnx.eval_shape(Net)),
+    ):
+        its_own, _ = seconds(plain)
+        whole, plan = seconds(lambda make=make, library=library: lm.plan(make, layout_map, library=library))
+        print(
+            f"{name:<10} {len(plan):>7,} variables  plan {whole:6.1f} s  the library alone {its_own:6.1f} s"
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variables", type=int, default=100_000)
-    blocks = range(parser.parse_args().variables // len(LAYERS))
-    variables = [
-        VariableSpec(f"blocks.{i}.{n}.kernel", (1024, 1024), "float32") for i in blocks for n in LAYERS
-    ]
-    plan = timed(
-        f"plan of {len(variables):,} variables",
-        lambda: make_plan(variables, lm.LayoutMap("batch=8,model=8", RULES)),
-    )
-    timed("its page", plan.to_html)
-    entries = "".join(f"  blocks\\.{i}\\.attention\\.query\\.kernel$: [null, model]\n" for i in range(17_500))
-    text = f"version: 1\nmesh: {{dims: {{batch: 2, model: 4}}}}\nrules:\n{entries}"
-    timed(f"rules file of {len(text):,} bytes", lambda: lm.LayoutMap.from_yaml(text))
-    timed("1,000 rules, each looked up, then added", lambda: add_one_by_one(1_000))
+    parser.add_argument("--variables", type=int, default=50_000)
+    parser.add_argument("--rules", type=int, default=20_000)
+    parser.add_argument("--cases", type=int, default=8)
+    parser.add_argument("--models", action="store_true")
+    options = parser.parse_args()
+    if options.models:
+        of_models(options.variables)
+        raise SystemExit
+    whole = [one_case(seed, options.variables, options.rules) for seed in range(options.cases)]
+    half = [one_case(seed, options.variables // 2, options.rules // 2) for seed in range(options.cases)]
+    print(f"{options.variables:,} variables, {options.rules:,} rules, {options.cases} cases, CPU seconds")
+    print(f"{'':<20} {'median':>8} {'worst':>8} {'half as many, worst':>20}")
+    for name in whole[0]:
+        times = [case[name] for case in whole]
+        print(
+            f"{name:<20} {statistics.median(times):>8.1f} {max(times):>8.1f} {max(case[name] for case in half):>20.1f}"
+        )

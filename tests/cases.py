@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
+from layoutmap.testing.subjects import QUICK_XLA
+
 EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
 IS_QUICK = not EVERYTHING or bool(os.environ.get("LAYOUTMAP_TEST_QUICK"))
 """Whether JAX compiles quickly: always, but where `make test-all` runs what `make test` has."""
-QUICK_XLA = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
-"""Flags with which XLA compiles in a fifth of the time, for programs that run once: no law is about their speed."""
 
 
 def xla_settings(num_devices: int) -> dict[str, str]:

@@ -26,6 +26,7 @@ import pytest
 from cases import few
 
 PROCESSES = ("jax",)
+pytestmark = pytest.mark.every_case
 
 FENCE = re.compile(r"^( *)(`{3,})([^`\n]*)\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
 PAGES = [frameworks.ROOT / "README.md", *sorted((frameworks.ROOT / "docs").rglob("*.md"))]

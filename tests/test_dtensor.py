@@ -18,6 +18,7 @@ from layoutmap.engines import get_engine
 from layoutmap.testing.engine_contract import all_specs, assert_same_bits, random_values
 
 PROCESSES = ("jax", "tensorflow", "torch")
+pytestmark = pytest.mark.every_case
 
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
 ENGINE = RUNNING if RUNNING in PROCESSES else "jax"

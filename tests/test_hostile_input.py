@@ -54,9 +54,15 @@ def yaml_texts():
     return mutated(strategies.layout_maps(max_rules=4).map(lm.LayoutMap.to_yaml))
 
 
+def values_in(data):
+    """All values of a JSON text, those inside of others included."""
+    inside = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return [data, *(found for each in inside for found in values_in(each))]
+
+
 @st.composite
 def json_texts(draw):
-    """A plan's JSON, some values replaced by others of any type; or mutated as text."""
+    """A plan's JSON, some values replaced by those of other fields, or by any; or mutated as text."""
     text = draw(strategies.plans(layers=True))[2].to_json()
     if draw(st.booleans()):
         return draw(mutated(st.just(text)))
@@ -67,7 +73,8 @@ def json_texts(draw):
             holder = holder[key]
             key = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
         holder[key] = draw(
-            st.recursive(
+            st.sampled_from(values_in(json.loads(text)))
+            | st.recursive(
                 st.sampled_from(
                     [None, True, 0, 1, 4, -1, 2**70, 1.5, float("inf"), "", "model", "\ud800", "weight"]
                 ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -32,21 +31,6 @@ def test_every_file_with_tests_has_a_name_that_pytest_collects():
     ]
 
     assert [] == forgotten
-
-
-def test_what_is_said_of_a_file_is_said_of_one_that_exists():
-    """The files that conftest.py lists by name, and their laws, have not been renamed since."""
-    tests = {path.stem: path.read_text(encoding="utf-8") for path in frameworks.collected_files()}
-    tree = ast.parse((frameworks.ROOT / "conftest.py").read_text(encoding="utf-8"))
-    lists = {
-        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("CHEAP", "SMOKE")
-    }
-    laws = [(name, law) for name, said in lists["SMOKE"].items() if said is not ... for law in said]
-
-    assert set() == {*lists["CHEAP"], *lists["SMOKE"]} - tests.keys()
-    assert [] == [law for name, law in laws if f"def {law}(" not in tests[name]]
 
 
 @pytest.mark.parametrize(

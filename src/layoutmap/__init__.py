@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from layoutmap.cli import interrupts as _interrupts  # noqa: F401 - first of all: Ctrl-C while the rest is imported
 from layoutmap.core.errors import (
     CheckpointError,
     EngineError,

@@ -256,6 +256,131 @@ def test_what_is_refused(layout_map):
     ] == told
 
 
+def add(p, q):
+    return jax.tree.map(jnp.add, p, q)
+
+
+def test_what_is_donated_cannot_be_passed_again(layout_map):
+    """An array that was donated, or is donated and passed twice, is refused by name; XLA would end the process."""
+    params, other = (laid_out(plain_params(seed), layout_map.mesh) for seed in range(2))
+    step = lm.jit_step(add, donate_argnums=0)
+    by_name = lm.jit_step(add, donate_argnums=1)
+    with pytest.raises(
+        lm.LayoutError, match=r"add: args\[0\]\['blocks'\]\[0\]\['bias'\] and args\[1\].* are one array"
+    ):
+        step(params, params)
+    by_name(params, q=other)
+    assert {True} == {q.is_deleted() for q in jax.tree.leaves(other)}
+
+    result = step(params, laid_out(plain_params(1), layout_map.mesh))
+    for again in ((params, result), (result, params)):
+        with pytest.raises(
+            lm.LayoutError, match=r"(?s)was donated, and has no values.*fix .*what the step returned"
+        ):
+            step(*again)
+    assert [] == misplaced(step(result, jax.tree.map(jnp.copy, result)))  # both fixes
+
+
+def test_static_arguments(layout_map):
+    """They are compiled into the step, by position and by name, once for each value; others trace nothing again."""
+    traces = []
+
+    def scaled(params, scale, times=1, *, how="add"):
+        traces.append((scale, times, how))
+        for _ in range(times):
+            params = jax.tree.map(lambda p: p + scale if how == "add" else p * scale, params)
+        return params
+
+    step = lm.jit_step(scaled, static_argnums=(1, 2), static_argnames="how")
+    params = {"w": laid_out(plain_params(), layout_map.mesh)["scale"]}
+    start = np.asarray(params["w"])
+    calls = [
+        ((2.0,), {}),
+        ((2.0, 3), {}),
+        ((), {"scale": 2.0, "times": 3}),
+        ((2.0,), {"how": "mul"}),
+        ((2.0, 3), {}),
+    ]
+    for args, kwargs in calls:
+        result = step(params, *args, **kwargs)
+        assert np.array_equal(jax.jit(lambda p: scaled(p, *args, **kwargs))({"w": start})["w"], result["w"])  # noqa: B023
+        assert [] == misplaced({"scale": result["w"]})
+    of_step = traces[::2]
+    assert [(2.0, 1, "add"), (2.0, 3, "add"), (2.0, 3, "add"), (2.0, 1, "mul")] == of_step[:4]
+    assert 9 == len(traces)  # the last call traced jax.jit's only
+
+    with pytest.raises(lm.ScopeError, match=r"(?s)static argument how cannot be hashed.*fix .*tuple"):
+        step(params, 1.0, how=["add"])
+
+
+def test_lower_returns_what_jit_does(layout_map):
+    """A lowered step has the step's arguments and results, and what is compiled from it computes the same."""
+    params, x = laid_out(plain_params(), layout_map.mesh), batch()
+    step = lm.jit_step(
+        lambda params, x, scale: (jax.tree.map(lambda p: p * scale, params), x.sum()),
+        donate_argnums=0,
+        static_argnums=2,
+        batch_dim="batch",
+    )
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params)
+    for lowered in (step.lower(params, x, 3), step.lower(shapes, jax.ShapeDtypeStruct(x.shape, x.dtype), 3)):
+        compiled = lowered.compile()
+        assert isinstance(lowered, jax.stages.Lowered)
+        assert jax.tree.structure((((params, x)), {})) == lowered.in_tree
+        assert compiled.memory_analysis().argument_size_in_bytes > 0
+        assert "sharding" in lowered.as_text()
+    x = lm.dtensor.relayout(x, lm.Layout(["batch", None], layout_map.mesh))
+    expected = jax.tree.map(lambda p: np.asarray(p) * 3, params)
+    result, _ = compiled(params, x)
+    assert all(map(np.array_equal, jax.tree.leaves(expected), jax.tree.leaves(result)))
+    with pytest.raises(lm.LayoutError, match="is not an array"):
+        step(shapes, x, 3)
+
+
+class Net(eqx.Module):
+    """A module with what is not an array in it: a function, and numbers that Python reads."""
+
+    mlp: eqx.nn.MLP
+    drop: eqx.nn.Dropout
+
+    def __call__(self, x, key):
+        return self.drop(self.mlp(x), key=key)
+
+
+def test_a_module_of_equinox_as_an_argument(layout_map):
+    """It is passed and returned entire, trains as under `eqx.filter_jit`, and another setting is compiled anew."""
+    plain, other = (
+        Net(eqx.nn.MLP(16, 4, 64, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.5)) for _ in range(2)
+    )
+    arrays, rest = eqx.partition(other, eqx.is_array)
+    arrays = laid_out(arrays, layout_map.mesh)
+    model, tx, traces = eqx.combine(arrays, rest), optax.sgd(1e-1, momentum=0.9), []
+    state, plain_state = layout_map.build_optimizer(tx, arrays), tx.init(eqx.filter(plain, eqx.is_array))
+
+    def step(model, state, x, key):
+        traces.append(model.drop.inference)
+
+        def loss_of(model):
+            return (jax.vmap(lambda row: model(row, key))(x) ** 2).mean()
+
+        loss, gradients = eqx.filter_value_and_grad(loss_of)(model)
+        updates, state = tx.update(gradients, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, {"loss": loss, "of": "step"}
+
+    ours, theirs = lm.jit_step(step, donate_argnums=(0, 1), batch_dim="batch"), eqx.filter_jit(step)
+    for number in range(3):
+        x, key = batch(number)[:, :16], jax.random.key(number)
+        if number == 2:
+            model, plain = (eqx.tree_at(lambda m: m.drop.inference, m, True) for m in (model, plain))
+        model, state, metrics = ours(model, state, x, key)
+        plain, plain_state, expected = theirs(plain, plain_state, x, key)
+        np.testing.assert_allclose(expected["loss"], metrics["loss"], rtol=1e-5)
+    assert [False, False, True, True] == traces
+    assert jax.tree.structure(plain) == jax.tree.structure(model)
+    assert ("step", 0.5, True) == (metrics["of"], model.drop.p, model.drop.inference)
+    assert [] == misplaced((eqx.filter(model, eqx.is_array), state))
+
+
 @pytest.fixture(scope="module")
 def of_processes(tmp_path_factory):
     """What each of two processes tells."""

@@ -234,6 +234,7 @@ def rules_for(layer, specs, end):
     return lm.LayoutMap(lm.create_mesh(MESH), rules)
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     ("name", "end"),
     [(name, "") for name in CASES if name not in INPUTS_IN_INT8] + [("dense lora", "$"), ("heads int4", "$")],
@@ -245,6 +246,7 @@ def test_a_derived_variable_is_sharded_where_its_parent_is(name, end):
 
 if keras.backend.backend() == "tensorflow":
 
+    @pytest.mark.every_backend
     def test_layers_with_inputs_in_int8_are_refused():
         """DTensor has no product of int8: the plan says so before anything is quantized into layouts."""
         make_layer, specs, change, _ = CASES["dense int8"]

@@ -9,6 +9,7 @@ from disagreements import AGREE, outcomes
 from engines import several_processes
 
 PROCESSES = ("jax", "tensorflow", "torch")
+pytestmark = pytest.mark.one_backend  # on torch, the laws of its own adapter
 
 WORKER = Path(__file__).with_name("keras_disagreement_process.py")
 

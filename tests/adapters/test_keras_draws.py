@@ -13,10 +13,14 @@ from layoutmap.adapters.keras.protocol import backend_name, backend_of
 PROCESSES = ("jax", "tensorflow", "torch")
 I = keras.initializers  # noqa: E741 - as Keras's users abbreviate it
 SHAPE = (64, 64)
-pytestmark = pytest.mark.filterwarnings(
-    # Torch 2.13's own tensors know only the older form of __array__.
-    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.every_case,
+    pytest.mark.every_backend,
+    pytest.mark.filterwarnings(
+        # Torch 2.13's own tensors know only the older form of __array__.
+        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+    ),
+]
 
 
 @pytest.mark.parametrize(

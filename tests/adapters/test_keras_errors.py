@@ -64,6 +64,7 @@ def raised(error, action):
     return said
 
 
+@pytest.mark.every_backend
 def test_a_layout_longer_than_the_rank():
     """Names the variable, the rule and the mesh, before anything is made."""
     layout_map = make_map({r"d1\.kernel": (None, "model", None)})
@@ -142,6 +143,7 @@ def test_more_devices_than_there_are():
     assert 16 == lm.plan(lambda: make_model(16), layout_map).mesh.size
 
 
+@pytest.mark.every_backend
 def test_a_scope_inside_a_compiled_function():
     """Refused by name: inside a trace there are no devices."""
     layout_map = make_map({r".*kernel": (None, "model")})
@@ -202,6 +204,7 @@ def test_a_model_whose_plan_failed_is_never_made_in_other_layouts():
     assert str(first.value) == str(third.value)
 
 
+@pytest.mark.every_backend
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 def test_an_interrupt_while_values_are_made(monkeypatch):
     """Control-C in the middle of it leaves no half-made model: the same values come at the next read."""

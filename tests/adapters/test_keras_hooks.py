@@ -21,6 +21,8 @@ from layoutmap.core.tested import warn_if_untested
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
 pytestmark = [
+    pytest.mark.every_case,
+    pytest.mark.every_backend,
     pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
     # Keras 3.15's own variables know only the older form of __array__.
     pytest.mark.filterwarnings(

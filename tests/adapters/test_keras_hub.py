@@ -17,6 +17,7 @@ from layoutmap.adapters.keras.paths import find_variables
 
 PROCESSES = ("jax", "tensorflow", "torch")
 pytestmark = [
+    pytest.mark.one_backend,  # the models of test_keras_contract_* have the same layers
     # Keras 3.15's own variables know only the older form of __array__.
     pytest.mark.filterwarnings(
         "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"

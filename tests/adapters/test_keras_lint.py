@@ -16,9 +16,10 @@ from layoutmap.scope.plan import make_plan
 PROCESSES = ("jax",)
 ROWS = 3
 # T5 of keras-hub 0.32 passes masks to its attention, which takes none.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Layer '.*_attention' .* was passed an input with a mask:UserWarning"
-)
+pytestmark = [
+    pytest.mark.every_case,
+    pytest.mark.filterwarnings("ignore:Layer '.*_attention' .* was passed an input with a mask:UserWarning"),
+]
 
 
 def random(shape):

@@ -9,10 +9,13 @@ from cases import xla_settings
 from engines import several_processes
 
 PROCESSES = ("jax",)
-pytestmark = pytest.mark.filterwarnings(
-    # Keras 3.15's own variables know only the older form of __array__.
-    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.every_case,
+    pytest.mark.filterwarnings(
+        # Keras 3.15's own variables know only the older form of __array__.
+        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+    ),
+]
 
 WORKER = Path(__file__).with_name("keras_process.py")
 ENVIRONMENT = xla_settings(4)

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 from engines import several_processes
 
 PROCESSES = ("tensorflow", "torch")
+pytestmark = pytest.mark.every_backend
 
 WORKER = Path(__file__).with_name("keras_same_batch_process.py")
 

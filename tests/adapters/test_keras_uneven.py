@@ -7,7 +7,10 @@ import pytest
 import layoutmap as lm
 
 PROCESSES = ("jax", "tensorflow", "torch")
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 L = keras.layers
 

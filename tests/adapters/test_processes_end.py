@@ -10,6 +10,7 @@ from cases import xla_settings
 from engines import several_processes
 
 PROCESSES = ("jax", "torch")
+pytestmark = [pytest.mark.every_case, pytest.mark.every_backend]
 HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
 
 WORKER = Path(__file__).with_name("ended_process.py")

@@ -15,6 +15,7 @@ import layoutmap as lm
 from layoutmap.adapters.torch.structure import Structure
 
 PROCESSES = ("torch",)
+pytestmark = pytest.mark.every_case
 
 WORKER = Path(__file__).with_name("torch_compile_process.py")
 # And the most graphs that it may take.

@@ -11,7 +11,7 @@ from layoutmap.adapters import adapter_of_model, get_adapter
 from layoutmap.adapters.torch import train_with
 
 PROCESSES = ("torch",)
-pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+pytestmark = [pytest.mark.every_case, pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")]
 torch.set_num_threads(1)
 
 

@@ -126,7 +126,8 @@ def test_a_transformers_without_the_hook_is_refused(tmp_path, monkeypatch):
     loading = transformers.core_model_loading
     plain = loading.spawn_materialize
     with make_map({}).scope(library="torch"):
-        assert plain is not loading.spawn_materialize
+        kept = torch.nn.Linear(8, 8)
+        assert plain is not loading.spawn_materialize, kept
     assert plain is loading.spawn_materialize
     monkeypatch.setattr(loading, "spawn_materialize", lambda pool, what: None)
     refused = pytest.raises(ScopeError, match=f"transformers {transformers.__version__} is not supported")

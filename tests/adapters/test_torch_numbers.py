@@ -11,7 +11,7 @@ from torch_pairs import assert_close
 
 import layoutmap as lm
 
-pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+pytestmark = [pytest.mark.every_case, pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")]
 
 CAPTURED = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 COLUMNS = {r"[ab]\.weight": ("model", None)}

@@ -15,6 +15,8 @@ from transformers_models import WITH_A_PLAN, WITHOUT, on_meta
 import layoutmap as lm
 from layoutmap.rules.tp_plan import STYLES
 
+pytestmark = pytest.mark.every_case
+
 MESH = lm.Mesh(None, "batch=2,model=4")
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import random_values, saved
+from hypothesis import given
+from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.core.blocks import block_of
 from layoutmap.core.text_table import size
 from layoutmap.core.variables import Kind
 from layoutmap.scope.describing import Checkpoint
@@ -82,6 +85,45 @@ def test_a_checkpoint_is_a_mapping_of_what_was_saved(directory: str):
     assert np.array_equal(VALUES["head.kernel"][2:5, 60:], found.read("embedding.kernel", np.s_[2:5, 60:]))
     assert (20, (20, 100), {"loss": 5.0}) == (found.step, found.steps, found.metadata)
     assert f"<Checkpoint {directory}/step-20: 7 variables, 4.1 KiB>" == repr(found)
+
+
+SIZES = st.lists(st.integers(0, 5), max_size=3)
+PARTS = st.integers(-6, 6) | st.slices(5) | st.just(...) | st.just(np.s_[7:2:-2])
+
+
+@given(sizes=SIZES, index=PARTS | st.lists(PARTS, max_size=4).map(tuple))
+def test_an_index_is_what_numpy_takes(sizes: list[int], index: object):
+    """Integers, slices of any step and `...` take what numpy takes of the array; what numpy refuses is refused."""
+    array = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
+    try:
+        expected = array[index].tolist()  # type: ignore[index]
+    except IndexError:
+        expected = "refused"
+    try:
+        block, inner = block_of(index, array.shape)
+        found = array[block][inner].tolist()
+    except lm.LayoutMapError:
+        found = "refused"
+
+    assert expected == found
+
+
+def test_blocks_are_read_by_an_index(directory: str):
+    """A slice alone, an integer, `...`, and steps, also backwards; a mask is refused with the fix."""
+    found, kernel = lm.describe(directory), VALUES["head.kernel"]
+    for index in (
+        np.s_[0:4],
+        np.s_[0],
+        np.s_[...],
+        np.s_[..., -1],
+        np.s_[::-3, 1:60:7],
+        np.s_[3, 5],
+        np.s_[9:9],
+    ):
+        assert kernel[index].tobytes() == found.read("head.kernel", index).tobytes()
+        assert kernel[index].shape == found.read("head.kernel", index).shape
+    with pytest.raises(lm.LayoutMapError, match=r"is no index of it\n  shape  \(16, 64\)"):
+        found.read("head.kernel", np.ones(16, bool))
 
 
 def test_a_misspelt_path_is_answered_with_those_that_come_near(directory: str):

@@ -1,5 +1,8 @@
 """`fit` with a callback that saves: when it does, and that a run goes on where it stood."""
 
+import os
+import signal
+
 import grain
 import keras
 import numpy as np
@@ -123,3 +126,27 @@ def test_data_goes_on_after_the_last_batch_that_was_trained_on(tmp_path):
     assert len(expected) == len(actual)
     for ours, theirs in zip(actual, expected, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+class Terminated(keras.callbacks.Callback):
+    """Sends SIGTERM to its own process in a batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_whose_machine_is_taken_away_goes_on_elsewhere(tmp_path):
+    """SIGTERM ends fit after a last save, due or not, and what goes on from it has the losses of a run without it."""
+    keras.utils.set_random_seed(1)
+    model = make_model()
+    with lm.CheckpointManager(tmp_path, every_steps=100, preemption_seconds=30) as manager:
+        fitted(model, CheckpointCallback(manager), Terminated(), epochs=1)
+    keras.utils.set_random_seed(1)
+    model, callback = make_model(), CheckpointCallback(lm.CheckpointManager(tmp_path))
+    expected = fitted(model, epochs=2)[1:]
+    lm.load(model, tmp_path, data=callback)
+
+    assert ([3], 3, True) == (manager.steps, callback.batch, manager.is_preempted)
+    assert signal.SIG_DFL == signal.getsignal(signal.SIGTERM)
+    assert expected == fitted(model, epoch=callback.epoch, batch=callback.batch, epochs=2)[1:]

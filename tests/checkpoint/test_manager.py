@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from checkpoint.forged import manifest_in, write_manifest
 from checkpoint.saves import names_in
 
 import layoutmap as lm
@@ -215,9 +217,8 @@ def test_a_run_that_goes_back_cannot_save_below_the_steps_that_it_left(tmp_path:
     assert [f"{tmp_path}: step 34 cannot be saved, since there are later steps"] * 2 == [
         e.what for e in errors
     ]
-    assert ["save into another directory, or delete these folders first: step-40, step-50"] * 2 == [
-        error.fix for error in errors
-    ]
+    fix = 'load the step with later="delete" or later="keep"; or save into another directory, or delete these folders'
+    assert [f"{fix} first: step-40, step-50"] * 2 == [error.fix for error in errors]
     assert ["step-30", "step-40", "step-50"] == names_in(tmp_path)
 
 
@@ -238,6 +239,142 @@ def test_what_to_do_about_steps_that_were_left(tmp_path: Path) -> None:
 
     assert [[40, 44], [40, 50], [44]] == [lm.CheckpointManager(tmp_path / name).steps for name in "abc"]
     assert 40 == float(lm.CheckpointManager(tmp_path / "a").load(model_of(0))["w"][0, 0])
+
+
+def saved_to_50(directory: Path) -> None:
+    """A run of steps 10 to 50."""
+    with lm.CheckpointManager(directory, keep_last=3, wait=True) as manager:
+        for step in (10, 20, 30, 40, 50):
+            manager.save(model_of(step), step)
+
+
+@pytest.mark.parametrize(
+    ("later", "before", "steps", "after"),
+    [
+        ("delete", [30], [35, 40, 45, 50], [35, 40, 45]),
+        ("keep", [30, 40, 50], [35, 40, 45, 50], [35, 40, 45]),
+        ("keep", [30, 40, 50], [34, 37, 60], [30, 34, 37]),
+    ],
+)
+def test_a_run_goes_back_and_on_from_there(
+    tmp_path: Path, later: Any, before: list[int], steps: list[int], after: list[int]
+) -> None:
+    """Later steps are deleted, or stay until their number is saved; retention and the next run follow the new line.
+
+    The last step is that which was saved last, whatever its number, and `layoutmap.load` takes it, too.
+    """
+    saved_to_50(tmp_path)
+    with lm.CheckpointManager(tmp_path, keep_last=3, wait=True) as manager:
+        model = manager.load(model_of(0), step=30, later=later)
+        there = manager.steps
+        for step in steps[:-1]:
+            assert manager.save(model_of(step + 0.5), step)
+        history = [each.step for each in manager.history()]
+    with lm.CheckpointManager(tmp_path, keep_last=3, wait=True) as other:
+        loaded = [other.load(model_of(0)), lm.load(model_of(0), tmp_path)]
+        assert other.save(model, steps[-1])
+        parents = [each.parent for each in other.history()]
+
+    assert 30 == float(model["w"][0, 0])
+    assert before == there
+    assert [steps[-2] + 0.5] * 2 == [float(each["w"][0, 0]) for each in loaded]
+    assert [after, steps[-3:]] == [history[-3:], [each.step for each in other.history()]]
+    assert [30, *steps][-4:-1] == parents
+
+
+def test_a_manager_follows_its_own_line(tmp_path: Path) -> None:
+    """What was left stays, is loaded by its number alone, and is neither the last nor the best of the run."""
+    with lm.CheckpointManager(tmp_path, keep_last=None, best="loss", wait=True) as manager:
+        for step in (10, 20, 30):
+            manager.save(model_of(step), step, metrics={"loss": 5 - step / 10})
+        manager.load(model_of(0), step=10, later="keep")
+        for step in (12, 14):
+            manager.save(model_of(step), step, metrics={"loss": 10 - step / 10})
+        found = [
+            manager.load(model_of(0)),
+            manager.load(model_of(0), best=True),
+            manager.load(model_of(0), step=20),
+        ]
+        again = manager.load(model_of(0))
+
+    assert [14, 10, 20, 20] == [float(each["w"][0, 0]) for each in (*found, again)]
+    assert [10, 12, 14, 20, 30] == manager.steps
+    assert [(10, None), (20, 10)] == [(each.step, each.parent) for each in manager.history()]
+    assert [(10, None), (12, 10), (14, 12)] == [
+        (e.step, e.parent) for e in lm.CheckpointManager(tmp_path).history()
+    ]
+
+
+def test_steps_are_deleted_by_their_number(tmp_path: Path) -> None:
+    """`delete` makes way for a run that goes back; a number that is not there is an error with those that are."""
+    saved_to_50(tmp_path)
+    with lm.CheckpointManager(tmp_path) as manager:
+        manager.load(model_of(0), step=30)
+        for step in (40, 50):
+            manager.delete(step)
+        error = refused(lambda: manager.delete(40))
+        assert manager.save(model_of(35), 35)
+    assert f"{tmp_path}: there is no step 40 to delete" == error.what
+    assert [30, 35] == manager.steps
+
+
+def test_what_becomes_of_later_steps_is_one_of_three(tmp_path: Path) -> None:
+    """A misspelt choice is refused before anything is loaded or deleted."""
+    saved_to_50(tmp_path)
+    error = refused(lambda: lm.CheckpointManager(tmp_path).load(model_of(0), step=30, later="remove"))  # type: ignore[arg-type]
+
+    assert "later='remove': this is not one of the choices" == error.what
+    assert [30, 40, 50] == lm.CheckpointManager(tmp_path).steps
+
+
+def test_steps_that_know_nothing_of_lines_are_one_line(tmp_path: Path) -> None:
+    """What was saved before lines were known loads as before, and a run goes on from the last of them and back."""
+    saved_to_50(tmp_path)
+    for step in tmp_path.iterdir():
+        found = manifest_in(step)
+        for name in ("parent", "lines", "order"):
+            del found[name]
+        write_manifest(step, found)
+    with lm.CheckpointManager(tmp_path, keep_last=3, wait=True) as manager:
+        assert 50 == float(manager.load(model_of(0))["w"][0, 0])
+        manager.save(model_of(60), 60)
+        manager.load(model_of(0), step=50, later="keep")
+        manager.save(model_of(55), 55)
+
+    assert [(40, None), (50, None), (55, 50)] == [(each.step, each.parent) for each in manager.history()]
+    assert [40, 50, 55, 60] == manager.steps
+
+
+def test_managers_of_one_directory_do_not_fail_each_other(tmp_path: Path) -> None:
+    """Two managers that save in turn, each beside the other's deletions: all saves are there, and each is told once."""
+    managers = [lm.CheckpointManager(tmp_path, keep_last=1) for _ in range(2)]
+
+    def save_all() -> None:
+        for step in range(1, 21):
+            managers[step % 2].save(model_of(step), step)
+            managers[step % 2 - (step > 2)].wait()
+        for manager in managers:
+            manager.close()
+
+    with pytest.warns(lm.LayoutMapWarning, match="goes on from step 1, and not from later steps"):
+        save_all()
+
+    assert [19, 20] == managers[0].steps
+    assert [19, 20] == [saved(tmp_path, step) for step in (19, 20)]
+
+
+def test_a_step_above_those_that_were_left_is_saved_with_a_warning(tmp_path: Path) -> None:
+    """Nothing that it left is deleted, and the next run goes on from it."""
+    saved_to_50(tmp_path)
+    with lm.CheckpointManager(tmp_path, keep_last=1, wait=True) as manager:
+        manager.load(model_of(0), step=30)
+        with pytest.warns(
+            lm.LayoutMapWarning, match="step 60 goes on from step 30, and not from later steps"
+        ):
+            manager.save(model_of(60), 60)
+
+    assert [40, 50, 60] == manager.steps
+    assert [60] == [each.step for each in lm.CheckpointManager(tmp_path).history()]
 
 
 def test_a_new_run_cannot_save_below_the_steps_of_another(tmp_path: Path) -> None:
@@ -311,6 +448,47 @@ def test_if_all_steps_are_damaged_it_is_an_error(tmp_path: Path) -> None:
             manager.load(model_of(0), damaged="skip")
         with pytest.raises(CheckpointError, match="no step is known to be the best"):
             manager.load(model_of(0), best=True)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(30, [10, 13]), (1e-9, [10])])
+def test_a_last_step_is_saved_where_there_is_time(tmp_path: Path, seconds: float, steps: list[int]) -> None:
+    """After SIGTERM the next call saves its step, due or not, unless the time is over; later ones save nothing."""
+    called = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        with lm.CheckpointManager(tmp_path, every_steps=10, preemption_seconds=seconds) as manager:
+            saves = [manager.save(model_of(step), step) for step in (10, 11)]
+            os.kill(os.getpid(), signal.SIGTERM)
+            was_preempted = manager.is_preempted
+            saves += [manager.save(model_of(step), step) for step in (13, 20)]
+            assert steps == manager.steps
+        assert ([True, False, len(steps) == 2, False], False, True) == (
+            saves,
+            was_preempted,
+            manager.is_preempted,
+        )
+        assert [signal.SIGTERM] == called
+        signal.raise_signal(signal.SIGTERM)
+        assert [signal.SIGTERM] * 2 == called
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, seconds: float) -> None:
+    """So it is with a manager outside of the main thread, where Python has no signals."""
+    error = refused(lambda: lm.CheckpointManager(tmp_path, preemption_seconds=seconds))
+    said = list[str]()
+    thread = threading.Thread(
+        target=lambda: said.append(
+            refused(lambda: lm.CheckpointManager(tmp_path, preemption_seconds=30)).what
+        )
+    )
+    thread.start()
+    thread.join()
+
+    assert f"preemption_seconds={seconds!r} cannot be used" == error.what
+    assert ["preemption_seconds: SIGTERM is not noted outside of the main thread"] == said
 
 
 PROGRAM = """

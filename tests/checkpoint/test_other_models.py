@@ -117,9 +117,42 @@ def test_a_damaged_step_changes_nothing(tmp_path: Path, name: str) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), values_of(model), strict=True))
 
 
+def test_a_damaged_step_is_found_while_it_is_loaded(tmp_path: Path) -> None:
+    """With verify="while" nothing is read twice, a flipped bit is found, and the error says what the model is then."""
+    lm.save(make(), tmp_path)
+    file = tmp_path / "step-0" / "data-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    loaded = values_of(lm.load(make(seed=1), tmp_path, verify="while"))
+    assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), loaded, strict=True))
+
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError) as error:
+        lm.load(make(seed=1), tmp_path, verify="while")
+    assert "its values are not those that were saved" in error.value.what
+    assert error.value.why.endswith("; the model may have been loaded in part, and must not be used")
+
+
+def test_nothing_is_verified_where_others_see_to_it(tmp_path: Path) -> None:
+    """With verify="no" a flipped bit is a value like others; a file of another length is refused all the same."""
+    lm.save(make(), tmp_path)
+    file = tmp_path / "step-0" / "data-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    loaded = values_of(lm.load(make(seed=1), tmp_path, verify="no"))
+    changed = [not np.array_equal(a, b) for a, b in zip(values_of(make()), loaded, strict=True)]
+    file.write_bytes(data[:-1])
+
+    assert 1 == sum(changed)
+    with pytest.raises(CheckpointError, match="the file has another size than was written"):
+        lm.load(make(seed=1), tmp_path, verify="no")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"verify": "later"}, "verify='later': this is not one of the choices"),
         ({"missing": "kepp"}, "missing='kepp': this is not one of the choices"),
         ({"extra": "keep"}, "extra='keep': this is not one of the choices"),
         ({"batch_dim": "batch"}, "load: batch_dim= has no effect without layout_map="),

@@ -163,3 +163,11 @@ def test_a_killed_save_is_a_step_or_none(s3: str, moment: str, steps: list[int])
     assert -9 == ended.returncode
     assert steps == storage_of(place).steps()
     assert [True] * len(steps) == [is_good(place, n, values_of(2 if n == 2 else 0)) for n in steps]
+
+
+def test_a_save_into_a_bucket_that_is_not_there_says_so(s3: str) -> None:
+    """It is not a file that was lost: the bucket is to be made, or its name to be corrected."""
+    with pytest.raises(CheckpointError, match="there is no such file, or no such bucket") as error:
+        save("s3://other-bucket/run", 1, values_of(0))
+
+    assert "make the bucket, or correct its name in the URL, and save again" == error.value.fix

@@ -25,17 +25,20 @@ POLICIES = st.builds(
 def test_the_last_and_the_best_are_kept_and_nothing_else(
     policy: Retention, steps: list[int], data: st.DataObject
 ) -> None:
-    """However steps come, the last saved, the last by number and the best are there, and no others."""
+    """However steps come, the last saved, the last by number and the best are there, and no others.
+
+    What is not finite is no best: a loss of -inf is that of a run that has failed.
+    """
     there: dict[int, dict[str, float]] = {}
     for step in steps:
-        value = data.draw(st.none() | st.sampled_from((0.0, 1.0, 2.0, math.inf, math.nan)))
+        value = data.draw(st.none() | st.sampled_from((0.0, 1.0, 2.0, math.inf, -math.inf, math.nan)))
         there[step] = {} if value is None else {"loss": value}
         before = dict(there)
         there = {n: there[n] for n in policy.kept(there, step)}
 
         last = set(sorted(before)[-policy.keep_last :] if policy.keep_last else before)
         values = {
-            n: m["loss"] for n, m in before.items() if policy.best and not math.isnan(m.get("loss", math.nan))
+            n: m["loss"] for n, m in before.items() if policy.best and math.isfinite(m.get("loss", math.nan))
         }
         best = sorted(values, key=lambda n: values[n], reverse=policy.best_mode == "max")[: policy.keep_best]
         assert {step} | last <= set(there)

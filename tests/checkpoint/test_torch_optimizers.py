@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from cases import few
+from checkpoint.forged import Place, manifest_in, put, write_manifest
 from torch import nn
 from torch.optim import lr_scheduler
 
 import layoutmap as lm
+from layoutmap.core import random_states
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
 
@@ -151,7 +154,8 @@ def test_slots_that_do_not_exist_yet_are_made_in_the_layouts_of_their_parameters
     if layout_map:
         layout_map.apply(other)
     fresh = OPTIMIZERS["adamw"](trained(other))
-    loaded = lm.load(other, directory, optimizer=fresh)
+    with pytest.warns(lm.LayoutMapWarning, match="settings that were saved"):
+        loaded = lm.load(other, directory, optimizer=fresh)
 
     assert (other, fresh) == loaded
     assert slots(model, optimizer) == slots(other, fresh)
@@ -176,7 +180,9 @@ def test_a_model_is_built_and_its_optimizer_made_in_one_call(trained_on_mesh) ->
         library="torch",
         batch_dim="batch",
         optimizer=lambda model: OPTIMIZERS["adamw"](trained(model)),
+        override={"lr": 0.25},
     )
+    assert 0.25 == fresh.param_groups[0]["lr"]
     assert values(model) == values(other)
     assert slots(model, optimizer) == slots(other, fresh)
     assert ("model", "unsharded") == lm.dtensor.fetch_layout(other.up.weight).sharding_specs
@@ -267,6 +273,47 @@ def test_dtensors_that_torch_made_are_saved_and_loaded(trained_on_mesh) -> None:
     assert before == [p.placements for p in other.parameters()]
 
 
+def test_tensors_that_numpy_does_not_reach_are_saved(tmp_path: Path) -> None:
+    """Scales of eight bits, and what torch conjugates or negates only when it is read, come back as they were."""
+    numbers = torch.randn(4, 4, dtype=torch.complex64)
+    tensors = {
+        "scale": torch.arange(1, 9, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "conjugate": numbers.conj(),
+        "negative": numbers.conj().imag,
+    }
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor)
+    lm.save(model, tmp_path)
+    other = nn.Module()
+    for name, tensor in tensors.items():
+        other.register_buffer(name, torch.empty_like(tensor))
+    lm.load(other, tmp_path)
+
+    assert values(model) == values(other)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "of torch.sparse_coo"),
+        (lambda: torch.empty(4, device="meta"), "on the meta device"),
+        (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "quantized"),
+    ],
+)
+def test_tensors_without_dense_values_are_refused(tmp_path: Path, make, kind: str) -> None:
+    """A sparse tensor, one without values, one of quantized numbers: each is named, with what it is."""
+    model = nn.Module()
+    with warnings.catch_warnings(action="ignore"):  # torch's own, of quantized tensors
+        model.register_buffer("w", make())
+        with pytest.raises(
+            CheckpointError, match=f"^w: a tensor that is {kind} can be neither saved nor loaded"
+        ):
+            lm.save(model, tmp_path)
+
+    assert [] == [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_any_element_type_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
     """A plain model of any type that is trained comes back bit for bit, with the slots of that type."""
@@ -322,12 +369,152 @@ def test_groups_are_found_by_their_parameters(tmp_path: Path) -> None:
     groups = [{"params": by_rank[0], "lr": 0.25}, {"params": by_rank[1], "lr": 0.5}]
     lm.save(model, tmp_path, optimizer=torch.optim.AdamW(groups))
     swapped = torch.optim.AdamW([{"params": by_rank[1]}, {"params": by_rank[0]}])
-    lm.load(model, tmp_path, optimizer=swapped)
+    with pytest.warns(lm.LayoutMapWarning, match="settings that were saved"):
+        lm.load(model, tmp_path, optimizer=swapped)
     assert [0.5, 0.25] == [group["lr"] for group in swapped.param_groups]
     one = torch.optim.AdamW(trained(model))
     assert "group 0 of the optimizer has parameters of several groups that were saved" == unchanged_by(
         lambda: lm.load(model, tmp_path, optimizer=one), model, one
     )
+
+
+ADAM = {"lr": 0.01, "betas": (0.9, 0.999), "amsgrad": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ""),
+        ({"lr": torch.tensor(0.01)}, ""),
+        ({"foreach": True}, ""),
+        ({"lr": 0.5}, "lr    0.5 in code, 0.01 saved"),
+        ({"lr": torch.tensor(0.5)}, "lr    0.5 in code, 0.01 saved"),
+        ({"betas": (0.8, 0.9)}, "betas  (0.8, 0.9) in code, (0.9, 0.999) saved"),
+        ({"amsgrad": True}, "amsgrad  True in code, False saved"),
+    ],
+)
+def test_settings_that_are_replaced_are_told(tmp_path: Path, settings: dict[str, object], said: str) -> None:
+    """What was saved takes the place of what the optimizer was made with, with a warning that names both."""
+    model = Net()
+    optimizer = torch.optim.Adam(trained(model), **ADAM)
+    train(model, optimizer, range(1))
+    lm.save(model, tmp_path, optimizer=optimizer)
+    fresh = torch.optim.Adam(trained(model), **ADAM | settings)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        lm.load(model, tmp_path, optimizer=fresh)
+
+    assert [said] == ([str(each.message).splitlines()[1].strip() for each in warned] or [""])
+    assert ADAM == {name: plain(fresh.param_groups[0][name]) for name in ADAM} | {"lr": 0.01}
+    train(model, fresh, range(1))
+
+
+def test_a_schedule_is_no_other_setting(tmp_path: Path) -> None:
+    """A learning rate that a schedule has changed is compared by what it began with, wherever the schedule is made."""
+    model, optimizer = made(0)
+    schedule = SCHEDULES["step"](optimizer)
+    for _ in range(5):
+        optimizer.step()
+        schedule.step()
+    lm.save(model, tmp_path, optimizer=optimizer)
+    for begin in (lambda o: o, lambda o: SCHEDULES["step"](o).optimizer):
+        other, fresh = made(1)
+        lm.load(other, tmp_path, optimizer=begin(fresh))
+        assert optimizer.param_groups[0]["lr"] == fresh.param_groups[0]["lr"]
+
+
+def test_what_is_overridden_is_as_it_is_passed(tmp_path: Path) -> None:
+    """`override` wins in all groups without a warning; a name that no group has, or that needs slots, is refused."""
+    model, optimizer = made(0, "adamw")
+    train(model, optimizer, range(1))
+    lm.save(model, tmp_path, optimizer=optimizer)
+    other, fresh = made(1, "adamw")
+    override = {"lr": 0.125, "weight_decay": 0.5}
+    lm.load(other, tmp_path, optimizer=fresh, override=override)
+    assert override == {name: fresh.param_groups[0][name] for name in override}
+
+    for name, said in (
+        ("rate", "override={'rate': True}: there is no setting 'rate' of an optimizer that was saved"),
+        ("amsgrad", "amsgrad: the checkpoint has no max_exp_avg_sq for it"),
+    ):
+        assert said == unchanged_by(
+            lambda name=name: lm.load(other, tmp_path, optimizer=fresh, override={name: True}), other, fresh
+        )
+
+
+class Loader:
+    """Data that may not take up a state."""
+
+    def __init__(self, row: int, refuses: bool = False):
+        self.row, self.refuses = row, refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.refuses and state["row"] == 1:
+            raise ValueError("of another data set")
+        self.row = state["row"]
+
+
+def test_data_that_does_not_take_up_its_state_changes_nothing(tmp_path: Path) -> None:
+    """Not the model, the optimizer, a random state, nor the data that was given its state before it."""
+    model, optimizer = made(0)
+    train(model, optimizer, range(1))
+    data = {"first": Loader(1), "second": Loader(1)}
+    lm.save(model, tmp_path, optimizer=optimizer, data=data)
+    train(model, optimizer, range(1, 2))
+    data = {"first": Loader(5), "second": Loader(6, refuses=True)}
+    torch.manual_seed(99)
+    said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer, data=data), model, optimizer)
+
+    assert f"{tmp_path}/step-0: data cannot take up what was saved" == said
+    assert [5, 6] == [each.row for each in data.values()]
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "python"])
+def test_a_random_state_that_cannot_be_set_changes_nothing(tmp_path: Path, name: str) -> None:
+    """Whichever generator refuses its state, the model, the optimizer, all generators and the data are as they were."""
+    model, optimizer = made(0)
+    train(model, optimizer, range(1))
+    lm.save(model, tmp_path, optimizer=optimizer, data=Loader(1))
+    step = tmp_path / "step-0"
+    found = manifest_in(step)
+    put(
+        found,
+        ("states", "processes", 0, "random", name),
+        {"__array__": "AAAA", "dtype": "uint8", "shape": [3]},
+    )
+    write_manifest(step, found)
+    train(model, optimizer, range(1, 2))
+    data, drawn = Loader(5), repr(random_states.states())
+    said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer, data=data), model, optimizer)
+
+    assert f"{tmp_path}/step-0: the random states cannot take up what was saved" == said
+    assert (5, drawn) == (data.row, repr(random_states.states()))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ((), []),
+        (("kind",), 5),
+        (("groups",), [[]]),
+        (("groups", 0, "params"), 5),
+        (("state",), {"up.weight": 5}),
+    ],
+)
+def test_forged_settings_change_nothing(tmp_path: Path, place: Place, value: object) -> None:
+    """Settings that are none of an optimizer are refused before anything is made of them."""
+    model, optimizer = made(0)
+    train(model, optimizer, range(1))
+    lm.save(model, tmp_path, optimizer=optimizer)
+    step = tmp_path / "step-0"
+    found = manifest_in(step)
+    put(found, ("states", "settings", "optimizer", *place), value or [1])
+    write_manifest(step, found)
+    said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer), model, optimizer)
+
+    assert "the checkpoint has no settings of an optimizer" == said or value == 5
 
 
 def test_an_optimizer_that_was_not_saved_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import frameworks
 import numpy as np
 import pytest
+from checkpoint.forged import manifest_in, write_manifest
 from checkpoints import random_values, saved
 from safetensors.numpy import load_file
 
@@ -97,6 +98,47 @@ def test_what_was_saved_is_a_page(folder, capsys):
     flip(folder, "up.kernel", 1)
     assert 1 == run(capsys, "verify", "saved", "--html", "page.html")[0]
     assert found.to_html(found.verify()) == Path("page.html").read_text() != found.to_html()
+
+
+def test_steps_are_printed_as_a_tree(folder, capsys):
+    """Each under the one that it came from, what was left beside the line of the last save; a damaged one is named."""
+    runs = {
+        1: (1, {"a": 1}),
+        2: (2, {"a": 2}),
+        5: (4, {"a": 1, "b": 5}),
+        3: (3, {"a": 2, "c": 3}),
+        6: (5, {"b": 6}),
+    }
+    for step, (order, lines) in runs.items():
+        if step > 2:
+            saved(str(folder / "saved"), VALUES, LAYOUTS, step)
+        found = manifest_in(folder / f"saved/step-{step}")
+        known = {
+            "order": order,
+            "lines": lines,
+            "created": "2026-11-24T10:00:00+00:00",
+            "metrics": {"loss": 1 / step},
+        }
+        write_manifest(folder / f"saved/step-{step}", found | known)
+    code, out, err = run(capsys, "history", "saved")
+    tree = """
+step   saved                 metrics
+-----  --------------------  -------------
+1      2026-11-24T10:00:00Z  loss 1
+|-- 2  2026-11-24T10:00:00Z  loss 0.5
+|   3  2026-11-24T10:00:00Z  loss 0.333333
+5      2026-11-24T10:00:00Z  loss 0.2
+6      2026-11-24T10:00:00Z  loss 0.166667
+"""
+    assert (0, f"{folder}/saved: 5 steps, the last save is step 6\n{tree}", "") == (code, out, err)
+    assert (0, "step 6: ") == (run(capsys, "verify", "saved")[0], run(capsys, "verify", "saved")[1][:8])
+
+    (folder / "saved/step-3/manifest.json").write_text("{")
+    code, out, err = run(capsys, "history", "saved")
+    said = "step 3: its manifest cannot be read; layoutmap checkpoint verify says why"
+    assert (1, said) == (code, out.splitlines()[-1])
+    code, out, err = run(capsys, "history", "nowhere")
+    assert (2, "", f"layoutmap: {folder}/nowhere: there is no checkpoint") == (code, out, err.splitlines()[0])
 
 
 def test_what_cannot_be_described(folder, capsys):

@@ -15,7 +15,7 @@ from layoutmap.rules import presets, zoo
 from layoutmap.rules.yaml_file import schema
 
 PROCESSES = ("jax",)
-pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+pytestmark = [pytest.mark.every_case, pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")]
 
 MODELS = """
 import keras
@@ -186,7 +186,7 @@ def test_a_plan_that_does_not_fit_its_devices_fails(capsys):
         out.splitlines()[0],
     )
     assert (
-        """
+        r"""
 Verdict: does not fit: 608 B of 512 B per device, before activations
   because of  128 B  weights up.kernel float32[8, 4]
               128 B  gradients up.kernel float32[8, 4]
@@ -196,7 +196,14 @@ Verdict: does not fit: 608 B of 512 B per device, before activations
                32 B  gradients down.bias float32[8]
                16 B  weights up.bias float32[4]
                16 B  gradients up.bias float32[4]
-  try         shard axis 0 of down.bias over model: saves 24 B per device
+  try         352 B, fits: shard weights over batch as well (FSDP)
+                rules:
+                  'up\.kernel': [batch, model]
+                  'down\.kernel': [model, batch]
+              336 B, fits: use 16 devices
+                --mesh batch=2,model=8
+              304 B, fits: make weights and slots in bfloat16
+                in Python: dtype="bfloat16" where the model is made
 """.lstrip()
         == out[: out.index("\n\n") + 1]
     )
@@ -329,8 +336,8 @@ options:
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
                       [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--partial]
                       [--wide] [--optimizer NAME] [--on MACHINE] [--verify [DEVICE]]
-                      [--remat LAYERS] [--batch-dim DIM] [--backend {jax,tensorflow,torch}]
-                      [--library {keras,torch,jax}]
+                      [--remat LAYERS] [--fuse-attention] [--batch-dim DIM]
+                      [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
 Show what changes from one plan to another; the exit code is 1 if anything does.
@@ -367,6 +374,9 @@ options:
   --remat LAYERS        with --on: recompute the activations inside of these layers in the
                         backward pass (rematerialization): a regex for their paths, or "blocks",
                         the repeated blocks of the model
+  --fuse-attention      with --on: count attention as one fused kernel (flash attention), which
+                        keeps no scores in memory, although the model as it is traced here calls
+                        none
   --batch-dim DIM       the mesh dim over which the batch is sharded, for lint and --on; default:
                         that of the rules for activations, or one with a usual name
   --backend {jax,tensorflow,torch}

@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.cli.main import main
-from layoutmap.testing.models import draw
-from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.drawing import draw_model
+from layoutmap.testing.models import draw, draw_model
 
 PROCESSES = ("jax",)
 pytestmark = [
     pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
     pytest.mark.filterwarnings("ignore:.*unbuilt state:UserWarning"),
 ]
-DRAWN = {seed: draw_model(Choices.of_seed(seed)) for seed in range(60)}
+DRAWN = {seed: draw_model(seed) for seed in range(60)}
 # Those with LoRA factors are called where they are made.
 SEEDS = {seed: model.is_subclassed and not model.lora for seed, model in DRAWN.items()}
 QUIET = settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])

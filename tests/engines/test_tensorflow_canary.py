@@ -6,6 +6,7 @@ import pytest
 from layoutmap.engines.tensorflow.selfcheck import SETTING
 
 PROCESSES = ("tensorflow",)
+pytestmark = pytest.mark.every_case
 
 STEP = """
 whole = dtensor.Layout.replicated(mesh, 1)

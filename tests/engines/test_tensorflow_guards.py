@@ -16,6 +16,8 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits
 
+pytestmark = pytest.mark.every_case
+
 dtensor = tf.experimental.dtensor
 
 GRID = Mesh(None, "x=4,y=2")

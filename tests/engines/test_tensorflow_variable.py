@@ -17,6 +17,8 @@ from layoutmap.dtensor import relayout, unpack
 from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits
 
+pytestmark = pytest.mark.every_case
+
 dtensor = tf.experimental.dtensor
 
 GRID = Mesh(None, "x=2,y=4")

@@ -32,7 +32,7 @@ def make(rules=RULES, mesh=MESH):
 
 
 GOLDEN = r"""{"format": "layoutmap plan", "version": 3,
- "verdict": {"passes": true, "says": "1.1 KiB per device, before activations; 3 warnings", "num_errors": 0, "num_warnings": 3, "strict": false, "missing": "", "fits": null, "needed_bytes": 1160, "available_bytes": null, "moment": "before activations", "because": [{"what": "weights", "path": "tokens.embeddings", "shape": "bfloat16[16, 8]", "num_bytes": 256}, {"what": "gradients", "path": "tokens.embeddings", "shape": "bfloat16[16, 8]", "num_bytes": 256}, {"what": "weights", "path": "d*.kernel", "shape": "float32[8, 4]", "num_bytes": 128}, {"what": "gradients", "path": "d*.kernel", "shape": "float32[8, 4]", "num_bytes": 128}, {"what": "weights", "path": "d*.bias", "shape": "float32[32]", "num_bytes": 128}, {"what": "gradients", "path": "d*.bias", "shape": "float32[32]", "num_bytes": 128}, {"what": "optimizer slots", "path": "d*.kernel", "shape": "float32[8, 4]", "num_bytes": 128}, {"what": "state", "path": "seed", "shape": "uint32[2]", "num_bytes": 8}], "advice": []},
+ "verdict": {"passes": true, "says": "1.1 KiB per device, before activations; 3 warnings", "num_errors": 0, "num_warnings": 3, "strict": false, "missing": "", "fits": null, "needed_bytes": 1160, "available_bytes": null, "moment": "before activations", "because": [{"what": "weights", "path": "tokens.embeddings", "shape": "bfloat16[16, 8]", "num_bytes": 256}, {"what": "gradients", "path": "tokens.embeddings", "shape": "bfloat16[16, 8]", "num_bytes": 256}, {"what": "weights", "path": "d*.kernel", "shape": "float32[8, 4]", "num_bytes": 128}, {"what": "gradients", "path": "d*.kernel", "shape": "float32[8, 4]", "num_bytes": 128}, {"what": "weights", "path": "d*.bias", "shape": "float32[32]", "num_bytes": 128}, {"what": "gradients", "path": "d*.bias", "shape": "float32[32]", "num_bytes": 128}, {"what": "optimizer slots", "path": "d*.kernel", "shape": "float32[8, 4]", "num_bytes": 128}, {"what": "state", "path": "seed", "shape": "uint32[2]", "num_bytes": 8}], "advice": [], "untried": []},
  "mesh": {"dims": {"batch": 2, "model": 4}},
  "variables": [
   {"path": "tokens.embeddings", "shape": [64, 8], "dtype": "bfloat16", "aliases": ["head.kernel"], "layout": ["model", null], "rule": [1, ".*embeddings"], "others": [[2, ".*\\.kernel", [null, ["model", "batch"]]]]},
@@ -322,3 +322,29 @@ def test_what_is_no_cost_is_refused(changes, message):
     with pytest.raises(lm.PlanError, match=f"^plan file: {message}") as caught:
         lm.Plan.from_json(with_cost(**changes))
     assert caught.value.fix
+
+
+OF_ITS_OWN = {  # fields of a variable whose values no other field has
+    "shape": [8, 32],
+    "dtype": "float32",
+    "kind": "state",
+    "axes": [[0], [1]],
+    "trainable": False,
+    "use": ["in.0", "out.0"],
+    "head_size": 8,
+    "layout": [None, "model"],
+    "rule": [2, ".*kernel"],
+    "uneven": "shrink",
+}
+
+
+@pytest.mark.parametrize("field", OF_ITS_OWN)
+def test_a_field_does_not_take_the_value_of_another(field):
+    """Each field has values of its own, and is named where it has that of another."""
+    whole = {"path": "d", **OF_ITS_OWN}
+    assert lm.Plan.from_json(changed(variables=[whole]))
+
+    for other, value in whole.items():
+        if other != field:
+            with pytest.raises(lm.PlanError, match=rf"plan file: variables\[0\]\.{field}"):
+                lm.Plan.from_json(changed(variables=[{**whole, field: value}]))

@@ -607,6 +607,10 @@ def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, dr
         assert mood != "well"
         assert "fits" not in says
     assert says.count("fits") == (judged.verdict.fits is True)
+    shown = browser.execute_script(
+        "return [...document.querySelectorAll('#verdict .advice li')].map((each) => each.firstChild.textContent)"
+    )
+    assert [each.headline(judged.verdict.available_bytes) for each in judged.verdict.advice] == shown
 
 
 def test_light_and_dark(browser, show):

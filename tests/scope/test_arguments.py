@@ -9,6 +9,8 @@ import pytest
 
 import layoutmap as lm
 
+pytestmark = pytest.mark.every_case
+
 MAP = lm.LayoutMap("batch=2,model=4", {".*kernel": (None, "model")})
 
 

@@ -13,6 +13,7 @@ from layoutmap.engines.checks import check_simulated
 from layoutmap.scope.devices import create_mesh, default_engine_name, devices, simulate_devices
 
 PROCESSES = ("jax",)
+pytestmark = pytest.mark.every_case
 
 ALL = tuple(f"CPU:{i}" for i in range(8))
 

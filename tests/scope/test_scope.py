@@ -113,8 +113,10 @@ def test_a_strict_scope_says_what_it_cannot_check_yet():
 
 def test_a_batch_is_sharded_where_it_divides():
     """The batch lies over the batch dim, and whole where it does not divide or has no axis."""
-    with make_map().scope(batch_dim="batch") as scope, make_map().scope() as whole:
-        pass
+    with make_map().scope(batch_dim="batch") as scope:
+        make_model()
+    with make_map().scope() as whole:
+        make_model()
 
     assert ("batch", "unsharded") == scope.policy.batch_layout((6, 3)).sharding_specs
     assert scope.policy.batch_layout((7, 3)).is_fully_replicated()

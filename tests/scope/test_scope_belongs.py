@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import os
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from layoutmap.core.current import current
 from layoutmap.engines import get_engine
 
 PROCESSES = ("jax", "tensorflow", "torch")
+pytestmark = pytest.mark.every_case
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
 LIBRARIES = ("keras", "torch") if RUNNING == "torch" else ("keras",)
 MESH = lm.Mesh(None, "x=2,y=4")
@@ -60,6 +63,9 @@ def _engine_name():
     return RUNNING if RUNNING in PROCESSES else "jax"
 
 
+ELSEWHERE = "built in a task or thread that was started inside of a scope, so it is not laid out"
+
+
 def test_tasks_and_threads_inherit_no_scope(library):
     """What tasks and threads that are made inside of a scope build is plain, while it is open and after it."""
     made = {}
@@ -81,12 +87,86 @@ def test_tasks_and_threads_inherit_no_scope(library):
         await later
         made["after"] = make(library)
 
-    asyncio.run(main())
+    with pytest.warns(lm.LayoutMapWarning, match=ELSEWHERE) as told:
+        asyncio.run(main())
 
+    assert [__file__] == [w.filename for w in told]  # one warning for each scope
     own = {"own": lm.Layout(X, MESH).sharding_specs}
     assert {name: own.get(name) for name in made} == {name: specs_of(each) for name, each in made.items()}
     assert 6 == len(made)
     assert current() is None
+
+
+def gathered(library):
+    async def build():
+        return make(library)
+
+    async def main():
+        with scope(library, X):
+            kept = make(library)
+            return kept, *await asyncio.gather(build(), build())
+
+    return asyncio.run(main())
+
+
+def in_a_thread(library):
+    async def main():
+        with scope(library, X):
+            return make(library), await asyncio.to_thread(make, library)
+
+    return asyncio.run(main())
+
+
+def a_loop_inside(library):
+    async def main():
+        return make(library)
+
+    with scope(library, X):
+        return make(library), asyncio.run(main())
+
+
+@pytest.mark.parametrize("start", [gathered, in_a_thread, a_loop_inside])
+def test_a_model_of_a_task_is_told_where_it_is_built(library, start):
+    """One warning for each scope says that the task's models are plain, where the task builds them, and the fix."""
+    with pytest.warns(lm.LayoutMapWarning, match=rf"(?s){ELSEWHERE}.*fix .*layout_map\.build") as told:
+        own, *others = start(library)
+
+    assert [__file__] == [w.filename for w in told]
+    assert lm.Layout(X, MESH).sharding_specs == specs_of(own)
+    assert {None} == {specs_of(each) for each in others}
+
+
+def test_a_scope_of_which_other_threads_build_the_models(library):
+    """Threads of an executor know no scope: one in whose block nothing is built says so at its end."""
+    with warnings.catch_warnings(record=True) as told, concurrent.futures.ThreadPoolExecutor() as pool:
+        warnings.simplefilter("always")
+        with scope(library, X):
+            made = pool.submit(make, library).result()
+
+    assert "saw no layer and no variable" in str(told[-1].message)
+    assert __file__ == told[-1].filename
+    assert specs_of(made) is None
+
+
+def test_both_fixes_of_a_model_that_a_task_builds(library):
+    """Building in the block, and `layout_map.build` in the task, lay the model out and warn of nothing."""
+    layout_map = lm.LayoutMap(MESH, {r".*(kernel|weight)$": Y, r".*bias$": (None,)})
+
+    def build():
+        return layout_map.build(lambda: make(library), library=library)
+
+    async def task():
+        return build()
+
+    async def main():
+        with scope(library, X):
+            own = make(library)
+            others = await asyncio.create_task(task()), await asyncio.to_thread(build)
+        return own, *others
+
+    own, *others = asyncio.run(main())
+    x, y = (lm.Layout(specs, MESH).sharding_specs for specs in (X, Y))
+    assert [x, y, y] == [specs_of(each) for each in (own, *others)]
 
 
 @pytest.mark.parametrize("first_to_end", ["a", "b"])

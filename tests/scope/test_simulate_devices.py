@@ -11,6 +11,7 @@ import pytest
 from engines.fresh_process import run
 
 PROCESSES = ("jax", "tensorflow", "torch")
+pytestmark = pytest.mark.every_case
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
 ENGINES = [RUNNING] if RUNNING in PROCESSES else [*PROCESSES]
 PLAIN = {

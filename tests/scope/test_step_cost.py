@@ -355,6 +355,18 @@ def test_recomputed_activations_cost_what_the_librarys_own_way_costs(plain, own,
     assert (DEPTH - 1) * inner // 2 <= saved <= 2 * DEPTH * max(inner, outer)
 
 
+@pytest.mark.parametrize("kind", [Unrolled, keras_blocks])
+def test_a_weight_that_is_gathered_again_to_recompute_is_named(kind):
+    """The barrier before recomputed operations passes each value on as itself: each gather is for its own weight."""
+    rules = lm.LayoutMap(MESH, {r".*up\.kernel": ("data", "model"), r".*down\.kernel": ("model", "data")})
+    rows = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")
+    cost = lowered(kind, inputs=rows, remat="blocks").count(rules)
+    gathers = [each for each in cost.collectives if each.kind == "all_gather"]
+    found = {(each.phase, each.cause.rpartition("*.")[-1]) for each in gathers}
+    wanted = {(phase, f"{name}.kernel") for phase in ("forward", "backward") for name in ("up", "down")}
+    assert wanted == found
+
+
 def test_recomputed_blocks_change_the_state_that_they_change():
     """The keys of dropout inside of recomputed blocks are what they are without, and blocks stay tied."""
 

@@ -15,9 +15,7 @@ from cases import xla_settings
 
 from layoutmap.core.variables import Kind
 from layoutmap.testing import models
-from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.drawing import draw_model
-from layoutmap.testing.models.layers import KINDS
+from layoutmap.testing.models.keras.layers import KINDS
 
 PROCESSES = ("jax",)
 
@@ -34,7 +32,7 @@ def test_every_kind_and_every_pair_of_kinds_is_drawn():
     """Of 4,000 models none lacks, however many axes a layer has."""
     styles, kinds, pairs = Counter(), Counter(), Counter()
     for seed in range(4000):
-        model = draw_model(Choices.of_seed(seed))
+        model = models.draw_model(seed)
         found = {re.sub(r"\dD", "*D", kind) for kind in model.kinds}
         styles[model.style] += 1
         kinds.update(found)

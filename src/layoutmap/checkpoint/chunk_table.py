@@ -43,6 +43,8 @@ class ChunkTable(Sequence[Chunk]):
     def __init__(self, rows: Sequence[Any], rank: int):
         files, starts, indices, self._checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
         self._files, self._starts = _integers(files, (len(rows),)), _integers(starts, (len(rows),))
+        if not all(isinstance(each, str) for each in self._checksums):
+            raise ValueError("a checksum of a chunk is not text")
         ends = _integers(indices, (len(rows), rank, 2))
         self._begins, self._ends = ends[..., 0], ends[..., 1]
 

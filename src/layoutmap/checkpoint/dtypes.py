@@ -44,16 +44,16 @@ def numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
     """
     try:
         found = np.dtype(name)
-        if found.kind in "biufcV":
+        if found.kind in "biufc" or (found.kind == "V" and found.name == name and found.fields is None):
             return found
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # numpy parses names
         pass
     try:
         import ml_dtypes  # late, and not with numpy: the frameworks bring it
     except ModuleNotFoundError:
         ml_dtypes = None
     extended = getattr(ml_dtypes, name, None)
-    if extended is None:
+    if np.generic not in getattr(extended, "__mro__", ()):
         raise CheckpointError(
             f"{where}{': ' * bool(where)}element type {name!r} is not known",
             why="numpy has no such type, and neither has ml_dtypes"

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable, chunk_from_json, chunk_to_json
+from layoutmap.checkpoint.manifest_form import check_form
 from layoutmap.checkpoint.source import SavedVariable, Specs
 from layoutmap.core.errors import CheckpointError, brief
 from layoutmap.core.variables import Kind, itemsize
@@ -132,54 +134,41 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         )
     try:
         found: Any = _parsed(data)
-        if found["format"] != FORMAT or found["version"] != VERSION:
-            raise CheckpointError(
-                f"{where}: the format cannot be read",
-                facts={"format": brief(found["format"]), "version": brief(found["version"])},
-                why=f"this version of the library reads {FORMAT!r} of version {VERSION}",
-                fix="upgrade: pip install -U layoutmap",
-            )
-        known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
-        return _checked(
-            Manifest(
-                found["step"],
-                {name: value for name, value in found.items() if name not in known},
-                found["metadata"],
-                found["states"],
-                tuple(map(file_from_json, found["files"])),
-                tuple(map(_saved_variable, found["variables"])),
-                {each["path"]: ChunkTable(each["chunks"], len(each["shape"])) for each in found["variables"]},
-            )
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
+        manifest = _manifest(found) if is_known else None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"{where}: this is not a manifest of a checkpoint",
             why=f"it has the right checksum and not the right parts: {error!r}",
             fix="it was written by another program; load another step",
         ) from error
+    if manifest is None:
+        raise CheckpointError(
+            f"{where}: the format cannot be read",
+            facts={"format": brief(found["format"]), "version": brief(found["version"])},
+            why=f"this version of the library reads {FORMAT!r} of version {VERSION}",
+            fix="upgrade: pip install -U layoutmap",
+        )
+    return manifest
 
 
-def _checked(manifest: Manifest) -> Manifest:
-    """A manifest that names no file outside of its folder, no byte outside of a file, and no value not or twice.
+def _manifest(found: Mapping[str, Any]) -> Manifest:
+    """The manifest of JSON: it names no byte outside of a file, and no value not or twice.
 
     Raises:
         ValueError: It does; whoever wrote it can have given it the right checksum.
     """
-    for file in manifest.files:
-        if not all(part not in ("", ".", "..") for part in file.name.split("/")) or "\\" in file.name:
-            raise ValueError(f"{file.name!r} is not a file of the folder")
-        if not 0 <= file.header_bytes <= file.num_bytes:
-            raise ValueError(f"{file.name}: {file.num_bytes} bytes")
-    sizes = [file.num_bytes for file in manifest.files]
-    for variable in manifest.variables:
-        if min(variable.shape, default=0) < 0:
-            raise ValueError(f"{variable.path}: shape {variable.shape}")
-        found = manifest.chunks[variable.path]
-        assert isinstance(found, ChunkTable)
-        found.check(variable.path, variable.shape, itemsize(variable.dtype), sizes)
-    return manifest
+    check_form(found)
+    known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
+    files = tuple(map(file_from_json, found["files"]))
+    variables = tuple(map(_saved_variable, found["variables"]))
+    chunks: dict[str, ChunkTable] = {}
+    for row, variable in zip(found["variables"], variables, strict=True):
+        chunks[variable.path] = table = ChunkTable(row["chunks"], len(variable.shape))
+        size = math.ceil(itemsize(variable.dtype))
+        table.check(variable.path, variable.shape, size, [file.num_bytes for file in files])
+    facts = {name: value for name, value in found.items() if name not in known}
+    return Manifest(found["step"], facts, found["metadata"], found["states"], files, variables, chunks)
 
 
 def part_to_bytes(part: Part) -> bytes:
@@ -246,10 +235,14 @@ def _parsed(data: bytes) -> Any:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return json.loads(data)
+        return json.loads(data, parse_constant=_no_number)
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} where a number belongs")
 
 
 def _list(lines: Sequence[str]) -> str:

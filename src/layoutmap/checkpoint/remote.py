@@ -13,11 +13,11 @@ that was saved on a disk can be copied here, its manifest last.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
 from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from layoutmap.core.errors import CheckpointError
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PART_BYTES = 1 << 26  # of an upload: S3 takes 10,000 parts, so files of 640 GB
 _HEAD_BYTES = 1024  # of a manifest: the token of its save is in them
+_MAKE_BUCKET = "make the bucket, or correct its name in the URL, and save again"
 
 
 def storage_of(directory: str | os.PathLike[str]) -> Storage:
@@ -95,7 +96,7 @@ class RemoteStorage:
         """Put the manifest where it says that the step is there, unless another one is there; then tidy up."""
         folder = self.folder(step)
         path = self._path(folder, NAME)
-        with _naming(self._files, path, f"step {step} cannot be completed"):
+        with _naming(self._files, path, f"step {step} cannot be completed", _MAKE_BUCKET):
             manifest = self._files.cat_file(self._path(f"{folder}/{token}", NAME))
             try:
                 self._files.pipe_file(path, manifest, mode="create")
@@ -107,7 +108,7 @@ class RemoteStorage:
             raise there_already(self.where, step)  # else an answer was lost, and it was this one's
         # Whatever else is in the folder belongs to saves that have failed, or will: the manifest is there.
         self.remove(f"{folder}/{token}", NAME)
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             for other in self._files.ls(self._path(folder), detail=False):
                 if os.path.basename(other.rstrip("/")) not in (NAME, token):
                     self._files.rm(other, recursive=True)
@@ -115,7 +116,7 @@ class RemoteStorage:
     def abandon(self, step: int, token: str) -> None:
         """Delete what was written, as far as that is possible; not if it may have become the step."""
         folder = self.folder(step)
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             head = memoryview(bytearray(_HEAD_BYTES))
             is_step = self.size(folder, NAME) is not None
             if not is_step or token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
@@ -123,9 +124,10 @@ class RemoteStorage:
 
     def delete(self, step: int) -> None:
         """Delete the manifest, then the rest."""
-        with _naming(self._files, self._path(self.folder(step)), f"step {step} cannot be deleted"):
-            self._files.rm_file(self._path(self.folder(step), NAME))
-        with contextlib.suppress(Exception):
+        path = self._path(self.folder(step), NAME)
+        with _naming(self._files, path, f"step {step} cannot be deleted"), suppress(FileNotFoundError):
+            self._files.rm_file(path)
+        with suppress(Exception):
             self._files.rm(self._path(self.folder(step)), recursive=True)
 
     def create(self, folder: str, name: str) -> _RemoteSink:
@@ -134,7 +136,7 @@ class RemoteStorage:
 
     def remove(self, folder: str, name: str) -> None:
         """Delete a file, as far as that is possible."""
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             self._files.rm_file(self._path(folder, name))
 
     def size(self, folder: str, name: str) -> int | None:
@@ -195,18 +197,20 @@ class _RemoteSink:
             with self._naming():
                 self._file.close()
             return
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             self._file.discard()
             self._file.closed = True  # else it is sent when it is forgotten
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             self._files.rm_file(self._path)
 
-    def _naming(self) -> contextlib.AbstractContextManager[None]:
-        return _naming(self._files, self._path, "the file cannot be written")
+    def _naming(self) -> AbstractContextManager[None]:
+        return _naming(self._files, self._path, "the file cannot be written", _MAKE_BUCKET)
 
 
-@contextlib.contextmanager
-def _naming(files: Any, path: str, what: str) -> Generator[None]:
+@contextmanager
+def _naming(
+    files: Any, path: str, what: str, fix: str = "restore it from a copy, or load another step"
+) -> Generator[None]:
     """Errors say what failed. Each store has its own classes of them, so all are meant."""
     try:
         yield
@@ -215,8 +219,8 @@ def _naming(files: Any, path: str, what: str) -> Generator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{files.unstrip_protocol(path)}: {what}",
-            why="there is no such file, or no such bucket",
-            fix="restore it from a copy, or load another step",
+            why=f"there is no such file, or no such bucket: {error}",
+            fix=fix,
         ) from error
     except Exception as error:
         raise CheckpointError(

@@ -23,6 +23,7 @@ class Retention:
         best: The metric by which steps are compared; `None`: none is.
         best_mode: Whether the best is the smallest or the largest.
         keep_best: How many of the best are kept beside the last.
+        keep_every: Steps that are a multiple of it are all kept; `None`: none is for its number.
         every_steps: A step is due when a multiple of it is reached; `None`: that does not decide.
         every_minutes: A step is due so long after the last save; `None`: that does not decide.
 
@@ -36,10 +37,12 @@ class Retention:
     keep_best: int = 1
     every_steps: int | None = None
     every_minutes: float | None = None
+    keep_every: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("keep_last", self.keep_last, "keep_last=None keeps all steps")
         _check_count("keep_best", self.keep_best, "best=None keeps none of the best")
+        _check_count("keep_every", self.keep_every, "keep_every=None keeps none for its number")
         _check_count("every_steps", self.every_steps, "every_steps=None saves whenever save is called")
         minutes = self.every_minutes
         if minutes is not None and not 0 < minutes < math.inf:
@@ -74,23 +77,23 @@ class Retention:
         return step // self.every_steps > seen // self.every_steps
 
     def ranking(self, metrics: Metrics) -> list[int]:
-        """The steps from the best on; those without the metric, and those where it is no number, are not among them.
+        """The steps from the best on; those without the metric, and those where it is not finite, are not among them.
 
         Example:
-            >>> Retention(best="loss").ranking({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": float("nan")}})
+            >>> Retention(best="loss").ranking({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": -math.inf}})
             [2, 1]
         """
         name = self.best or ""
         known = {step: found[name] for step, found in metrics.items() if name in found}
         sign = 1 if self.best_mode == "min" else -1
-        steps = [step for step, value in known.items() if not math.isnan(value)]
+        steps = [step for step, value in known.items() if math.isfinite(value)]
         return sorted(steps, key=lambda step: (sign * known[step], -step))
 
     def kept(self, metrics: Metrics, saved: int) -> set[int]:
         """The steps that are kept.
 
         Args:
-            metrics: All steps that are there.
+            metrics: The steps that are there of those that the last one comes from.
             saved: The one that was saved last, which is always kept.
 
         Example:
@@ -99,7 +102,8 @@ class Retention:
         """
         steps = sorted(metrics)
         last = steps if self.keep_last is None else steps[-self.keep_last :]
-        return {saved, *last, *self.ranking(metrics)[: self.keep_best]}
+        every = [step for step in steps if self.keep_every is not None and step % self.keep_every == 0]
+        return {saved, *last, *every, *self.ranking(metrics)[: self.keep_best]}
 
 
 def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[str, float]:

@@ -80,6 +80,7 @@ class StepWriter:
         count: How many processes there are.
         states: States of this process alone, encoded.
         patience_seconds: How long to wait for a process that gives no sign of life; `None`: `PATIENCE_SECONDS`.
+        ended: Returns the processes that have died, by number, and what is known of each.
     """
 
     _is_over = True  # until all of it is here
@@ -96,6 +97,7 @@ class StepWriter:
         count: int = 1,
         states: Mapping[str, Any] | None = None,
         patience_seconds: float | None = None,
+        ended: Callable[[], Mapping[int, str]] = dict,
     ):
         self.where = f"{storage.where}/{storage.folder(manifest.step)}"
         self._storage = storage
@@ -109,6 +111,7 @@ class StepWriter:
         self._states = states or {}
         patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
         self._patience_seconds = patience * (2 if number else 1)  # the first knows who is missing
+        self._ended = ended
         self._watched: Collection[int] = (0,) if number else range(1, count)
         self._silent: Collection[int] = ()
         self._failed: tuple[int, str] | None = None
@@ -124,6 +127,11 @@ class StepWriter:
     def is_alone(self) -> bool:
         """Whether there is no other process."""
         return self._count == 1
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the manifest says of the step beside its variables."""
+        return self._manifest.facts
 
     def copy(self, memory: Memory) -> None:
         """Keep the values as they are now: the model may change before they are written.
@@ -222,6 +230,16 @@ class StepWriter:
         began = look = last = time.monotonic()
         while not reached():
             self._check_watched()
+            ended = {number: text for number, text in self._ended().items() if number in missing()}
+            if ended and not reached():  # else it has done its part, and ended then
+                self._silent = tuple(ended)
+                raise CheckpointError(
+                    f"{self.where}: {', '.join(f'process {number}' for number in ended)} has ended",
+                    facts={f"process {number}": text for number, text in ended.items()},
+                    why="a step is there only if every process writes its part; nothing of this one is kept",
+                    fix="read what it printed last, and start all processes again; the steps that are there are as "
+                    "they were",
+                )
             if (now := time.monotonic()) >= look:
                 look = now + self._patience_seconds / 20
                 seen = [self._storage.size(self._folder, data_name(n)) for n in range(self._count)]

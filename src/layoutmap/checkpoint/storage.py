@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -16,6 +15,11 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from layoutmap.core.errors import CheckpointError
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows
+    fcntl = None
 
 MOST_STEP = 10**18 - 1
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
@@ -75,7 +79,7 @@ class Storage(Protocol):
         ...
 
     def delete(self, step: int) -> None:
-        """Delete a step; what is interrupted leaves no step."""
+        """Delete a step; what is interrupted leaves no step, and one that is not there any more is no error."""
         ...
 
     def create(self, folder: str, name: str) -> Sink:
@@ -141,6 +145,7 @@ class LocalStorage:
 
     def begin(self, step: int, token: str) -> str:
         """Make the folder in which a step is written, and lock it for as long as this process lives."""
+        self._check_system()
         if os.path.lexists(self._root / self.folder(step)):
             raise there_already(self.where, step)
         name = _unfinished(step, token)
@@ -180,8 +185,9 @@ class LocalStorage:
         """Hide the step, then delete it."""
         hidden = self._root / _unfinished(step, new_token())
         try:
-            os.rename(self._root / self.folder(step), hidden)
-            sync_folder(self._root)
+            with contextlib.suppress(FileNotFoundError):  # another program has deleted it
+                os.rename(self._root / self.folder(step), hidden)
+                sync_folder(self._root)
         except OSError as error:
             raise _failed(self.where, f"step {step} cannot be deleted", error) from error
         remove_folder(hidden)
@@ -226,6 +232,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def _opened(self, folder: str, name: str) -> Generator[int]:
+        self._check_system()
         path = self._root / folder / name
         try:
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which a pipe of that name does not hang
@@ -237,6 +244,14 @@ class LocalStorage:
             raise _failed(str(path), "the file cannot be read", error) from error
         finally:
             os.close(file)
+
+    def _check_system(self) -> None:
+        if fcntl is None:
+            raise CheckpointError(
+                f"{self.where}: checkpoints are not written or read on this system",
+                why="it has no locks, reads and renames as POSIX defines them",
+                fix="run the program on Linux, on macOS or in WSL; or keep them in an object store: s3://bucket/run",
+            )
 
     def _make_root(self) -> None:
         new = [path for path in (self._root, *self._root.parents) if not path.exists()]
@@ -288,6 +303,7 @@ class Lock:
 
     def __init__(self, path: Path, *, wait: bool = True):
         self._file = os.open(path, os.O_RDONLY)
+        assert fcntl is not None
         fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def is_of(self, path: Path) -> bool:

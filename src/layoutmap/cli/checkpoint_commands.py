@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layoutmap.checkpoint.export import export_source
+from layoutmap.checkpoint.lineage import History, last_step
 from layoutmap.checkpoint.relayout import write_relayout
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renamed import under_their_names
@@ -15,11 +16,12 @@ from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.specs import variable_specs
 from layoutmap.cli.output import PROBLEMS, WELL, check_targets, columns_of, say, write_all
 from layoutmap.cli.plans import rules_of_file
-from layoutmap.core.errors import CheckpointError, LayoutMapError
+from layoutmap.core.errors import CheckpointError, LayoutMapError, listed
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import size
 from layoutmap.core.variables import VariableSpec
 from layoutmap.plan.problems import group_problems
+from layoutmap.report.history import history_text
 from layoutmap.scope.describing import Checkpoint
 from layoutmap.scope.describing import describe as described
 from layoutmap.scope.plan import Plan, make_plan
@@ -56,11 +58,10 @@ def verify(options: Any) -> int:
                 fix=f"leave out --all or {option}",
             )
     files = check_targets({"--html": options.html})
-    there = storage_of(options.directory).steps()
+    storage = storage_of(options.directory)
+    there = storage.steps()
     wanted = (
-        there
-        if options.all and there
-        else [options.step if options.step is not None or not there else there[-1]]
+        there if options.all and there else [last_step(storage) if options.step is None else options.step]
     )
     return max(
         [_verify_step(options.directory, step, step in there, list(files.values())) for step in wanted]
@@ -86,6 +87,23 @@ def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequen
     all_well = f"{len(found)} variables, {size(found.global_bytes)}, {well}"
     say(f"{name}: {count if problems else all_well}", out)
     return PROBLEMS if problems else WELL
+
+
+def history(options: Any) -> int:
+    """Print which step came from which."""
+    storage = storage_of(options.directory)
+    found = History(storage)
+    if not (steps := found.steps()):
+        raise CheckpointError(
+            f"{storage.where}: there is no checkpoint",
+            facts={"damaged": listed(list(map(str, found.damaged)))},
+            why="a step is a folder step-<number>, whose manifest says which step it came from",
+            fix="name the directory that was saved to",
+        )
+    say(history_text(storage.where, steps.values()), sys.stdout)
+    for step in found.damaged:
+        say(f"step {step}: its manifest cannot be read; layoutmap checkpoint verify says why", sys.stdout)
+    return PROBLEMS if found.damaged else WELL
 
 
 def relayout(options: Any) -> int:

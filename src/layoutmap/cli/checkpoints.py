@@ -1,4 +1,4 @@
-"""`layoutmap checkpoint describe | verify | relayout | export`: what the commands take.
+"""`layoutmap checkpoint describe | history | verify | relayout | export`: what the commands take.
 
 They run in `checkpoint_commands`, which loads numpy: that takes as long as all the rest of the command line.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from layoutmap.cli import interrupts
 from layoutmap.cli.output import add_wide_option
 from layoutmap.cli.sizes import size_in_bytes
 
@@ -15,6 +16,7 @@ _EXAMPLES = """examples:
   layoutmap checkpoint describe runs/llama
   layoutmap checkpoint describe runs/llama --step 1000 --match "blocks\\.0\\." --json - | jq .variables
   layoutmap checkpoint describe runs/llama --html checkpoint.html
+  layoutmap checkpoint history runs/llama
   layoutmap checkpoint verify runs/llama --all     in a job at night: exit code 1 if a byte has changed
   layoutmap checkpoint relayout runs/llama serving/llama --rules rules.yaml --mesh batch=1,model=8
   layoutmap checkpoint export runs/llama llama-hf --names llama --max-shard 5GiB     for transformers and others
@@ -30,9 +32,9 @@ exit codes:
 def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     """What can be done with a checkpoint."""
     parser.epilog = _EXAMPLES
-    commands = parser.add_subparsers(required=True, metavar="describe | verify | relayout | export")
+    commands = parser.add_subparsers(required=True, metavar="describe | history | verify | relayout | export")
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str, *, of_a_step: bool = True) -> argparse.ArgumentParser:
         made = commands.add_parser(
             name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
         )
@@ -40,7 +42,8 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         made.add_argument(
             "directory", metavar="DIRECTORY", help="what the checkpoint was saved to, or files of others"
         )
-        made.add_argument("--step", metavar="N", type=int, help="the step; default: the last one")
+        if of_a_step:
+            made.add_argument("--step", metavar="N", type=int, help="the step; default: the last one")
         return made
 
     shown = command(
@@ -53,6 +56,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     add_wide_option(shown)
     shown.add_argument("--json", metavar="FILE", help='also write it for programs; "-": to stdout')
     shown.add_argument("--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout')
+    command("history", "Print which step came from which, as a tree.", of_a_step=False)
     verify = command("verify", "Read all, and name each file and chunk that is not as it was written.")
     verify.add_argument(
         "--html",
@@ -95,4 +99,5 @@ def run_checkpoint_command(options: Any) -> int:
     """Run the one that was named, and return the exit code."""
     from layoutmap.cli import checkpoint_commands
 
-    return getattr(checkpoint_commands, options.checkpoint_command)(options)
+    with interrupts.raised():
+        return getattr(checkpoint_commands, options.checkpoint_command)(options)

@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from layoutmap.cli import interrupts
 from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
 from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
 from layoutmap.cli.device_list import list_devices
-from layoutmap.cli.models import listing
+from layoutmap.cli.models import known_model, listing
 from layoutmap.cli.output import (
     CANNOT,
     CLOSED,
@@ -76,6 +77,10 @@ exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    return interrupts.ended(_run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         try:
             options = _parser().parse_args(arguments)
@@ -233,7 +238,9 @@ def _plan(options: Any) -> int:
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
     out = write_all({path: texts[option]() for option, path in files.items()})
     width = columns_of(out, options.wide)
-    say(in_yaml(f"{made.to_text(width)}\n\n{memory.to_text(width)}"), out, width)
+    refused = "" if known_model(options.model) else "--dtype"
+    rest = f"{made.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
+    say(verdict.text(as_command=True, refused=refused) + in_yaml(rest), out, width)
     if findings:
         say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out, width)
     if made.cost is not None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
+from layoutmap.cli import interrupts
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
 from layoutmap.core.text_table import ALL_COLUMNS, wrapped
@@ -138,7 +139,8 @@ def write(path: str, text: str) -> None:
     try:
         there = os.stat(target) if os.path.exists(target) else None
         if there is None or stat.S_ISREG(there.st_mode):
-            _replace(target, data, there)
+            with interrupts.raised():
+                _replace(target, data, there)
         else:
             with open(target, "wb") as file:
                 file.write(data)

@@ -26,7 +26,7 @@ from layoutmap.scope.scope import plan as make_plan
 
 _OF_MODELS = (
     *("rules", "preset", "model_dim", "fsdp_dim", "dtype", "mesh", "inputs", "optimizer"),
-    *("backend", "library", "on", "verify", "remat"),
+    *("backend", "library", "on", "verify", "remat", "fuse_attention"),
 )
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -83,6 +83,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="with --on: recompute the activations inside of these layers in the backward pass (rematerialization): a "
         'regex for their paths, or "blocks", the repeated blocks of the model',
     )
+    add_attention_option(parser)
     parser.add_argument(
         "--batch-dim",
         metavar="DIM",
@@ -105,6 +106,16 @@ def add_partial_option(parser: argparse.ArgumentParser) -> None:
         "--partial",
         action="store_true",
         help="accept a plan of a model whose layers do not all have weights yet; without it the exit code is 2",
+    )
+
+
+def add_attention_option(parser: argparse.ArgumentParser) -> None:
+    """Whether attention is counted as a kernel that the traced program does not call."""
+    parser.add_argument(
+        "--fuse-attention",
+        action="store_true",
+        help="with --on: count attention as one fused kernel (flash attention), which keeps no scores in memory, "
+        "although the model as it is traced here calls none",
     )
 
 
@@ -197,6 +208,9 @@ def _plan_of_model(name: str, options: Any) -> Plan:
             batch_dim=options.batch_dim if options.on else None,
             verify=options.verify or False,
             remat=options.remat,
+            fuse_attention=options.fuse_attention,
+            device_memory=getattr(options, "device_memory", None),
+            advise=hasattr(options, "device_memory"),  # of `plan`: others show no verdict
         )
 
 

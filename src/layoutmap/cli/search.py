@@ -8,9 +8,17 @@ import sys
 from typing import Any
 
 from layoutmap.adapters import ADAPTERS
+from layoutmap.cli import interrupts
 from layoutmap.cli.models import known_model, make_of
 from layoutmap.cli.output import WELL, add_wide_option, check_targets, columns_of, say, write_all
-from layoutmap.cli.plans import add_partial_option, complete, imported_library, inputs_of, rules_of_file
+from layoutmap.cli.plans import (
+    add_attention_option,
+    add_partial_option,
+    complete,
+    imported_library,
+    inputs_of,
+    rules_of_file,
+)
 from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError
@@ -75,6 +83,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         help="recompute the activations inside of these layers in the backward pass (rematerialization): a regex for "
         'their paths, or "blocks", the repeated blocks of the model; "no": of none; default: of blocks, if it helps',
     )
+    add_attention_option(parser)
     parser.add_argument(
         "--write", metavar="FILE", help='also write the rules to a file, for --rules; "-": to stdout'
     )
@@ -108,7 +117,7 @@ def run_search_command(options: Any) -> int:
         )
     module_name, function_name = names_of(options.model)
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    with users_code(options.model):
+    with users_code(options.model), interrupts.raised():
         make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
         library = options.library or ("keras" if known else imported_library())
         found = search(
@@ -126,6 +135,7 @@ def run_search_command(options: Any) -> int:
             cache=options.cache,
             verify=options.verify,
             remat=False if options.remat == "no" else options.remat,
+            fuse_attention=options.fuse_attention,
             library=library,
         )
     complete(found.plan, options.model, options)

@@ -59,6 +59,51 @@ def with_ends(index: Sequence[slice], shape: Sequence[int]) -> Index:
     return tuple(slice(start, max(start, stop)) for start, stop in ends)
 
 
+def block_of(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
+    """The block that has all of what an index of numpy takes, and the index within that block.
+
+    Args:
+        index: Integers, slices and `...`, alone or as a tuple.
+        shape: The shape of the array.
+
+    Raises:
+        LayoutMapError: It has something else in it, too many parts, or is beyond the shape.
+
+    Example:
+        >>> block_of((-1, slice(1, 8, 3)), (4, 8))
+        ((slice(3, 4, None), slice(1, 8, None)), (0, slice(None, None, 3), Ellipsis))
+    """
+    parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
+    dots = [n for n, part in enumerate(parts) if part is Ellipsis]
+    rest = [slice(None)] * (len(shape) - len(parts) + len(dots))
+    at = dots[0] if dots else len(parts)
+    parts[at : at + 1] = rest
+    try:
+        if len(dots) > 1 or len(parts) != len(shape):
+            raise IndexError("one part for each axis")
+        pairs = [_part_of(part, operator.index(n)) for part, n in zip(parts, shape, strict=True)]
+    except (TypeError, IndexError, ValueError):
+        raise LayoutMapError(
+            f"{index!r} is no index of it",
+            facts={"shape": tuple(shape)},
+            why="an index has an integer or a slice for each axis, within the shape, or `...` for the axes between",
+            fix="write it as in numpy.s_[0], numpy.s_[0:4, ..., ::2]",
+        ) from None
+    return tuple(block for block, _ in pairs), (*(inner for _, inner in pairs), ...)
+
+
+def _part_of(part: Any, size: int) -> tuple[slice, Any]:
+    """The part of one axis that has all of what an index takes of it, and the index within that part."""
+    if isinstance(part, (bool, np.bool_)):  # a mask, for numpy
+        raise TypeError
+    if not isinstance(part, slice):
+        at = range(size)[operator.index(part)]
+        return slice(at, at + 1), 0
+    taken = range(size)[part]
+    begin, end = sorted((taken[0], taken[-1])) if taken else (0, -1)
+    return slice(begin, end + 1), slice(None, None, taken.step)
+
+
 def block_shape(index: Index) -> tuple[int, ...]:
     """The shape of the block at an index."""
     return tuple(operator.index(part.stop) - operator.index(part.start) for part in index)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.core.patches import Closing
+from layoutmap.core.users_line import level_of_user
 
 
 class entered(Closing):
@@ -27,6 +30,7 @@ class entered(Closing):
 
     def __init__(self, session: Any):
         self.session = session  # `None` once it is closed
+        self.was_told = False
         self._thread = threading.get_ident()
         task = _task()
         self._task = None if task is None else weakref.ref(task)
@@ -67,6 +71,27 @@ def current() -> Any:
 def is_entered(session: Any) -> bool:
     """Whether a session is open in this thread and task, perhaps around another one."""
     return any(each is session for each in _sessions())
+
+
+def warn_if_elsewhere(library: str, name: str) -> None:
+    """Warn, once for each scope, if a model is built in a task or thread that was started inside of it.
+
+    Args:
+        library: The model library.
+        name: What is built.
+    """
+    link = _current.get()
+    entry = link and link.entry()
+    if entry is None or entry.session is None or entry.session.library != library or entry.was_told:
+        return
+    entry.was_told = True
+    text = format_message(
+        f"{name}: it is built in a task or thread that was started inside of a scope, so it is not laid out",
+        {},
+        "a scope holds for the code of its block alone, since a task may run before its end, after it, or meanwhile",
+        "build the model in the block itself, or in the task with layout_map.build(make_model)",
+    )
+    warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({library}))
 
 
 def _sessions() -> Iterator[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from layoutmap.core.arguments import kind_of
@@ -25,6 +27,23 @@ def state_of(data: Any) -> Any:
         why="what goes on where it was is asked for its state by state_dict() or get_state()",
         fix="pass one that has them, or a mapping of several, or leave data out and save what you need as metadata",
     )
+
+
+def undo_of(data: Any) -> Callable[[], object]:
+    """Return what gives `data` the state back that it has now, of each part of it that says what its state is."""
+    if isinstance(data, Mapping):
+        undos = [undo_of(each) for each in cast("Mapping[Any, Any]", data).values()]
+        return lambda: [undo() for undo in undos]
+    try:
+        state = copy.deepcopy(state_of(data))
+    except Exception:
+        return lambda: None
+
+    def undo() -> None:
+        with contextlib.suppress(Exception):
+            taker(data)(state)
+
+    return undo
 
 
 def restore_state(data: Any, state: Any) -> None:

@@ -57,6 +57,8 @@ def merge_paths(paths: Sequence[str]) -> str:
         >>> merge_paths(["blocks.0.kernel", "blocks.1.kernel", "blocks.2.kernel", "blocks.7.kernel"])
         'blocks.{0..2,7}.kernel'
     """
+    if len(paths) == 1:
+        return paths[0]
     columns = zip(*(_NUMBER.findall(path) for path in paths), strict=True)
     merged = iter([_ranges([*dict.fromkeys(column)]) for column in columns])
     return _NUMBER.sub(lambda _: next(merged), paths[0])

@@ -32,6 +32,11 @@ def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
     return specs
 
 
+def with_none(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec | None, ...]:
+    """Sharding specs as people write them: `None` for an axis that is not sharded."""
+    return tuple(None if spec == UNSHARDED else spec for spec in specs)
+
+
 def format_specs(specs: Sequence[ShardingSpec]) -> str:
     """Sharding specs as one reads them in a message: `(unsharded, model)`, `((batch, model), unsharded)`."""
     shown = [s if isinstance(s, str) else f"({', '.join(s)})" for s in specs]

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from layoutmap.core.paths import merge_paths, path_shape, starred
 from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.cost.advice import Advice
 from layoutmap.cost.machine import Group, Machine
 from layoutmap.cost.table import Collective, StepCost
 from layoutmap.cost.verified import Verified
@@ -91,12 +92,16 @@ class Cost:
             gradient, and all else are activations.
         batch_dim: The mesh dim over which batches are sharded; `None`: they are replicated.
         verified: The figures of XLA's own compiler beside those of the step; files of plans do not have them.
+        tried: Other ways, counted where the step does not fit, best first.
+        untried: What was not counted, for lack of time.
 
     Attributes:
         step: See above.
         machine: See above.
         batch_dim: See above.
         verified: See above.
+        tried: See above.
+        untried: See above.
     """
 
     step: StepCost
@@ -104,6 +109,8 @@ class Cost:
     weights: frozenset[str] = field(default=frozenset(), compare=False)
     batch_dim: str | None = None
     verified: Verified | None = field(default=None, compare=False)
+    tried: tuple[Advice, ...] = field(default=(), compare=False)
+    untried: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "step", self.step.on(self.machine.device.memory_bytes))

@@ -15,6 +15,13 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_a
 Phase = Literal["forward", "backward", "optimizer", ""]
 HeldKind = Literal["gathered weights", "gradients", "activations", "batch", "optimizer's update"]
 
+FUSED_ATTENTION = "attention is one fused kernel (flash attention), which keeps no scores in memory"
+SCORED_ATTENTION = (
+    "attention keeps its scores in memory, since the model calls no fused kernel (flash attention): one would not "
+    "keep them"
+)
+"""What is assumed of calls of attention."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:

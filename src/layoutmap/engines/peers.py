@@ -44,10 +44,12 @@ class Peers:
 
     Args:
         exchange: Returns the texts of all processes for that of this one, in order of the processes.
-        grace_seconds: How long this process still has when another one has died.
+        grace_seconds: How long this process still has when another one has died; `None`: it goes on, and asks `ended`.
     """
 
-    def __init__(self, exchange: Callable[[str], Sequence[str]], grace_seconds: float = _GRACE_SECONDS):
+    def __init__(
+        self, exchange: Callable[[str], Sequence[str]], grace_seconds: float | None = _GRACE_SECONDS
+    ):
         with _server() as server:
             token, host, port = secrets.token_hex(16), socket.gethostname(), server.getsockname()[1]
             own = [token, host, port, os.getpid(), *_addresses(host)]
@@ -59,6 +61,10 @@ class Peers:
         self._hearing = _Hearing(number, names, connections, grace_seconds)
         # When nobody computes with these processes any more; and at the end, also that of a process of multiprocessing.
         weakref.finalize(self, self._hearing.close).atexit = False
+
+    def ended(self) -> dict[int, str]:
+        """The processes that have died, by number, and what is known of each."""
+        return dict(self._hearing.ended)
 
     def begin(self) -> None:
         """Note that a computation begins that all processes take part in.
@@ -80,7 +86,11 @@ class _Hearing:
     """
 
     def __init__(
-        self, number: int, names: Sequence[str], connections: dict[int, socket.socket], grace_seconds: float
+        self,
+        number: int,
+        names: Sequence[str],
+        connections: dict[int, socket.socket],
+        grace_seconds: float | None,
     ):
         self._number = number
         self._names = names
@@ -88,6 +98,7 @@ class _Hearing:
         self._grace_seconds = grace_seconds
         self._num_begun = 0
         self._left: dict[int, int] = {}  # how many computations those began that have ended in order
+        self.ended: dict[int, str] = {}
         self._is_closed = False
         self._error: EngineError | None = None
         _close_in_forks()
@@ -159,6 +170,9 @@ class _Hearing:
         """End this process, whose computations another one will not take part in."""
         if self._number == 0:
             self._say(process, 0, reason)
+        self.ended[process] = f"{self._names[process]}: {reason}"
+        if self._grace_seconds is None:
+            return
         ends = f"process {self._number}, ends in {self._grace_seconds:g} s"
         self._error = self._gone(process, reason, ends)
         if not _ends.acquire(blocking=False):

@@ -80,6 +80,18 @@ class Engine(Protocol):
         """
         ...
 
+    def check_dtype(self, name: str, path: str) -> None:
+        """Refuse an element type that no array of the framework has as it is; nothing is started, so that plans can ask.
+
+        Args:
+            name: The element type, as in `"float32"`.
+            path: The path of the variable, for the message.
+
+        Raises:
+            EngineError: The engine cannot hold it; `create` and `from_shards` refuse it too.
+        """
+        ...
+
     def native(self, layout: Layout, rank: int) -> Any:
         """Return the framework's own form of a layout: `NamedSharding`, `dtensor.Layout`, `(DeviceMesh, placements)`.
 

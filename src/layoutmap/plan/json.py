@@ -30,9 +30,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from layoutmap.core.errors import LayoutMapError, brief
-from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import with_none
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsize
 from layoutmap.plan.json_cost import cost_fields, read_cost
@@ -41,6 +42,7 @@ from layoutmap.plan.json_fields import (
     Fields,
     JsonObject,
     Read,
+    a_count,
     a_flag,
     a_number,
     a_row,
@@ -61,6 +63,7 @@ VERSION = 3
 _OTHERWISE = Match("", None).otherwise
 _ERROR: Uneven = "error"  # what a rule says of an axis that does not divide, if it says nothing
 _DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*")
+_ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # of an axis: see `Use`
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates; no encoding can write it
 
 
@@ -122,7 +125,7 @@ def plan_from_json(text: str) -> PlanTable:
     )
     top("verdict", an_object, None)
     if version == 2 or "cost" in top:
-        plan = plan.with_cost(*read_cost(top, mesh))
+        plan = plan.with_known_cost(read_cost(top, mesh))
     top.check()
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):
@@ -171,7 +174,7 @@ def _dims(mesh: Mesh) -> dict[str, int]:
 
 
 def _specs(layout: Layout) -> list[Any]:
-    return [None if spec == UNSHARDED else spec for spec in layout.sharding_specs]
+    return list(with_none(layout.sharding_specs))
 
 
 def _variable(assignment: Assignment) -> dict[str, Any]:
@@ -249,6 +252,14 @@ def _dtype(value: Any, place: str) -> str:
     return value
 
 
+def _role(value: Any, place: str) -> str:
+    if not _ROLE.fullmatch(a_text(value, place)):
+        raise refused(
+            f"{place} is no role of an axis", f"it is {brief(value)}", 'use "in.0", "out.0", "rows" or ""'
+        )
+    return value
+
+
 def _mesh(item: Any, place: str) -> Mesh:
     read = Fields(item, place)
     sizes = read("dims", an_object)
@@ -278,7 +289,7 @@ def _spec(value: Any, place: str) -> str | tuple[str, ...] | None:
 
 def _read_variable(item: Any, place: str, mesh: Mesh) -> Assignment:
     read = Fields(item, place)
-    use = read("use", or_null(_texts), None)
+    use = read("use", or_null(list_of(_role)), None)
     shape = read("shape", _shape)
     axes = read("axes", or_null(list_of(_shape_of_any)), None)
     for name, each in (("use", use), ("axes", axes)):
@@ -295,7 +306,7 @@ def _read_variable(item: Any, place: str, mesh: Mesh) -> Assignment:
         axes,
         read("parent_shape", or_null(_shape), None),
         read("model", a_text, ""),
-        None if use is None else Use(use, read("head_size", or_null(a_number), None)),
+        None if use is None else Use(use, read("head_size", or_null(a_count), None)),
         read("trainable", a_flag, True),
     )
     layout = read("layout", _layout(mesh))
@@ -315,11 +326,11 @@ def _read_activation(item: Any, place: str, mesh: Mesh) -> Match:
 
 def _read_match(path: str, read: Fields, mesh: Mesh, layout: Layout | None) -> Match:
     rule = None
-    won = read("rule", or_null(a_row(a_number, a_text)))
+    won = read("rule", or_null(a_row(a_count, a_text)))
     if won is not None:
         asked = read("asked", _layout(mesh), layout) or read("layout", _layout(mesh))
         rule = Rule(won[0], won[1], asked, read("uneven", _uneven, _ERROR))
-    others = read("others", list_of(a_row(a_number, a_text, _layout(mesh), _uneven, least=3)), ())
+    others = read("others", list_of(a_row(a_count, a_text, _layout(mesh), _uneven, least=3)), ())
     return Match(
         path,
         rule,

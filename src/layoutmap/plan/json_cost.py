@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from layoutmap.core.mesh import Mesh
+from layoutmap.cost.advice import Advice
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Device, Machine, Network
 from layoutmap.cost.table import Collective, CollectiveKind, Held, HeldKind, Phase, StepCost
@@ -52,6 +53,10 @@ def cost_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
         written["notes"] = step.notes
     if step.held:
         written["held"] = [dataclasses.astuple(each) for each in step.held]
+    if cost.tried:
+        written["tried"] = [dataclasses.astuple(each) for each in cost.tried]
+    if cost.untried:
+        written["untried"] = cost.untried
     device = {f.name: getattr(machine.device, f.name) for f in dataclasses.fields(Device)}
     device |= {name: dataclasses.asdict(device[name]) for name in ("fast", "slow")}
     written["machine"] = {"devices": machine.num_devices, **device, "flops": dict(machine.device.flops)}
@@ -62,8 +67,8 @@ def _collective(c: Collective) -> list[Any]:
     return [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase]
 
 
-def read_cost(top: Fields, mesh: Mesh) -> tuple[StepCost, Machine, str | None]:
-    """Read what a plan's file says of a step, of the machine, and of the dim that shards batches."""
+def read_cost(top: Fields, mesh: Mesh) -> Cost:
+    """Read what a plan's file says of a step and of the machine."""
     collectives = top("collectives", list_of(lambda each, place: _read_collective(each, place, mesh)))
     fields = top("cost", Fields)
     flops = fields("flops", _numbers(a_number))
@@ -76,8 +81,9 @@ def read_cost(top: Fields, mesh: Mesh) -> tuple[StepCost, Machine, str | None]:
     batch_dim = fields("batch_dim", or_null(a_text), None)
     if batch_dim is not None:
         _check_dim(batch_dim, "cost.batch_dim", mesh)
+    tried, untried = fields("tried", list_of(_read_advice), ()), fields("untried", _texts, ())
     fields.check()
-    return step, machine, batch_dim
+    return Cost(step, machine, batch_dim=batch_dim, tried=tried, untried=untried)
 
 
 def _read_collective(item: Any, place: str, mesh: Mesh) -> Collective:
@@ -89,6 +95,10 @@ def _read_collective(item: Any, place: str, mesh: Mesh) -> Collective:
 
 def _read_held(item: Any, place: str) -> Held:
     return Held(*a_row(_held_kind, a_text, list_of(a_number), a_text, a_number, least=5)(item, place))
+
+
+def _read_advice(item: Any, place: str) -> Advice:
+    return Advice(*a_row(a_text, a_text, a_text, a_number, a_text, least=5)(item, place))
 
 
 def _check_dim(dim: str, place: str, mesh: Mesh) -> None:

@@ -22,6 +22,7 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several
 from layoutmap.plan.problems import Problem, Severity, in_order
 from layoutmap.plan.slots import NO_RULES, SLOTS, is_sharded_further, note_of_zero, problems_of_slot
 from layoutmap.plan.table import PlanTable
+from layoutmap.rules.index import RuleIndex
 from layoutmap.rules.keras_rules import is_named, layout_for
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
@@ -398,9 +399,9 @@ def _problems_of_rules(
 ) -> Iterator[Problem]:
     """A problem for each rule that decides nothing; `of` is what the paths are of, a variable or a layer."""
     candidates: dict[bool, tuple[int, Candidates]] = {}
-    for rule in rules.rules:
-        if won[rule.number]:
-            continue
+    idle = [rule for rule in rules.rules if not won[rule.number]]
+    inside = _inside({r.pattern for r in idle if r.number not in beaten and not is_named(r.pattern)}, paths)
+    for rule in idle:
         name = rules.name_of(rule)
         if rule.number in beaten:
             winner, path = beaten[rule.number]
@@ -433,14 +434,21 @@ def _problems_of_rules(
             if named
             else "rules match from the start of a path, and none of the model's "
             f"{counted(count, 'path')} starts like this",
-            _fix_of_unused(rule.pattern, near, () if named else paths),
+            f'to match anywhere in a path: r".*{rule.pattern}"'
+            if rule.pattern in inside
+            else f"did you mean {path_pattern(near[:1])}? else delete it"
+            if near
+            else "fix it, or delete it",
         )
 
 
-def _fix_of_unused(pattern: str, near: Sequence[str], paths: Sequence[str]) -> str:
-    if not is_named(pattern) and any(map(re.compile(pattern).search, paths)):
-        return f'to match anywhere in a path: r".*{pattern}"'
-    return f"did you mean {path_pattern(near[:1])}? else delete it" if near else "fix it, or delete it"
+def _inside(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
+    """The patterns that match inside of a path, found as the rules of a map are, and so in no more time."""
+    listed, found = list(patterns), set[str]()
+    index = RuleIndex(map(re.compile, listed), anywhere=True)
+    for path in paths if listed else ():
+        found.update(listed[number] for number in index.matches(path))
+    return found
 
 
 def _with_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) -> Iterator[Problem]:

@@ -69,8 +69,11 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
     for first, *rest in groups.values():
+        if not rest:
+            merged.append((first, (first,)))
+            continue
         subjects = [first.subject, *(p.subject for p in rest)]
-        new = merge_paths(subjects) if rest else first.subject
+        new = merge_paths(subjects)
         fix = first.fix.replace(path_pattern(subjects[:1]), path_pattern(subjects))
         head = f"{first.model}: " if first.model else ""
         what = head + first.what.removeprefix(head).replace(first.subject, new, 1)

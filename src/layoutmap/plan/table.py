@@ -145,8 +145,12 @@ class PlanTable(Mapping[str, Assignment]):
         verified: Verified | None = None,
     ) -> Self:
         """The same plan with what a training step costs on a machine."""
+        return self.with_known_cost(Cost(step, machine, batch_dim=batch_dim, verified=verified))
+
+    def with_known_cost(self, cost: Cost) -> Self:
+        """The same plan with a cost, which is told the weights from the layers."""
         paths = {starred(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)}
-        return replace(self, cost=Cost(step, machine, frozenset(paths), batch_dim, verified))
+        return replace(self, cost=replace(cost, weights=frozenset(paths)))
 
     def judged(self, *, device_memory: int | None = None, strict: bool = False) -> Self:
         """The same plan with what its `verdict` goes by.

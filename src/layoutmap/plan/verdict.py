@@ -6,19 +6,22 @@ What it goes by is in the plan: see docs/decisions/0120.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from layoutmap.core.errors import aligned, counted
 from layoutmap.core.escaping import escaped
 from layoutmap.core.paths import starred
 from layoutmap.core.text_table import size
-from layoutmap.core.variables import Kind
+from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.cost.advice import Advice
 from layoutmap.plan.completeness import NOT_BUILT, what_is_missing
-from layoutmap.plan.memory import Memory, memory_of
+from layoutmap.plan.memory import memory_of
+from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
+from layoutmap.plan.ways import Way, needs_of, typed, way_of
 
-_MOST_ADVICE = 3
+_MOST_ADVICE = 6
 _MOST_CAUSES = 10
 _LEAST_SHARE = 0.01  # of what is needed: what saves less changes nothing
 
@@ -49,22 +52,6 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """What would take less memory.
-
-    Args:
-        what: What to change.
-        saved_bytes: Bytes that each device would save.
-    """
-
-    what: str
-    saved_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.what}: saves {size(self.saved_bytes)} per device"
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether a model can be built as planned, and whether it fits its devices.
 
@@ -78,7 +65,8 @@ class Verdict:
         available_bytes: The memory of a device; `None`: nobody has said.
         moment: When it holds that.
         because: What it holds then, the largest first.
-        advice: What would take less, best first; empty where it fits.
+        advice: What would take less, counted, best first; empty where it fits.
+        untried: What was not counted, since it takes too long, in words.
     """
 
     num_errors: int
@@ -91,6 +79,7 @@ class Verdict:
     moment: Literal["at the peak of a step", "before activations"]
     because: tuple[Cause, ...]
     advice: tuple[Advice, ...]
+    untried: tuple[str, ...] = ()
 
     @property
     def passes(self) -> bool:
@@ -135,11 +124,20 @@ class Verdict:
         start = "does not fit: " if self.fits is False else "fits: " if self.fits else ""
         return f"{start}{sizes}{so_far * ' so far'}, {self.moment}"
 
-    def __str__(self) -> str:
+    def text(self, **typed: Any) -> str:
+        """It in full; `typed` says whether what to type is Python, or a command, see `Advice.text`."""
         if self.fits is not False:
             return f"Verdict: {self.headline}"
-        rows = [("because of", "\n".join(text_rows(self.because))), ("try", "\n".join(map(str, self.advice)))]
+        there = self.available_bytes or 0
+        rows = [
+            ("because of", "\n".join(text_rows(self.because))),
+            ("try", "\n".join(a.text(there, **typed) for a in self.advice)),
+            ("not tried", f"{', '.join(self.untried)}: counting them takes too long" if self.untried else ""),
+        ]
         return aligned(f"Verdict: {self.headline}", [row for row in rows if row[1]])
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 def text_rows(causes: Sequence[Cause]) -> list[str]:
@@ -166,7 +164,8 @@ def verdict_of(plan: PlanTable) -> Verdict:
         there,
         "at the peak of a step" if cost else "before activations",
         _causes(plan, needed),
-        _advice(memory, needed) if fits is False else (),
+        _best(plan, needed, there) if there is not None and fits is False else (),
+        cost.untried if cost and fits is False else (),
     )
 
 
@@ -207,9 +206,60 @@ def _given(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
             yield "gradients", path, shape, a.shard_bytes
 
 
-def _advice(memory: Memory, needed: int) -> tuple[Advice, ...]:
-    return tuple(
-        Advice(f"shard axis {row.axis} of {escaped(row.path)} over {row.dim}", row.saved_bytes)
-        for row in memory.rows[:_MOST_ADVICE]
-        if row.saved_bytes >= _LEAST_SHARE * needed
-    )
+def _best(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
+    """What saves something, what fits first; in each half the order is kept."""
+    tried = plan.cost.tried if plan.cost else _planned(plan, needed, there)
+    helps = [each for each in tried if each.needed_bytes <= (1 - _LEAST_SHARE) * needed]
+    return tuple(sorted(helps, key=lambda each: each.needed_bytes > there)[:_MOST_ADVICE])
+
+
+def _planned(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
+    """Other ways for a plan without a counted step: its variables are planned so."""
+    counts = _alike(plan)
+    before = way_of(plan)
+
+    def needs(way: Way) -> int:
+        variables = [replace(v, dtype=way.dtype) if way.dtype and _is_made(v) else v for v in counts]
+        table = make_table(variables, way.rules, complete=False).check()
+        found = zip(table.assignments, counts.values(), strict=True)
+        return sum(a.shard_bytes * (1 + a.variable.is_trained) * number for a, number in found)
+
+    if needs_of(lambda: needs(before)) != needed:  # a layout follows from more than the rules
+        return ()
+    dims = plan.mesh.dim_names
+    sharded = [way for dim in dims if plan.mesh.dim_size(dim) > 1 and (way := before.sharded_over(dim, plan))]
+    narrow = [replace(before, dtype="bfloat16")] * any(map(_is_made, counts))
+    found: list[tuple[int, Way]] = []
+    together = (way.doubled(dim) for way in sharded for dim in dims)
+    for ways in (sharded, [before.doubled(dim) for dim in dims], together, narrow):
+        if ways is together and any(n <= there for n, _ in found):
+            continue
+        # Of several that are the same but for a dim, the best one.
+        known = [(n, way) for way in ways if (n := needs_of(lambda way=way: needs(way))) is not None]
+        found += [min(known, key=lambda each: each[0])] if known else []
+    return tuple(Advice(*typed(before, way), needed_bytes=n) for n, way in found)
+
+
+def _is_made(v: VariableSpec) -> bool:
+    """Whether it is of float32, and a layer of bfloat16 would make it in that."""
+    return v.dtype == "float32" and (v.is_trained or (v.kind is Kind.SLOT and v.parent is not None))
+
+
+def _alike(plan: PlanTable) -> dict[VariableSpec, int]:
+    """One of each sort of variables that are planned alike, and how many of them there are."""
+    first: dict[object, VariableSpec] = {}
+    counts: dict[VariableSpec, int] = {}
+    for a in plan.assignments:
+        v, rule = a.variable, a.match and a.match.rule
+        key = (
+            v.model,
+            starred(v.path),
+            v.shape,
+            v.dtype,
+            v.kind,
+            rule and rule.number,
+            a.layout.sharding_specs,
+        )
+        one = first.setdefault(key, v)
+        counts[one] = counts.get(one, 0) + 1
+    return counts

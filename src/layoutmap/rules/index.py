@@ -28,10 +28,12 @@ class RuleIndex:
 
     Args:
         patterns: The regexes, in the order of the rules.
+        anywhere: Whether a rule matches anywhere in a path, and not from its start alone.
     """
 
-    def __init__(self, patterns: Iterable[re.Pattern[str]] = ()):
+    def __init__(self, patterns: Iterable[re.Pattern[str]] = (), *, anywhere: bool = False):
         self._patterns = list(patterns)
+        self._anywhere = anywhere
         self._filing = threading.Lock()
         self._matchers: list[Callable[[str], object]] = []
         self._longest: list[str] = []
@@ -66,7 +68,7 @@ class RuleIndex:
                 literals = required_literals(pattern.pattern) if pattern.flags == re.UNICODE else []
                 pieces = {piece for text in literals for piece in _pieces(text)}
                 self._frequency.update(pieces)
-                self._matchers.append(pattern.match)
+                self._matchers.append(pattern.search if self._anywhere else pattern.match)
                 self._longest.append(max(literals, key=len, default=""))
                 self._pieces.append(pieces)
             files = self._files

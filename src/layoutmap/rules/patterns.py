@@ -1,13 +1,11 @@
-"""The regex of a rule: compiled, refused with what to write instead, or warned of."""
+"""The regex of a rule: compiled, or refused with what to write instead."""
 
 from __future__ import annotations
 
 import re
-import warnings
 
-from layoutmap.core.errors import LayoutMapWarning, RuleError
+from layoutmap.core.errors import RuleError
 from layoutmap.core.match import KERAS
-from layoutmap.core.users_line import level_of_user
 from layoutmap.rules.backtracking import doubling_text
 from layoutmap.rules.keras_rules import anchored
 
@@ -28,17 +26,32 @@ def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
         ) from error
 
 
-def warn_if_slow(compiled: re.Pattern[str], rule: str) -> None:
-    """Warn, on the user's line, of a regex that can take exponential time to fail; `rule` names it with its pattern."""
+def refuse_if_endless(compiled: re.Pattern[str], pattern: str, rule: str) -> None:
+    """Raise for a regex that can take exponential time to fail, and so keep a lookup busy for hours.
+
+    Raises:
+        RuleError: It is one.
+    """
     text = doubling_text(compiled)
-    if text is not None:
-        warning = LayoutMapWarning(
-            f"{rule} can take forever on a path that it does not match",
-            facts={"for example": f"a path with {text!r} many times in a row"},
-            why="its nested repeats can split that text in exponentially many ways",
-            fix="write it so that a text matches in one way, as in [^.]+ for a part of a path",
-        )
-        warnings.warn(warning, stacklevel=level_of_user())
+    if text is None:
+        return
+    possessive = _possessive(pattern)
+    raise RuleError(
+        f"{rule} {pattern!r} could take for ever on a path that it does not match",
+        facts={"for example": f"a path with {text!r} many times in a row"},
+        why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
+        fix="write it with one way to match, as in [^.]+ for a part of a path"
+        + (f"\nor with a possessive repeat, which gives back nothing: {possessive!r}" if possessive else ""),
+    )
+
+
+def _possessive(pattern: str) -> str | None:
+    """The pattern with one of its repeated groups made possessive, if that leaves one way to match."""
+    for end in re.finditer(r"\)(?:[*+]|\{\d*,?\d*\})(?![+?])", pattern):
+        meant = f"{pattern[: end.end()]}+{pattern[end.end() :]}"
+        if _is_regex(meant) and doubling_text(re.compile(meant)) is None:
+            return meant
+    return None
 
 
 def _why(error: Exception) -> str:

@@ -18,7 +18,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven, as_uneven
 from layoutmap.rules.keras_rules import is_named
 from layoutmap.rules.near_misses import nearest
-from layoutmap.rules.patterns import compile_pattern, warn_if_slow
+from layoutmap.rules.patterns import compile_pattern, refuse_if_endless
 from layoutmap.rules.table import Entry, Table
 
 _MISSING: Any = object()
@@ -131,11 +131,9 @@ class Rules(MutableMapping[str, Layout]):
             layout: A `Layout`, one of `tf.experimental.dtensor`, or a tuple of specs to bind to the map's mesh.
 
         Raises:
-            RuleError: The pattern is there already, or is no regex; the layout is none, names a dim that the mesh does
-                not have, or is on another mesh than the rest of the map. Nothing is changed then.
-
-        Warns:
-            LayoutMapWarning: The pattern can take exponential time to fail, as `(a+)+$` does.
+            RuleError: The pattern is there already, is no regex, or can take exponential time to fail, as `(a+)+$`
+                does; the layout is none, names a dim that the mesh does not have, or is on another mesh than the rest
+                of the map. Nothing is changed then.
         """
         self._add([(pattern, layout, None)])
 
@@ -212,7 +210,7 @@ class Rules(MutableMapping[str, Layout]):
                 fix="use the map's mesh, or make another map",
             )
         own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
-        warn_if_slow(compiled, f"{self._rule} {pattern!r}")
+        refuse_if_endless(compiled, pattern, self._rule)
         number = len(self._table.in_order) + len(beside) + 1
         return Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
 

@@ -122,7 +122,7 @@ class Scope:
             free_activations=free_activations,
         )
         unused = self._unused_dims(plan) if complete and not self.plan_only else ()
-        self.plan = plan.with_problems([*self._unsupported_layouts(plan), *unused])
+        self.plan = plan.with_problems([*self._not_held(plan), *unused])
         if not self.plan_only:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
@@ -227,28 +227,25 @@ class Scope:
 
         check_batch(arrays, self.gather)
 
-    def _unsupported_layouts(self, plan: Plan) -> Iterator[Problem]:
-        """A problem for each variable whose layout the engine cannot hold; no device is asked for."""
+    def _not_held(self, plan: Plan) -> Iterator[Problem]:
+        """A problem for each variable whose layout or element type the engine cannot hold; no device is asked for."""
         engine = get_engine(self._engine_name)
-        refusals: dict[Layout, EngineError | None] = {}
+        refusals: dict[Layout | str, EngineError | None] = {}
         several = has_several_models(a.variable for a in plan.assignments)
         for assignment in plan.assignments:
-            layout, path = assignment.layout, assignment.variable.path
-            if assignment.match is None:
-                continue  # it follows another variable, whose problem is reported there
+            layout, variable = assignment.layout, assignment.variable
             if layout not in refusals:
-                refusals[layout] = None
-                try:
-                    engine.check_layout(layout)
-                except EngineError as error:
-                    refusals[layout] = error
-            error = refusals[layout]
-            if error is not None:
-                facts = tuple((name, str(value)) for name, value in error.facts.items())
-                problem = Problem(
-                    "unsupported layout", "error", path, f"{path}: {error.what}", facts, error.why, error.fix
-                )
-                yield problem.of_model(assignment.variable.model if several else "")
+                refusals[layout] = _refusal(engine.check_layout, layout)
+            if variable.dtype not in refusals:
+                refusals[variable.dtype] = _refusal(engine.check_dtype, variable.dtype, "")
+            # What follows another variable has its layout, whose problem is reported there.
+            found = {"unsupported layout": refusals[layout]} if assignment.match else {}
+            for kind, error in (found | {"unsupported": refusals[variable.dtype]}).items():
+                if error is not None:
+                    what = f"{variable.path}: {error.what.removeprefix(': ')}"
+                    facts = tuple((name, str(value)) for name, value in error.facts.items())
+                    problem = Problem(kind, "error", variable.path, what, facts, error.why, error.fix)
+                    yield problem.of_model(variable.model if several else "")
 
     def _unused_dims(self, plan: Plan) -> Iterator[Problem]:
         """A note for each mesh dim that is not used; what a dry run cannot know, which has no batch dim."""
@@ -266,17 +263,19 @@ class Scope:
                 )
 
     def warn_of_nothing(self) -> None:
-        """Warn if nothing was made here, and a library is imported whose models a scope cannot see."""
-        unseen = [name for name in REFUSED if name in sys.modules]
-        if unseen and not len(self.plan) and not self.session.unbuilt():
-            why, fix = REFUSED[unseen[0]]
-            text = format_message(
-                f"the scope saw no layer and no variable; models of {unseen[0]} are not laid out",
-                {},
-                why,
-                fix,
-            )
-            warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
+        """Warn if nothing was made here: another thread made it, or a library whose models a scope cannot see."""
+        if len(self.plan) or self.session.unbuilt():
+            return
+        what = "the scope saw no layer and no variable"
+        why = "a scope lays out what is built in its block, and not what other threads and tasks build meanwhile"
+        fix = (
+            "build the model in the block; another thread or task can do it with layout_map.build(make_model)"
+        )
+        unseen = next((name for name in REFUSED if name in sys.modules), None)
+        if unseen is not None:
+            what, (why, fix) = f"{what}; models of {unseen} are not laid out", REFUSED[unseen]
+        text = format_message(what, {}, why, fix)
+        warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
 
     def warn_of_unbuilt(self) -> None:
         """Warn that what `strict` asks for is still to be checked, if layers have no weights yet."""
@@ -311,3 +310,11 @@ def _mesh_of(layout_map: RuleSet) -> Mesh:
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
     return layout_map.mesh
+
+
+def _refusal(check: Callable[..., None], *asked: object) -> EngineError | None:
+    try:
+        check(*asked)
+    except EngineError as error:
+        return error
+    return None

@@ -35,6 +35,7 @@ class LoweredStep:
         batch_dim: The mesh dim over which batches are sharded, where `count` is told no other one.
         remat: See `lower_step`.
         missing: What the model was found to lack; `None`: all its layers have weights.
+        fuse_attention: See `lower_step`.
 
     Attributes:
         step: See above.
@@ -46,18 +47,20 @@ class LoweredStep:
         batch_dim: str | None,
         remat: str | None = None,
         missing: Problem | None = None,
+        fuse_attention: bool = False,
     ):
         from layoutmap.engines.jax.cost.lowered import LoweredStep as Lowered  # late: it imports JAX
 
         self.step = step
         self._variables = step.variables
-        self._lowered = Lowered(step, remat)
+        self._lowered = Lowered(step, remat, fuse_attention)
         self._batch_dim = batch_dim
         self._missing = missing
+        self._fuses = fuse_attention
 
     def with_remat(self, remat: str) -> LoweredStep:
         """Return the same step with activations of layers computed again in the backward pass; see `lower_step`."""
-        return LoweredStep(self.step, self._batch_dim, remat, self._missing)
+        return LoweredStep(self.step, self._batch_dim, remat, self._missing, self._fuses)
 
     def plan(self, layout_map: RuleSet) -> Plan:
         """Return the plan of the model under other rules; nothing is built for it."""
@@ -150,6 +153,7 @@ def lower_step(
     optimizer: Any = None,
     loss: Callable[..., Any] | None = None,
     remat: str | None = None,
+    fuse_attention: bool = False,
     library: str | None = None,
 ) -> LoweredStep:
     """Trace and lower a training step, so that it can be counted under many maps.
@@ -167,11 +171,13 @@ def lower_step(
         remat: Whose activations are counted as computed again in the backward pass, rather than kept, although the
             model's code does not say so: `"blocks"`, those of the layers that it has several of, or a regex for the
             paths of layers. `None`: as the model's code says (`keras.RematScope`, `nnx.remat`, `jax.checkpoint`).
+        fuse_attention: Whether each call of `jax.nn.dot_product_attention` is counted as one fused kernel (flash
+            attention), which keeps no scores in memory, as on GPUs Keras may use; `False`: as the model calls it.
         library: See `layoutmap.plan`.
 
     Raises:
-        ScopeError: The model fails when it is traced, is of a library that does not run on JAX, `remat` is no regex, or
-            the mesh has no such `batch_dim`.
+        ScopeError: The model fails when it is traced, is of a library that does not run on JAX, `remat` is no regex,
+            `fuse_attention` finds no call, or the mesh has no such `batch_dim`.
     """
     check_maker(make_model, layout_map, "lower_step")
     check_remat(remat)
@@ -191,7 +197,7 @@ def lower_step(
         step = dry.session.step(model, inputs, optimizer, loss)
     unbuilt = dry.session.unbuilt()
     missing = problem_of_unbuilt(type(model).__name__, unbuilt, called=True) if unbuilt else None
-    return LoweredStep(step, batch_dim, remat, missing)
+    return LoweredStep(step, batch_dim, remat, missing, fuse_attention)
 
 
 def step_cost(
@@ -203,6 +209,7 @@ def step_cost(
     optimizer: Any = None,
     loss: Callable[..., Any] | None = None,
     remat: str | None = None,
+    fuse_attention: bool = False,
     library: str | None = None,
 ) -> StepCost:
     """Count what a training step of a model does on each device: what it sends, computes and holds.
@@ -217,6 +224,7 @@ def step_cost(
         optimizer: What updates the weights.
         loss: What is derived.
         remat: Whose activations are computed again in the backward pass.
+        fuse_attention: Whether attention is one fused kernel.
         library: See `layoutmap.plan`.
 
     Raises:
@@ -245,6 +253,7 @@ def step_cost(
         optimizer=optimizer,
         loss=loss,
         remat=remat,
+        fuse_attention=fuse_attention,
         library=library,
     )
     return lowered.count(layout_map)

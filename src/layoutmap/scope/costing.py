@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.paths import repeated_layers
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import Shape, TrainingStep
+from layoutmap.core.variables import Assignment
+from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import machine_for
+from layoutmap.cost.table import SCORED_ATTENTION, StepCost
+from layoutmap.cost.verified import Verified
 from layoutmap.engines import step_counter
 from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.plan.ways import Way, preset_of
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
@@ -29,13 +37,21 @@ class Asked:
         loss: What is derived; `None`: the model's own.
         target: What XLA compiles the step for; `None`: it does not.
         remat: Whose activations are computed again in the backward pass; `None`: as the model's code says.
+        fuse_attention: Whether each call of attention is one fused kernel.
+        on: The machine, as it was named.
+        device_memory: The memory of a device, in place of the machine's.
+        advises: Whether other ways are counted where the step does not fit.
     """
 
     machine: Machine
     batch_dim: str | None
     loss: Callable[..., Any] | None
     target: str | None
-    remat: str | None = None
+    remat: str | None
+    fuse_attention: bool
+    on: str
+    device_memory: int | None = None
+    advises: bool = True
 
 
 def asked_cost(
@@ -46,7 +62,8 @@ def asked_cost(
     inputs: Any,
     verify: bool | str,
     engine: str,
-    remat: str | None = None,
+    remat: str | None,
+    fuse_attention: bool,
 ) -> Asked | None:
     """Check what is asked of the cost of a step, before a model is made; `None`: it is not asked for.
 
@@ -55,6 +72,7 @@ def asked_cost(
             missing, the engine counts no steps, or options are for a cost that nobody asks for.
     """
     given = {"batch_dim": batch_dim, "loss": loss, "verify": verify or None, "remat": remat}
+    given["fuse_attention"] = fuse_attention or None
     if on is None:
         for name, value in given.items():
             if value is not None:
@@ -77,6 +95,7 @@ def asked_cost(
     on_jax = {
         "verify": "the step is compiled by XLA",
         "remat": "recomputing is done by JAX",
+        "fuse_attention": "torch's scaled_dot_product_attention is counted as the operations that it is for torch",
     }
     for name, why in on_jax.items():
         if given[name] is not None and engine != "jax":
@@ -85,7 +104,7 @@ def asked_cost(
                 why=why,
                 fix=f"leave {name} out, or plan the same rules with the model on JAX",
             )
-    return Asked(machine, batch_dim, loss, target_of(verify, machine), remat)
+    return Asked(machine, batch_dim, loss, target_of(verify, machine), remat, fuse_attention, str(on))
 
 
 def target_of(verify: bool | str, machine: Machine) -> str | None:
@@ -105,24 +124,121 @@ def target_of(verify: bool | str, machine: Machine) -> str | None:
 
 def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
     """Return a plan with the cost of a step of its model, which was made in a dry run."""
-    batch_dim = asked.batch_dim or usual_batch_dim(plan)
-    step = dry.session.step(model, inputs, optimizer, asked.loss)
-    # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
-    planned = {v.key: v for v in (*(a.variable for a in plan.assignments), *step.variables)}
-    assignments = make_plan(list(planned.values()), dry.layout_map).check().assignments
-    layouts = {a.variable.key: a for a in assignments}
-    activations = dry.layout_map.activations
-    policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
-    counter = step_counter(dry.adapter.engine_name)
-    lowered = counter(step, asked.remat) if asked.remat else counter(step)
-    placed = [layouts[v.key] for v in step.variables]
+    counting = _Counting(plan, dry, model, inputs, optimizer, asked)
+    begin = time.monotonic()
+    lowered, placed, policy = counting.placed(counting.way)
     counted = lowered.count(placed, policy, with_held=True)
-    over = (
-        f"sharded over {batch_dim}" if batch_dim else "replicated, since no mesh dim is known to shard them"
-    )
-    counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
+    seconds = time.monotonic() - begin
     verified = None
     if asked.target:
         with Waiting(f"XLA compiles the step for {asked.target}") as shown:
             verified = lowered.verify(placed, policy, asked.target, counted, shown)
-    return plan.with_cost(counted, asked.machine, batch_dim, verified)
+    found = counting.with_step(plan, counted, policy, verified)
+    assert found.cost is not None
+    if found.cost.fits or not asked.advises:
+        return found
+    from layoutmap.scope.advising import advise  # late: parts of the search, which most plans do without
+    from layoutmap.searching.space import blocks_of
+
+    step, on_jax = counting.step, dry.adapter.engine_name == "jax"
+    variables = [a.variable for a in plan.assignments]
+    tried, untried = advise(
+        replace(counting.way, preset=preset_of(dry.layout_map), data=policy.batch_dim),
+        plan,
+        found.cost.step.peak_bytes,
+        counting.cost,
+        blocks=blocks_of(getattr(lowered, "outputs", {}), variables),
+        can_recompute=on_jax
+        and asked.remat is None
+        and bool(step.how_to_recompute and repeated_layers(v.path for v in variables)),
+        can_fuse=on_jax and SCORED_ATTENTION in counted.notes,
+        seconds=seconds,
+    )
+    return replace(found, cost=replace(found.cost, tried=tried, untried=untried))
+
+
+class _Counting:
+    """Counts steps of one model in several ways; what was traced once is not traced again."""
+
+    def __init__(self, plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked):
+        self._plan, self._dry, self._asked = plan, dry, asked
+        self._made, self._given = (model, optimizer), inputs
+        self.step = self._step(inputs)
+        self._lowered: dict[Any, Any] = {}
+        self.way = Way(
+            dry.layout_map,
+            on=asked.on,
+            inputs=_leaves(inputs),
+            named=isinstance(inputs, Mapping),
+            batch_dim=asked.batch_dim,
+            remat=asked.remat,
+            fuse_attention=asked.fuse_attention,
+        )
+
+    def _step(self, inputs: Any) -> TrainingStep:
+        model, optimizer = self._made
+        return self._dry.session.step(model, inputs, optimizer, self._asked.loss)
+
+    def placed(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
+        """What counts a step in a way, the layouts of its variables, and those of all else."""
+        same = way.inputs == self.way.inputs
+        step = self.step if same else self._step(_like(self._given, way.inputs))
+        # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
+        planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
+        table = make_plan(list(planned.values()), way.rules, layers=self._dry.layers, complete=False).check()
+        layouts = {a.variable.key: a for a in table.assignments}
+        batch_dim = way.batch_dim or usual_batch_dim(table)
+        activations = way.rules.activations
+        policy = LayoutPolicy(table.mesh, batch_dim, activations.__getitem__ if activations else None)
+        key = way.inputs, way.remat, way.fuse_attention
+        if key not in self._lowered:
+            more = {"remat": way.remat, "fuse_attention": way.fuse_attention}
+            counter = step_counter(self._dry.adapter.engine_name)
+            self._lowered[key] = counter(step, **{name: value for name, value in more.items() if value})
+        return self._lowered[key], [layouts[v.key] for v in step.variables], policy
+
+    def with_step(
+        self, plan: Plan, counted: StepCost, policy: LayoutPolicy, verified: Verified | None
+    ) -> Plan:
+        """A plan with a step that was counted."""
+        dim = policy.batch_dim
+        over = f"sharded over {dim}" if dim else "replicated, since no mesh dim is known to shard them"
+        counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
+        machine = Machine(self._asked.machine.device, policy.mesh.size)
+        return plan.with_cost(counted, machine, dim, verified).judged(device_memory=self._asked.device_memory)
+
+    def cost(self, way: Way) -> Cost:
+        """What a step costs in a way.
+
+        Raises:
+            LayoutMapError: The model cannot be planned so.
+        """
+        lowered, placed, policy = self.placed(way)
+        found = self.with_step(self._plan, lowered.count(placed, policy), policy, None).cost
+        assert found is not None
+        return found
+
+
+def _leaves(inputs: Any) -> tuple[Shape, ...]:
+    """The arrays of inputs, as far as they are one, a list of them, or some by name; else none."""
+    pairs: Any = [("", inputs)]
+    if isinstance(inputs, Mapping | list | tuple):
+        given = cast("Any", inputs)
+        pairs = given.items() if isinstance(inputs, Mapping) else enumerate(given)
+    named: dict[Any, Any] = dict(pairs)
+    if not all(hasattr(each, "shape") and hasattr(each, "dtype") for each in named.values()):
+        return ()
+    return tuple(Shape(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
+
+
+def _like(inputs: Any, leaves: Sequence[Shape]) -> Any:
+    """Arrays in the form that inputs have."""
+    if isinstance(inputs, Mapping):
+        return dict(zip(cast("Any", inputs), leaves, strict=True))
+    return (
+        list(leaves)
+        if isinstance(inputs, list)
+        else tuple(leaves)
+        if isinstance(inputs, tuple)
+        else leaves[0]
+    )

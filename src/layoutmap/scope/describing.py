@@ -15,7 +15,7 @@ from typing import Any
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray
+from layoutmap.core.blocks import NumpyArray, block_of
 from layoutmap.core.errors import CheckpointError
 from layoutmap.plan.problems import Problem
 from layoutmap.report.contents import (
@@ -102,18 +102,22 @@ class Checkpoint(Mapping[str, SavedVariable]):
         """
         return Plan.of(self._contents.table)
 
-    def read(self, path: str, index: Index | None = None) -> NumpyArray:
+    def read(self, path: str, index: Any = ...) -> NumpyArray:
         """Return values of a variable, as they were saved: each byte is checked while it is read.
 
         Args:
             path: The variable's path, or another path to it.
-            index: A slice for each axis, as `numpy.s_[0:4, :]` makes them; `None`: all.
+            index: What numpy takes in brackets, of integers, slices and `...`, as `numpy.s_[0]` or `numpy.s_[::2, :4]`.
+                Chunks that have nothing between its ends are not read.
 
         Raises:
             KeyError: There is no such variable; names those that come close.
+            LayoutMapError: It is no such index, or one beyond the variable's shape.
             CheckpointError: Bytes are missing, or are not those that were saved.
         """
-        return self.source.read(self[path].path, index)
+        variable = self[path]
+        block, inner = block_of(... if index is None else index, variable.shape)
+        return self.source.read(variable.path, block)[inner]
 
     def verify(self, progress: Callable[[str], object] | None = None) -> tuple[CheckpointError, ...]:
         """Read all that was saved; returns what is missing or damaged: empty if all is as it was written.

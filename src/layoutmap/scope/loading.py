@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, cast, get_args
 
 from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Saved, Stored
@@ -15,8 +16,7 @@ from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import ends_of, full_index
-from layoutmap.core.data_states import restore_state
-from layoutmap.core.errors import CheckpointError
+from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
@@ -26,8 +26,9 @@ from layoutmap.scope.group import Group
 from layoutmap.scope.progress import Progress
 from layoutmap.scope.saved_values import Extra, Missing, Values, is_count
 from layoutmap.scope.scope import build
-from layoutmap.scope.states import check_data, random_states_of
+from layoutmap.scope.states import check_data, random_states_of, taken_up
 
+Verify = Literal["first", "while", "no"]
 _ROOM = 2**30  # bytes of what was checked that a process keeps, so as not to read it again
 
 
@@ -43,6 +44,8 @@ def load(
     missing: Missing = "error",
     extra: Extra = "error",
     cast: bool = False,
+    override: Mapping[str, Any] | None = None,
+    verify: Verify = "first",
     progress: bool | None = None,
     inputs: Any = None,
     **options: Any,
@@ -51,9 +54,7 @@ def load(
 
     Args:
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
-            straight into their shards and no initializer runs. Or a model that exists, in layouts or plain: all that it
-            needs is read and checked before a value of it changes, so that a damaged file changes nothing. Of more
-            than 1 GiB for a process, the rest is read a second time.
+            straight into their shards and no initializer runs. Or a model that exists, in layouts or plain.
         directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
             Face has it, a directory of orbax or of `torch.distributed.checkpoint`, or `*.weights.h5`, which a model of
             Keras reads by `load_weights`. These have no checksums: a changed value in them cannot be seen.
@@ -72,6 +73,13 @@ def load(
         extra: What happens with variables in the checkpoint that the model does not have: `"error"`, or `"ignore"`.
             Slots are left out where no optimizer is passed.
         cast: Whether values of another element type are converted to that of the model.
+        override: Settings of an optimizer of torch that are not to be those that were saved, as in `{"lr": 1e-4}`, for
+            all of its groups. Others are those that were saved, with a warning where the optimizer was made with
+            another value. Optimizers of Keras keep their learning rate as a variable: assign it after the load.
+        verify: When values are compared with their checksums. `"first"`: before one of a model that exists changes, so
+            that a damaged file changes nothing; up to 1 GiB for a process is kept meanwhile, the rest is read a second
+            time. `"while"`: as they are put into it, which needs no room and no second read; where one is damaged the
+            error says that the model is loaded in part and must not be used. `"no"`: never, where others see to it.
         progress: See `save`.
         inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
             at its first call: see `build`.
@@ -83,7 +91,8 @@ def load(
 
     Raises:
         CheckpointError: There is no such step, it is damaged, or it is that of another model: paths, shapes or element
-            types differ. The model is as it was.
+            types differ; or a random state or `data` does not take up what was saved. The model, the optimizer and
+            `data` are as they were.
         PlanError: The layout map does not fit the model.
 
     Example:
@@ -96,7 +105,7 @@ def load(
         >>> lm.load(make_model, directory, layout_map=layout_map).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
-    _check_arguments(model, layout_map, options, missing, extra)
+    _check_arguments(model, layout_map, options, missing, extra, verify)
     if layout_map is not None:
         library = options.get("library")
         adapter = get_adapter(library) if library else imported_adapter()
@@ -109,6 +118,8 @@ def load(
         mesh = _mesh_of(adapter, found)
     processes = Group(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
+    if isinstance(source, Step):
+        source.verifies = verify != "no"
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     if isinstance(source, KerasWeights) and table is None:
@@ -121,24 +132,28 @@ def load(
         if layout_map is not None:
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _with_weights(found, source)
-    loading = _Loading(adapter, values, processes, progress)
+    loading = _Loading(adapter, values, processes, progress, override)
     state = processes.agreed(lambda: loading.state_for(data))
     is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.put(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
-    loaded = loading.put(found, made, is_new=is_new and (made is None or callable(optimizer)))
+    random = loading.random_states()
+    within = taken_up(adapter, processes, source.where, found, random, data, state)
+    is_new = is_new and (made is None or callable(optimizer))
+    with nullcontext() if is_new or verify == "first" else _loaded_in_part():
+        loaded = loading.put(found, made, is_new=is_new or verify != "first", within=within, random=random)
     values.close()
-    loading.restore_states(*loaded, data, state)
     return loaded if optimizer is not None else loaded[0]
 
 
 def _check_arguments(
-    model: Any, layout_map: RuleSet | None, options: Mapping[str, Any], missing: Any, extra: Any
+    model: Any, layout_map: RuleSet | None, options: Mapping[str, Any], missing: Any, extra: Any, verify: Any
 ) -> None:
     """Refuse what would have no effect, or another one than was meant."""
-    for name, value, known in (("missing", missing, get_args(Missing)), ("extra", extra, get_args(Extra))):
+    choices = ("missing", missing, Missing), ("extra", extra, Extra), ("verify", verify, Verify)
+    for name, value, known in ((name, value, get_args(kind)) for name, value, kind in choices):
         if value not in known:
             raise CheckpointError(
                 f"{name}={value!r}: this is not one of the choices",
@@ -203,6 +218,16 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
     return source
 
 
+@contextmanager
+def _loaded_in_part() -> Generator[None]:
+    """Errors say that a model which was loaded without having been checked first is not as it was."""
+    try:
+        yield
+    except CheckpointError as error:
+        why = f"{error.why}; the model may have been loaded in part, and must not be used"
+        raise CheckpointError(error.what, facts=error.facts, why=why, fix=error.fix) from error
+
+
 class _Loading:
     """What is read into a model that exists.
 
@@ -211,9 +236,17 @@ class _Loading:
         values: The values of the checkpoint.
         processes: Those that load.
         progress: See `load`.
+        override: See `load`.
     """
 
-    def __init__(self, adapter: Adapter, values: Values, processes: Group, progress: bool | None):
+    def __init__(
+        self,
+        adapter: Adapter,
+        values: Values,
+        processes: Group,
+        progress: bool | None,
+        override: Mapping[str, Any] | None,
+    ):
         self._adapter = adapter
         self._engine = get_engine(adapter.engine_name)
         self._values = values
@@ -222,9 +255,28 @@ class _Loading:
         self._states = values.source.states
         settings: Mapping[str, Any] = self._states.get("settings", {})
         self._settings = settings if settings.get("library") == adapter.name else dict[str, Any]()
+        if override:
+            _check_override(override, self._settings)
+            self._settings = {**self._settings, "override": dict(override)}
 
-    def put(self, model: Any, optimizer: Any, *, is_new: bool) -> tuple[Any, Any]:
-        """Read what has not been read yet; into what is not new once all of it has been checked."""
+    def put(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        is_new: bool,
+        within: AbstractContextManager[object] | None = None,
+        random: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, Any]:
+        """Read what has not been read yet; into what is not new once all of it has been checked.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer, if it does not have it.
+            is_new: Whether nothing is lost if a value turns out to be damaged.
+            within: Entered once all has been checked.
+            random: The random states to set in the end, with the settings of the optimizer; `None`: neither.
+        """
         stored = self._processes.agreed(lambda: self._checked(model, optimizer))
         # Initializers, in their turn, may have drawn from a generator whose state had been read.
         taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
@@ -247,7 +299,11 @@ class _Loading:
                         yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
                     progress(path)
 
-            return self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
+            with within or nullcontext():
+                loaded = self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
+                if random is not None:
+                    self._adapter.restore_settings(*loaded, {**self._settings, "random": random})
+            return loaded
 
     def state_for(self, data: Any) -> Any:
         """The state that `data` goes on from in this process."""
@@ -255,13 +311,10 @@ class _Loading:
         place = self._processes.number, self._processes.count
         return None if data is None else check_data(data, states, *place)
 
-    def restore_states(self, model: Any, optimizer: Any, data: Any, state: Any) -> None:
-        """Put back what is no variable: settings of the optimizer, random states, and the state of `data`."""
+    def random_states(self) -> Mapping[str, Any]:
+        """The random states that this process goes on with."""
         own = [each.get("random", {}) for each in self._states.get("processes", [])]
-        random = random_states_of(own, self._processes.number, self._processes.count)
-        self._adapter.restore_settings(model, optimizer, {**self._settings, "random": random})
-        if data is not None:
-            restore_state(data, state)
+        return random_states_of(own, self._processes.number, self._processes.count)
 
     def _checked(self, model: Any, optimizer: Any) -> Sequence[Stored]:
         source = self._values.source
@@ -315,6 +368,21 @@ class _Loading:
                 for index in {ends_of(index): index for index in indices}.values():
                     self._values.source.check(saved.path, index)
             progress(variable.path)
+
+
+def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    found = settings.get("optimizer")
+    groups: Sequence[Mapping[str, Any]] = (
+        cast("Mapping[str, Any]", found).get("groups", ()) if isinstance(found, Mapping) else ()
+    )
+    known = {name for group in groups for name in group} - {"params"}
+    if unknown := [name for name in override if name not in known]:
+        raise CheckpointError(
+            f"override={dict(override)!r}: there is no setting {unknown[0]!r} of an optimizer that was saved",
+            facts={"settings": listed(sorted(known)) or "none: it has no optimizer of torch"},
+            why="settings of an optimizer of torch are replaced; others have theirs in code or in variables",
+            fix="name one of these, or set it after the load",
+        )
 
 
 def _spec(saved: SavedVariable) -> VariableSpec:

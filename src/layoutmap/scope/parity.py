@@ -162,8 +162,6 @@ def check_parity(
     """
     check_maker(make_model, layout_map, "check_parity")
     adapter = get_adapter(library) if library else imported_adapter()
-    losses: list[tuple[float, float]] = []
-    missing: list[str] = []
     with adapter.undisturbed():
         adapter.set_seed(seed)
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
@@ -172,8 +170,7 @@ def check_parity(
         plain = make_model()
         _check_apart(adapter, plain, sharded)
         adapter.complete(plain, batch)
-        rows = list(_compare(adapter, plain, sharded, batch, steps, tolerance, losses, missing))
-    report = ParityReport(tuple(rows), tuple(losses), tuple(missing))
+        report = compared(adapter, plain, sharded, batch, steps=steps, tolerance=tolerance)
     first = report.first_difference
     if raises and first is not None:
         raise ParityError(
@@ -181,12 +178,31 @@ def check_parity(
             facts={
                 "differs by": f"{first.error:.3g} (allowed {first.tolerance:.3g})",
                 "mesh": str(layout_map.mesh),
-                "then": "; ".join(str(r) for r in rows if not r.agrees and r is not first)[:300],
+                "then": "; ".join(str(r) for r in report.rows if not r.agrees and r is not first)[:300],
             },
             why=_reason(first, layout_map.mesh),
             fix=_fix(first),
         )
     return report
+
+
+def compared(
+    adapter: Adapter, plain: Any, sharded: Any, batch: Any, *, steps: int = 3, tolerance: float = 1e-5
+) -> ParityReport:
+    """Return all comparisons of two models that exist, which take the steps.
+
+    Args:
+        adapter: Knows their library.
+        plain: The model whose values are the expected ones.
+        sharded: The other one.
+        batch: The batch of each step.
+        steps: How many optimizer steps to compare.
+        tolerance: The largest relative difference that counts as equal.
+    """
+    losses: list[tuple[float, float]] = []
+    missing: list[str] = []
+    rows = tuple(_compare(adapter, plain, sharded, batch, steps, tolerance, losses, missing))
+    return ParityReport(rows, tuple(losses), tuple(missing))
 
 
 def _check_apart(adapter: Adapter, plain: Any, sharded: Any) -> None:
@@ -216,7 +232,7 @@ def _compare(
     losses: list[tuple[float, float]],
     missing: list[str],
 ) -> Iterator[ParityRow]:
-    yield from _variables(adapter, "weights", plain, sharded, 0.0)
+    yield from compared_variables(adapter, "weights", plain, sharded, 0.0)
     outputs = _flat(adapter.forward(plain, batch)), _flat(adapter.forward(sharded, batch))
     for number, (a, b) in enumerate(zip(*outputs, strict=True)):
         yield ParityRow("forward", f"output {number}", _difference(a, b), tolerance)
@@ -224,7 +240,7 @@ def _compare(
         return
     logs, gradients = adapter.gradients(plain, batch)
     other_logs, other_gradients = adapter.gradients(sharded, batch)
-    yield from _numbers("loss", logs, other_logs, tolerance)
+    yield from compared_numbers("loss", logs, other_logs, tolerance)
     if not logs:
         missing.append("losses, since the model's train_step logs no number")
     pairs = zip(other_gradients.items(), gradients.values(), strict=True)
@@ -246,14 +262,14 @@ def _compare(
         logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, batch)
         if "loss" in logs and "loss" in other_logs:
             losses.append((logs["loss"], other_logs["loss"]))
-        yield from _numbers(f"step {step}", logs, other_logs, tolerance)
-        yield from _variables(adapter, f"step {step}", plain, sharded, tolerance, rounding)
+        yield from compared_numbers(f"step {step}", logs, other_logs, tolerance)
+        yield from compared_variables(adapter, f"step {step}", plain, sharded, tolerance, rounding)
 
 
-def _numbers(
+def compared_numbers(
     stage: str, expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float
 ) -> Iterator[ParityRow]:
-    """Compare the numbers that two steps have logged; one that only one of them logs differs."""
+    """Yield a comparison of each number that two steps have logged; one that only one of them logs differs."""
     if expected.keys() != actual.keys() and len(expected) == len(actual):
         # Losses of several outputs are called by their layers, whose numbers go on from one build to the next.
         named = zip(sorted(actual, key=_by_number), sorted(expected, key=_by_number), strict=True)
@@ -269,7 +285,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _variables(
+def compared_variables(
     adapter: Adapter,
     stage: str,
     plain: Any,
@@ -277,6 +293,7 @@ def _variables(
     tolerance: float,
     rounding: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[ParityRow]:
+    """Yield a comparison of each variable of two models, under the sharded one's path."""
     # Pairs go by their order, and by the sharded model's paths: a plain model has no say in how layers without names
     # are called.
     ours, theirs = adapter.variables(sharded), adapter.variables(plain)

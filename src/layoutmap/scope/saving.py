@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from layoutmap.adapters import adapter_of_model
 from layoutmap.adapters.protocol import Stored
+from layoutmap.checkpoint.lineage import History, SavedStep, facts_of, following
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import SavedVariable
@@ -26,6 +27,7 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, get_engine
+from layoutmap.engines.peers import Peers
 from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.group import Group
@@ -94,7 +96,9 @@ def begin_save(
     *,
     metrics: Mapping[str, float] | None = None,
     after: Callable[[], object] = lambda: None,
-    make_way: Callable[[], object] = lambda: None,
+    make_way: Callable[[str], SavedStep] | None = None,
+    patience_seconds: float | None = None,
+    hear: Callable[[Group], Peers] | None = None,
 ) -> tuple[StepWriter, dict[str, VariableSpec]]:
     """Agree with the other processes on a step, and make the folder in which it is written.
 
@@ -109,7 +113,10 @@ def begin_save(
         metadata: See `save`.
         metrics: Numbers by which steps are compared; those of the first process are kept.
         after: What must have ended; if it raises in one process, all raise.
-        make_way: What the first process does then, before the step is begun; if it raises, all raise.
+        make_way: What the first process does then, before the step is begun; if it raises, all raise. It is given the
+            id of the save, and returns which step this one comes from; `None`: the one that was saved last.
+        patience_seconds: See `StepWriter`.
+        hear: Returns by what each of several processes hears that another one has died; `None`: it hears nothing.
 
     Returns:
         What writes the step, and the variables that this process writes.
@@ -155,16 +162,24 @@ def begin_save(
         check_saves(saved.items(), group.gather)
         plain = [each for each in kept if layouts[each.variable.path] is None]
         check_values(((each.variable.path, _checksum(engine, each.array)) for each in plain), group.gather)
+    peers = hear(group) if hear is not None and group.several else None
     own_token = new_token()
 
     def begin() -> list[str]:
-        make_way()
-        return [own_token, begin_step(storage, manifest.step, own_token, total_bytes)]
+        saved = (make_way or after_the_last)(own_token)
+        folder = begin_step(storage, manifest.step, own_token, total_bytes)
+        return [own_token, folder, json.dumps(facts_of(saved))]
+
+    def after_the_last(token: str) -> SavedStep:
+        history = History(storage)
+        last = history.last()
+        position = last if last is not None and last.step < manifest.step else None
+        return following(manifest.step, token, position, history.steps().values())
 
     try:
-        token, folder = group.first(begin)
+        token, folder, lineage = group.first(begin)
         todo = _shares(group, engine, kept, layouts, variables)
-        manifest = replace(manifest, facts={"id": token, **manifest.facts})
+        manifest = replace(manifest, facts={"id": token, **json.loads(lineage), **manifest.facts})
         writer = StepWriter(
             storage,
             folder,
@@ -174,6 +189,8 @@ def begin_save(
             number=group.number,
             count=group.count,
             states=own_states,
+            patience_seconds=patience_seconds,
+            ended=dict if peers is None else peers.ended,
         )
         written = {each.variable.path for each in todo}
         return writer, {v.path: v for each in kept if (v := each.variable).path in written}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
@@ -191,6 +192,9 @@ def plan(
     loss: Callable[..., Any] | None = None,
     verify: bool | str = False,
     remat: str | None = None,
+    fuse_attention: bool = False,
+    device_memory: int | None = None,
+    advise: bool = True,
 ) -> Plan:
     """Say where every variable of a model would go: the dry run of `build`, stopped before anything is made.
 
@@ -219,6 +223,11 @@ def plan(
             minutes, and is for models on JAX.
         remat: Whose activations `on` counts as computed again in the backward pass, rather than kept, although the
             model's code does not say so; see `lower_step`.
+        fuse_attention: Whether `on` counts attention as one fused kernel (flash attention), which keeps no scores in
+            memory, although the model calls none; see `lower_step`.
+        device_memory: What a device has of memory in bytes, for the verdict; `None`: what the machine of `on` has.
+        advise: Whether other ways are counted, for 20 seconds at most, where a step does not fit the machine of `on`:
+            the verdict says what fits.
 
     Returns:
         The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.
@@ -238,7 +247,8 @@ def plan(
     check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
     dry = Scope(layout_map, adapter, None)
-    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, verify, adapter.engine_name, remat)
+    of_step = verify, adapter.engine_name, remat, fuse_attention
+    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, *of_step)
     with adapter.undisturbed():
         make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
         model = make_in(dry, make, inputs)
@@ -262,8 +272,9 @@ def plan(
         final.check(strict=True)
     if asked is not None and not final.errors:
         with adapter.undisturbed():
-            final = with_cost(final, dry, model, inputs, optimizer, asked)
-    return final
+            asked = replace(asked, device_memory=device_memory, advises=advise)
+            return with_cost(final, dry, model, inputs, optimizer, asked)
+    return final.judged(device_memory=device_memory)
 
 
 def apply(

@@ -141,6 +141,7 @@ def search(
     cache: str | os.PathLike[str] | None = None,
     verify: bool | str = False,
     remat: str | Literal[False] | None = None,
+    fuse_attention: bool = False,
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:
@@ -172,6 +173,7 @@ def search(
         remat: Whose activations are recomputed in the backward pass, see `lower_step`. `None`: as the model's code
             says, and those of blocks as well where nothing fits without that, or where maps that do not fit would be
             faster. The result says if it needs that. `False`: only as the model's code says.
+        fuse_attention: Whether attention is counted as one fused kernel, see `lower_step`.
         progress: Whether to show the best so far on stderr, and for how long XLA compiles; `None`: on a terminal.
         library: See `plan`.
 
@@ -216,6 +218,7 @@ def search(
         optimizer=optimizer,
         loss=loss,
         remat=remat or None,
+        fuse_attention=fuse_attention,
         library=library,
     )
     batch = lowered.step.batch[0].shape[0] if lowered.step.batch and lowered.step.batch[0].shape else None

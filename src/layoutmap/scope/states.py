@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
-from layoutmap.core.data_states import taker
+from layoutmap.adapters import Adapter
+from layoutmap.core.data_states import restore_state, taker, undo_of
 from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.scope.group import Group
 
 
 def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
@@ -73,6 +76,69 @@ def random_states_of(states: Sequence[Mapping[str, Any]], number: int, count: in
         if own is not None:
             found[name] = own[0]
     return found
+
+
+@contextmanager
+def taken_up(
+    adapter: Adapter,
+    processes: Group,
+    where: str,
+    model: Any,
+    random: Mapping[str, Any],
+    data: Any,
+    state: Any,
+) -> Generator[None]:
+    """While open, `data` has the state that was saved; where something raises inside, it gets its own back.
+
+    Args:
+        adapter: Knows the model.
+        processes: Those that load; what raises in one of them raises in all.
+        where: What is loaded, for messages.
+        model: The model.
+        random: Random states, which are to be set in the end: whether they can be is tried.
+        data: See `load`; `None`: there is none.
+        state: The state that was saved.
+
+    Raises:
+        CheckpointError: A random state, or `data`, does not take up what was saved.
+    """
+    undo = undo_of(data)
+
+    def take_up() -> None:
+        before = {"random": adapter.settings(model)["random"]}
+        try:
+            with _naming(where, "the random states"):
+                adapter.restore_settings(model, None, {"random": random})
+        finally:
+            adapter.restore_settings(model, None, before)
+        if data is not None:
+            with _naming(where, "data"):
+                restore_state(data, state)
+
+    try:
+        processes.agreed(take_up)
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+@contextmanager
+def _naming(where: str, what: str) -> Generator[None]:
+    """What raises when it is given a state that was saved is named; the classes of these errors are anything."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{where}: {what} cannot take up what was saved",
+            facts={"it says": f"{type(error).__name__}: {error}"},
+            why="its state is that of another kind of object, or of another release; nothing has been loaded",
+            fix="pass the object that was saved, or leave data out"
+            if what == "data"
+            else "load it where it was saved; or export the weights, and load those",
+        ) from error
 
 
 def _same(one: Any, other: Any) -> bool:

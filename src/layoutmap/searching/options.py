@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layoutmap.core.errors import MeshError
-from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.specs import ShardingSpec
+from layoutmap.core.specs import ShardingSpec, with_none
 from layoutmap.searching.groups import Group
 
 Specs = tuple[ShardingSpec | None, ...]
@@ -19,7 +19,7 @@ Specs = tuple[ShardingSpec | None, ...]
 
 def specs_in(layout: Layout) -> Specs:
     """The specs of a layout, `None` for an axis that is not sharded."""
-    return tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs)
+    return with_none(layout.sharding_specs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from engines.torch.dtensors import place, run_on, whole
 from torch.distributed.tensor.debug import CommDebugMode
 
 PROCESSES = ("torch",)
+pytestmark = pytest.mark.every_case
 
 
 @pytest.mark.parametrize("join", [torch.cat, torch.concat, torch.concatenate])

@@ -22,6 +22,8 @@ from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.streams import RandomFill, Stream
 from layoutmap.engines.torch.deferred_init.tape import Tape
 
+pytestmark = pytest.mark.every_case
+
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.deferred_init.tape import Tape, trace
 
+pytestmark = pytest.mark.every_case
+
 
 class Language(nn.Module):
     """Tied weights, buffers of both kinds, and initial values as transformers gives them."""

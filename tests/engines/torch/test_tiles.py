@@ -17,6 +17,8 @@ from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.tape import Tape, trace
 
+pytestmark = pytest.mark.every_case
+
 
 def columns() -> torch.Tensor:
     weight = torch.empty(300, 600)

@@ -16,7 +16,10 @@ from torch import nn
 from layoutmap.core.errors import EngineError
 
 PROCESSES = ("torch",)
-pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")  # what is gathered is right
+pytestmark = [
+    pytest.mark.every_case,
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),  # of what is gathered, which is right
+]
 
 MENDED = "no longer needed: torch computes this right; see upstream.py for what can go"
 WORKER = Path(__file__).with_name("wrong_numbers_process.py")

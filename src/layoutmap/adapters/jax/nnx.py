@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.core
 from flax import nnx
 
 from layoutmap.adapters.jax import pytrees
+from layoutmap.adapters.jax.held_arrays import check_all_found, held_arrays, note_arrays
 from layoutmap.adapters.jax.module_outputs import Output, TracedOutput, with_output, without_output
 from layoutmap.adapters.jax.pytrees import Leaf, Parts, kind_of
 from layoutmap.adapters.jax.roles import uses
-from layoutmap.core.errors import ScopeError
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Tracer
 from layoutmap.core.variables import Kind
@@ -25,10 +23,16 @@ _OFF = 0
 
 
 def take_apart(model: nnx.Module) -> Parts:
-    """Return a module as the arrays of its variables."""
-    _note_arrays(model)
+    """Return a module as its arrays: those of its Variables, and others that it holds.
+
+    Raises:
+        ScopeError: A traced array is where flax does not look for arrays.
+    """
+    nodes = [*nnx.iter_graph(model)]
+    note_arrays(nodes)
     graph, state = nnx.split(model)
-    variables = {tuple(map(str, path)): each for path, each in nnx.to_flat_state(state)}
+    check_all_found(nodes, state)
+    variables = {_texts(path): each for path, each in nnx.to_flat_state(state)}
     shared = _shared(model)
     used = uses(model)
     paths: list[Sequence[str]] = []
@@ -52,55 +56,50 @@ def take_apart(model: nnx.Module) -> Parts:
         return nnx.merge(graph, parts.put_together(arrays))
 
     layers = [path for same, _ in _layers(model, shared) for path in same]
-    places = [_place(model, path) for path in paths]
+    places = [*_places(model, paths)]
     return Parts(parts.leaves, put_together, layers, sorted(range(len(places)), key=places.__getitem__))
 
 
-def _place(model: nnx.Module, keys: Sequence[str]) -> list[int]:
-    """Return where an array is among the attributes of each module on the way: flax sorts them by name."""
-    place: list[int] = []
-    node: Any = model
-    for key in keys:
-        members = {str(name): value for name, value in getattr(node, "__dict__", {}).items()}
-        place.append(next((number for number, name in enumerate(members) if name == key), 0))
-        node = members.get(key)
-    return place
+def _places(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
+    """Return where arrays are among the attributes of each module on the way: flax sorts them by name."""
+    known: dict[int, dict[str, tuple[int, Any]]] = {}
+    for keys in paths:
+        place: list[int] = []
+        node: Any = model
+        for key in keys:
+            members = known.get(id(node))
+            if members is None:
+                numbered = enumerate(_members(node))
+                members = known[id(node)] = {name: (number, value) for number, (name, value) in numbered}
+            number, node = members.get(key, (0, None))
+            place.append(number)
+        yield place
 
 
-def _note_arrays(model: nnx.Module) -> None:
-    """Have a module take traced arrays that are its own attributes for arrays, as it does with arrays that have values.
-
-    Flax 0.12.8 takes them for static values, here and in `nnx.eval_shape` and `nnx.jit`, and loses them.
-
-    Raises:
-        ScopeError: One is in a container that flax does not look into.
-    """
-    for path, node in [*nnx.iter_graph(model)]:
-        if isinstance(node, jax.core.Tracer) and path:
-            owner = functools.reduce(_child, path[:-1], model)
-            if isinstance(owner, nnx.Pytree) and isinstance(path[-1], str):
-                setattr(owner, path[-1], nnx.data(node))
-        elif not isinstance(node, (nnx.Pytree, nnx.Variable)) and any(
-            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(node)
-        ):
-            raise ScopeError(
-                f"{_path(path)}: an array is in a {type(node).__name__}, which flax takes for a static value",
-                why="flax.nnx looks for variables in modules, nnx.List and nnx.Dict, and in nothing else",
-                fix="assign nnx.List(..), nnx.Dict(..) or nnx.data(..) to the attribute",
-            )
-
-
-def _child(node: Any, key: Any) -> Any:
-    return getattr(node, key) if isinstance(key, str) and hasattr(node, key) else node[key]
+def _members(node: Any) -> Iterator[tuple[str, Any]]:
+    """Return what a module or a container in it has, in its order."""
+    if isinstance(node, nnx.Pytree):
+        yield from vars(node).items()
+    elif not isinstance(node, nnx.Variable):
+        for path, value in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]:
+            yield _path(path), value
 
 
 def put_values(model: nnx.Module, values: Sequence[Any]) -> None:
-    """Give the variables of a module other arrays, in the order of its parts; it stays the same object."""
-    nnx.update(model, pytrees.take_apart(nnx.state(model)).put_together(values))
+    """Give a module other arrays, in the order of its parts; it stays the same object."""
+    new = nnx.to_flat_state(pytrees.take_apart(nnx.state(model)).put_together(values))
+    nnx.update(model, nnx.from_flat_state([each for each in new if isinstance(each[1], nnx.Variable)]))
+    arrays = {_texts(path): value for path, value in new if not isinstance(value, nnx.Variable)}
+    for held in held_arrays(model) if arrays else ():
+        held.put(arrays)
+
+
+def _texts(keys: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(map(pytrees.key_text, keys))
 
 
 def _path(keys: Sequence[Any]) -> str:
-    return ".".join(map(str, keys))
+    return ".".join(_texts(keys))
 
 
 def _other_paths(
@@ -126,7 +125,7 @@ def _annotation(variable: nnx.Variable[Any]) -> str:
 
 def _shared(model: nnx.Module) -> list[list[tuple[str, ...]]]:
     """Return the keys of what is in several places, module or variable."""
-    return [[tuple(map(str, path)) for path in paths] for paths in nnx.find_duplicates(model)]
+    return [[_texts(path) for path in paths] for paths in nnx.find_duplicates(model)]
 
 
 def _layers(
@@ -135,7 +134,7 @@ def _layers(
     """Return each module inside of a model that can be called, with all its paths."""
     for path, module in [*nnx.iter_modules(model)]:
         if path and callable(module):
-            keys = tuple(map(str, path))
+            keys = _texts(path)
             yield [_path(keys), *map(_path, _other_paths(keys, shared))], module
 
 

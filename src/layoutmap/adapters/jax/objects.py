@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from layoutmap.adapters.jax.private import has_plain_value, put_value
+from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.core.errors import ScopeError, listed
 
 
@@ -46,8 +47,13 @@ class StepObjects:
     def __init__(self, nodes: Sequence[Any]):
         from flax import nnx
 
+        from layoutmap.adapters.jax.held_arrays import held_arrays
+
         graphdef, state = nnx.split(tuple(nodes))
-        self._places = jax.tree.leaves(state, is_leaf=is_variable)
+        places = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]
+        self._places = [place for _, place in places]
+        self._keys = [tuple(map(key_text, path)) for path, _ in places]
+        self._held = held_arrays(tuple(nodes))
         self._is_plain = list(map(has_plain_value, self._places))
         self._values_tree = jax.tree.structure(self._values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
@@ -73,23 +79,29 @@ class StepObjects:
         return leaves if tree == self._values_tree else None
 
     def write(self, changed: Mapping[int, Any]) -> None:
-        """Assign arrays to their Variables, by the numbers of the leaves."""
-        if self._values_tree.num_leaves == len(self._places):
-            is_checked = False
+        """Assign arrays to the Variables and attributes that hold them, by the numbers of the leaves."""
+        values: Iterable[tuple[int, Any]] = changed.items()
+        if self._values_tree.num_leaves != len(self._places):  # a Variable holds several
+            leaves = jax.tree.leaves(self._values())
             for number, value in changed.items():
-                if is_checked and self._is_plain[number]:
-                    put_value(self._places[number], value)
-                else:
-                    self._places[number].set_raw_value(value)
-                is_checked = True
-            return
-        leaves = jax.tree.leaves(self._values())
-        for number, value in changed.items():
-            leaves[number] = value
-        values = jax.tree.unflatten(self._values_tree, leaves)
-        for place, value in zip(self._places, values, strict=True):
-            if is_variable(place):
+                leaves[number] = value
+            values = enumerate(jax.tree.unflatten(self._values_tree, leaves))
+        held = dict[Any, Any]()
+        is_checked = False
+        for number, value in values:
+            if not is_variable(place := self._places[number]):
+                if place is not value:
+                    held[self._keys[number]] = self._places[number] = value
+            elif is_checked and self._is_plain[number]:
+                put_value(place, value)
+            else:
                 place.set_raw_value(value)
+                is_checked = True
+        if held:
+            for each in self._held:
+                each.put(held)
+            self._seen = []
+            self._look([node() for node in self._nodes])
 
     def _values(self) -> list[Any]:
         return [place.get_raw_value() if is_variable(place) else place for place in self._places]

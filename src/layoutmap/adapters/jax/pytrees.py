@@ -93,11 +93,14 @@ def kind_of(value: Any) -> Kind:
 
 
 def key_text(key: Any) -> str:
-    """Return one part of a path: the name of an attribute, the key of a dict, a number in a sequence."""
+    """Return one part of a path: the name of an attribute, the key of a dict, a number in a sequence.
+
+    A dict's key that is a tuple, such as a path of flax, is joined by dots.
+    """
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+            return key_text(getattr(key, attribute))
+    return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _check_distinct(leaves: Sequence[Leaf], model: Any) -> None:

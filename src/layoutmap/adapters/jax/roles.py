@@ -11,6 +11,7 @@ from typing import Any
 
 from flax import nnx
 
+from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.core.variables import Use
 
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
@@ -32,7 +33,7 @@ def uses(model: nnx.Module) -> dict[tuple[str, ...], Use]:
     for keys, module in modules:
         for attribute, roles in _roles(module):
             if len(roles) == len(getattr(getattr(module, attribute, None), "shape", ())):
-                path = tuple(map(str, (*keys, attribute)))
+                path = tuple(map(key_text, (*keys, attribute)))
                 found[path] = Use(tuple(roles), head_sizes.get(id(module)))
     return found
 

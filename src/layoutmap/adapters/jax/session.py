@@ -118,7 +118,7 @@ class JaxSession:
             VariableSpec(
                 leaf.path,
                 tuple(leaf.value.shape),
-                str(leaf.value.dtype),
+                str(jax.dtypes.canonicalize_dtype(leaf.value.dtype, allow_extended_dtype=True)),
                 leaf.kind,
                 leaf.aliases,
                 use=leaf.use,

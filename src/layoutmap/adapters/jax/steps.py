@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import jax
 import jax.core
@@ -20,9 +20,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Arguments, path_text
+from layoutmap.adapters.jax.signatures import (
+    ARRAYS,
+    NUMBERS,
+    Constants,
+    Key,
+    Signature,
+    check_given,
+    constants_in,
+    parameters_of,
+    without,
+)
 from layoutmap.adapters.programs import Program, lowered_lines, versions
 from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
+from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, brief
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import level_of_user
@@ -38,6 +49,8 @@ def jit_step(
     function: Callable[..., Any],
     *,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     batch_dim: str | None = None,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> JitStep: ...
@@ -47,6 +60,8 @@ def jit_step(
 def jit_step(
     *,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     batch_dim: str | None = None,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> Callable[[Callable[..., Any]], JitStep]: ...
@@ -56,6 +71,8 @@ def jit_step(
     function: Callable[..., Any] | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     batch_dim: str | None = None,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> Any:
@@ -67,21 +84,25 @@ def jit_step(
     the layout that it has. Of other results those with as many rows as the batch are sharded as it is, and all else, a
     loss and metrics, is replicated.
 
-    A step is compiled once for each structure, shapes and layouts of its arguments.
+    A step is compiled once for each structure, shapes and layouts of its arguments, and each value of those that are
+    static. Functions and texts in a pytree, and all but the arrays of a module of Equinox, count as static, too.
 
     Args:
         function: The step: a function of arrays, pytrees of them, and objects of nnx. `None`: returns a decorator.
         donate_argnums: The positional arguments whose memory the results may take, as for `jax.jit`.
+        static_argnums: The positional arguments that are constants of the compiled step, as for `jax.jit`.
+        static_argnames: The same, by name.
         batch_dim: The mesh dim over which the first axis of batches is sharded; `None`: they are replicated.
         batch_argnums: The positional arguments that are batches; `None`: every numpy array is one. Of several processes
             each passes its own rows.
 
     Returns:
-        The compiled step, called as the function is.
+        The compiled step, called as the function is. Its `lower` takes the same arguments and returns what `lower` of
+        `jax.jit` does.
 
     Raises:
         LayoutError: An argument is no array, none has a layout, a batch cannot be split evenly, or a donated argument
-            is returned with another shape. From the call, as all that follow.
+            is returned with another shape, or passed again. From the call, as all that follow.
         MeshError: Arguments are on two meshes.
         ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, the
             step changes more of it than arrays, or several processes would run different steps.
@@ -103,33 +124,14 @@ def jit_step(
         >>> print(lm.dtensor.fetch_layout(params["kernel"]), lm.dtensor.fetch_layout(state[0].mu["kernel"]))
         (unsharded, model) (unsharded, model)
     """
-    options = {"donate_argnums": donate_argnums, "batch_dim": batch_dim, "batch_argnums": batch_argnums}
-    return functools.partial(JitStep, **options) if function is None else JitStep(function, **options)  # type: ignore[arg-type]
-
-
-@dataclass(slots=True, eq=False)
-class _Signature:
-    """What a step is called with, but for the arrays.
-
-    Args:
-        tree: The tree of all arguments that are no objects, which have `None` in it.
-        where: Where the objects are: positions and names.
-        structure: What the objects are like.
-        paths: The key paths of the leaves that are no object's.
-        names: The paths of all leaves, as text; those of objects are last.
-        num_plain: How many of the leaves are no object's.
-        donated: For each leaf, whether it is donated.
-        batches: For each leaf, whether it is a batch; `None`: numpy arrays are.
-    """
-
-    tree: Any
-    where: tuple[int | str, ...]
-    structure: Any
-    paths: list[Any]
-    names: list[str]
-    num_plain: int
-    donated: list[bool]
-    batches: list[bool] | None
+    options: Any = {
+        "donate_argnums": donate_argnums,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "batch_dim": batch_dim,
+        "batch_argnums": batch_argnums,
+    }
+    return functools.partial(JitStep, **options) if function is None else JitStep(function, **options)
 
 
 @dataclass(slots=True, eq=False)
@@ -137,8 +139,10 @@ class _Program:
     """A step, compiled for one signature, with the shapes and layouts of its leaves.
 
     Args:
+        name: What the step is called.
         signature: The signature.
-        compiled: The compiled function of two lists: of leaves that are donated, and of those that are not.
+        compiled: The compiled function of `signature.arguments`.
+        constants: Those of its results; set when it is traced.
         shardings: The sharding of each leaf.
         avals: The shape and element type of each leaf.
         places: The leaves that are not on the mesh when they are passed: where they are placed, whether they are a
@@ -146,8 +150,10 @@ class _Program:
         peers: The other processes that run it; `None`: this one runs it alone.
     """
 
-    signature: _Signature
+    name: str
+    signature: Signature
     compiled: Any
+    constants: Constants
     shardings: list[Any]
     avals: list[Any]
     places: dict[int, tuple[NamedSharding, bool, tuple[int, ...]]]
@@ -168,10 +174,16 @@ class _Program:
             return None
         return leaves if same else None
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def __call__(self, leaves: list[Any]) -> tuple[Any, dict[int, Any]]:
+        signature = self.signature
+        if any(x.is_deleted() for x in leaves) or len({*map(id, leaves)}) < len(leaves):
+            check_given(self.name, signature.names, leaves, signature.donated)
         if self.peers is not None:
             self.peers.begin()
-        return self.compiled(*_parted(leaves, self.signature.donated))
+        args, kwargs = signature.arguments(leaves)
+        out = self.compiled(*args, **kwargs)
+        out, changed = out if signature.where else (out, {})
+        return self.constants.filled(jax.tree.leaves(out)) if self.constants.values else out, changed
 
 
 class JitStep:
@@ -182,16 +194,21 @@ class JitStep:
         function: Callable[..., Any],
         *,
         donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
         batch_dim: str | None = None,
         batch_argnums: int | Sequence[int] | None = None,
     ):
         functools.update_wrapper(self, function)
         self._function = function
         self._name = getattr(function, "__name__", "step")
-        self._donate = _numbers(donate_argnums)
+        self._parameters = parameters_of(function)
+        self._numbers = _numbers(donate_argnums) + _numbers(() if batch_argnums is None else batch_argnums)
+        self._donate = self._keys(donate_argnums)
+        self._static = self._keys(static_argnums, static_argnames)
         self._batch_dim = batch_dim
-        self._batch_argnums = None if batch_argnums is None else _numbers(batch_argnums)
-        self._signatures: dict[Hashable, _Signature] = {}
+        self._batches = None if batch_argnums is None else self._keys(batch_argnums)
+        self._signatures: list[Signature] = []
         self._programs: dict[Hashable, _Program] = {}
         self._last: _Program | None = None
         self._peers: dict[Mesh, Peers] = {}
@@ -199,59 +216,122 @@ class JitStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the first time for arguments of this kind, compile it."""
-        where: tuple[int | str, ...] = ()
+        program, leaves, objects = self._prepared(args, kwargs, ARRAYS)
+        out, changed = program(leaves)
+        if objects is not None:
+            objects.write(changed)
+        return out
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Return the step lowered for arguments, as `jax.jit(..).lower` does; nothing is run.
+
+        Objects of nnx are lists of their arrays in what it returns, and leaves that are no arrays are `None`.
+
+        Args:
+            args: The arguments of the step; shapes may stand for arrays: `jax.ShapeDtypeStruct`.
+            kwargs: Those by name.
+        """
+        program, leaves, _ = self._prepared(args, kwargs, (*ARRAYS, jax.ShapeDtypeStruct))
+        given, named = program.signature.arguments(leaves)
+        return program.compiled.lower(*given, **named)
+
+    def _prepared(
+        self, args: Any, kwargs: Any, kinds: tuple[type, ...]
+    ) -> tuple[_Program, list[Any], StepObjects | None]:
+        """The program for these arguments, their leaves on its mesh, and the objects of nnx among them."""
+        given = (*enumerate(args), *kwargs.items())
+        static = tuple((k, type(arg), arg) for k, arg in given if k in self._static) if self._static else ()
+        where: tuple[Key, ...] = ()
         nodes: list[Any] = []
         if "flax.nnx" in sys.modules:
-            found = [(key, arg) for key, arg in (*enumerate(args), *kwargs.items()) if is_object(arg)]
+            found = [(key, arg) for key, arg in given if is_object(arg)]
             where, nodes = tuple(key for key, _ in found), [arg for _, arg in found]
-            args = tuple(None if key in where else arg for key, arg in enumerate(args))
-            kwargs = {key: None if key in where else arg for key, arg in kwargs.items()}
+        if where or static:
+            args, kwargs = without((args, kwargs), {*where, *(key for key, _, _ in static)})
         leaves, tree = jax.tree.flatten((args, kwargs))
         signature = self._last.signature if self._last is not None else None
-        objects = None
+        objects, inner = None, []
         if nodes:
             objects = self._objects
             inner = objects.read() if objects is not None and objects.are(nodes) else None
             if objects is None or inner is None:
                 self._objects = objects = StepObjects(nodes)
-                inner = objects.read()
-            leaves += inner or ()
+                inner = objects.read() or []
             signature = objects.signature
-        if signature is None or signature.where != where or signature.tree != tree:
-            signature = self._signature(args, kwargs, tree, where, objects)
+        program, placed = self._last, None
+        if program is not None and program.signature is signature:
+            is_same = program.signature.takes(tree, leaves, where, static)
+            placed = program.placed(program.signature.constants.others(leaves) + inner) if is_same else None
+        if program is None or placed is None:
+            signature = self._signature(args, kwargs, leaves, where, static, objects)
+            placed = signature.constants.others(leaves) + inner
+            self._last = program = self._program(signature, placed, kinds)
             if objects is not None:
                 objects.signature = signature
-        program = self._last
-        placed = program.placed(leaves) if program is not None and program.signature is signature else None
-        if program is None or placed is None:
-            placed = leaves
-            self._last = program = self._program(signature, placed)
-            if objects is not None:  # those that were off the mesh are on it from now on
+                # Those that were off the mesh are on it from now on.
                 start = signature.num_plain
-                objects.write(
-                    {number - start: placed[number] for number in program.places if number >= start}
-                )
-        out, changed = program(placed)
-        if objects is not None:
-            objects.write(changed)
-        return out
+                objects.write({n - start: placed[n] for n in program.places if n >= start})
+        return program, placed, objects
 
     def _signature(
-        self, args: Any, kwargs: Any, tree: Any, where: tuple[int | str, ...], objects: StepObjects | None
-    ) -> _Signature:
+        self,
+        args: Any,
+        kwargs: Any,
+        leaves: Sequence[Any],
+        where: Any,
+        static: Any,
+        objects: StepObjects | None,
+    ) -> Signature:
+        constants = constants_in((args, kwargs))
         structure = objects.structure if objects is not None else None
-        key = (tree, where, structure)
-        if key in self._signatures:
-            return self._signatures[key]
-        wanted = self._donate + (self._batch_argnums or ())
-        if wanted and max(wanted) >= len(args):
+        for known in self._signatures:
+            same = known.structure == structure and known.constants.values.keys() == constants.values.keys()
+            if same and known.takes(constants.tree, leaves, where, static):
+                return known
+        self._check_arguments(args, kwargs, constants, static)
+        arrays = constants.emptied(leaves)
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(arrays)[0]]
+        owners = [] if objects is None else objects.owners
+        of = [path[1].idx if path[0].idx == 0 else path[1].key for path in paths]
+        batches = None
+        if self._batches is not None:
+            batches = [key in self._batches for key in of] + [False] * len(owners)
+        signature = Signature(
+            constants,
+            where,
+            static,
+            structure,
+            arrays=jax.tree.structure(arrays),
+            paths=paths,
+            names=[path_text(path) for path in paths] + ([] if objects is None else objects.names),
+            owners=owners,
+            donated=[key in self._donate for key in (*of, *(where[owner] for owner in owners))],
+            batches=batches,
+        )
+        self._signatures.append(signature)
+        return signature
+
+    def _check_arguments(self, args: Any, kwargs: Any, constants: Constants, static: Any) -> None:
+        last = max(self._numbers, default=-1)
+        if last >= max(len(args), len(self._parameters)):
             raise ScopeError(
-                f"{self._name}: there is no argument {max(wanted)}",
+                f"{self._name}: there is no argument {last}",
                 why=f"it is called with {len(args)} positional arguments, and donate_argnums and batch_argnums count "
                 "these from 0",
                 fix="pass it by position, or leave its number out",
             )
-        for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)[0]:
+        for key, _, value in static:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise ScopeError(
+                    f"{self._name}: the static argument {key} cannot be hashed",
+                    facts={"value": brief(value)},
+                    why=f"a step is compiled once for each value of it: {error}",
+                    fix="pass a tuple in place of a list, or a frozen dataclass in place of a dict",
+                ) from error
+        found = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)[0]
+        for path, leaf in found:
             if is_object(leaf):
                 raise ScopeError(
                     f"{self._name}: {path_text(path)} is an object of nnx inside of another argument",
@@ -259,23 +339,26 @@ class JitStep:
                     why="only objects that are arguments themselves are changed in place",
                     fix="pass it as an argument of its own",
                 )
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
-        of = [path[1].idx if path[0].idx == 0 else None for path in paths]
-        owners = [where[owner] for owner in objects.owners] if objects is not None else []
-        batches = self._batch_argnums
-        self._signatures[key] = signature = _Signature(
-            tree,
-            where,
-            structure,
-            paths,
-            [path_text(path) for path in paths] + (objects.names if objects is not None else []),
-            len(paths),
-            [number in self._donate for number in (*of, *owners)],
-            None if batches is None else [number in batches for number in of] + [False] * len(owners),
-        )
-        return signature
+        for number in constants.values:
+            if len(path := found[number][0]) == 2:
+                self._refuse(path_text(path), constants.values[number])
 
-    def _program(self, signature: _Signature, leaves: list[Any]) -> _Program:
+    def _refuse(self, name: str, leaf: Any) -> NoReturn:
+        raise LayoutError(
+            f"{self._name}: {name} is not an array",
+            why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
+            fix="make it a constant of the step: static_argnums=.., or functools.partial; or pass its arrays only",
+        )
+
+    def _keys(self, numbers: int | Sequence[int], names: str | Sequence[str] = ()) -> frozenset[Key]:
+        """Arguments by position and by name, each by both where the function says so."""
+        known = self._parameters
+        at = [n + len(known) if n < 0 else n for n in _numbers(numbers)]
+        named = {names} if isinstance(names, str) else {*names}
+        named |= {known[n] for n in at if n < len(known)}
+        return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
+
+    def _program(self, signature: Signature, leaves: list[Any], kinds: tuple[type, ...]) -> _Program:
         """The program for these leaves; those off the mesh are placed, in the list."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise ScopeError(
@@ -283,38 +366,37 @@ class JitStep:
                 why="a compiled step places its arguments, which have no place while they are traced",
                 fix=f"call the function itself there: {self._name}.__wrapped__(...)",
             )
+        check_given(self._name, signature.names, leaves, [])
         mesh, native = self._mesh(signature, leaves)
         places = {}
         for number, leaf in enumerate(leaves):
             sharding = getattr(leaf, "sharding", None)
-            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-                raise LayoutError(
-                    f"{self._name}: {signature.names[number]} is not an array",
-                    why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
-                    fix="pass the arrays only, as in eqx.partition(model, eqx.is_array), or bind it: functools.partial",
-                )
+            if not isinstance(leaf, kinds + NUMBERS):
+                self._refuse(signature.names[number], leaf)
             if sharding is None or 1 == len(sharding.device_set) < mesh.size:
                 is_batch = self._is_batch(signature, number, leaf)
                 if is_batch:
                     self._check_rows(mesh, native, np.shape(leaf), signature.names[number])
-                target = _sharding(native, np.ndim(leaf), self._batch_dim if is_batch else None)
+                target = _sharding(native, len(np.shape(leaf)), self._batch_dim if is_batch else None)
                 places[number] = target, is_batch, np.shape(leaf)
                 leaves[number] = _placed(leaf, target, is_batch)
-        shardings, avals = [x.sharding for x in leaves], [x.aval for x in leaves]
+        shardings, avals = [x.sharding for x in leaves], [_aval(x) for x in leaves]
         batches = [n for n, (_, is_batch, _) in places.items() if is_batch]
         batches += [n for n, is_batch in enumerate(signature.batches or ()) if is_batch]
         rows = frozenset(leaves[n].shape[0] for n in batches if leaves[n].shape and self._batch_dim)
         key = (signature, tuple(shardings), tuple(avals), rows)
         if key not in self._programs:
-            compiled = self._compiled(signature, leaves, native, rows)
-            parted = _parted(leaves, signature.donated)
-            peers = self._compared(mesh, compiled, parted) if native.is_multi_process else None
-            self._programs[key] = _Program(signature, compiled, shardings, avals, places, peers)
+            arguments = signature.arguments(leaves)
+            compiled, constants = self._compiled(signature, leaves, arguments, native, rows)
+            peers = self._compared(mesh, compiled, arguments) if native.is_multi_process else None
+            self._programs[key] = _Program(
+                self._name, signature, compiled, constants, shardings, avals, places, peers
+            )
         program = self._programs[key]
         program.places.update(places)
         return program
 
-    def _mesh(self, signature: _Signature, leaves: Sequence[Any]) -> tuple[Mesh, Any]:
+    def _mesh(self, signature: Signature, leaves: Sequence[Any]) -> tuple[Mesh, Any]:
         first: tuple[str, Any, Mesh] | None = None
         for name, leaf in zip(signature.names, leaves, strict=True):
             layout = get_engine("jax").layout_of(leaf)
@@ -339,13 +421,13 @@ class JitStep:
         check_dim(f"{self._name}: batch_dim", self._batch_dim, mesh, "batches are sharded over it")
         return mesh, native
 
-    def _is_batch(self, signature: _Signature, number: int, leaf: Any) -> bool:
+    def _is_batch(self, signature: Signature, number: int, leaf: Any) -> bool:
         """Whether a leaf that is not on the mesh is a batch."""
         if number >= signature.num_plain:
             return False
         if signature.batches is not None:
             return signature.batches[number]
-        if isinstance(leaf, np.ndarray):
+        if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)):
             return True
         if self._batch_dim is not None and np.size(leaf) > _SMALL:
             warning = LayoutMapWarning(
@@ -371,33 +453,37 @@ class JitStep:
                 fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
             )
 
-    def _compiled(self, signature: _Signature, leaves: list[Any], native: Any, rows: Set[int]) -> Any:
-        """The step, compiled with the shardings of its results."""
-        num_plain, donated = signature.num_plain, signature.donated
+    def _compiled(
+        self, signature: Signature, leaves: list[Any], arguments: Any, native: Any, rows: Set[int]
+    ) -> tuple[Any, Constants]:
+        """The step, compiled with the shardings of its results; and those of its results that are no arrays."""
+        num_plain, donated, where = signature.num_plain, signature.donated, signature.where
+        constants = Constants(None, {})
 
-        def run(given: list[Any], kept: list[Any]) -> Any:
-            from_given, from_kept = iter(given), iter(kept)
-            all_leaves = [next(from_given if donate else from_kept) for donate in donated]
-            args, kwargs = jax.tree.unflatten(signature.tree, all_leaves[:num_plain])
-            if not signature.where:
-                return self._function(*args, **kwargs), {}
-            before = all_leaves[num_plain:]
-            nodes = open_objects(signature.structure, before)
-            args = list(args)
-            for key, node in zip(signature.where, nodes, strict=True):
-                into: Any = args if isinstance(key, int) else kwargs
-                into[key] = node
-            out = self._function(*args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            of_objects = [args[key] if isinstance(key, int) else kwargs[key] for key in where]
+            before = [leaf for each in of_objects for leaf in each]
+            nodes = open_objects(signature.structure, before) if where else ()
+            opened, named = signature.opened(args, kwargs, nodes)
+            out = self._function(*opened, **named)
             self._check_no_object(out)
+            found = constants_in(out)
+            constants.tree, constants.values = found.tree, found.values
+            out = found.emptied(jax.tree.leaves(out))
+            if not where:
+                return out
             names = signature.names[num_plain:]
             return out, closed_objects(signature.structure, nodes, before, donated[num_plain:], names)
 
         run.__name__ = run.__qualname__ = self._name
-        parted = _parted(leaves, donated)
+        args, kwargs = arguments
+        options = _options("donate", self._donate & {*range(len(args)), *kwargs})
+        options |= _options("static", (key for key, _, _ in signature.static))
         # JAX traces a function once for both.
-        out, changed = jax.jit(run, donate_argnums=0).eval_shape(*parted)
-        arguments = Arguments(
-            signature.tree,
+        results = jax.jit(run, **options).eval_shape(*args, **kwargs)
+        out, changed = results if where else (results, {})
+        taken = Arguments(
+            signature.arrays,
             signature.paths,
             [x.shape for x in leaves[:num_plain]],
             [x.sharding for x in leaves[:num_plain]],
@@ -407,15 +493,17 @@ class JitStep:
         def otherwise(shape: tuple[int, ...]) -> NamedSharding:
             return _sharding(native, len(shape), self._batch_dim if shape and shape[0] in rows else None)
 
-        shardings = (
-            arguments.shardings_of(out, otherwise),
-            {number: leaves[num_plain + number].sharding for number in changed},
-        )
-        return jax.jit(run, donate_argnums=0, out_shardings=shardings)
+        shardings = taken.shardings_of(out, otherwise)
+        if where:
+            shardings = shardings, {n: leaves[num_plain + n].sharding for n in changed}
+        return jax.jit(run, out_shardings=shardings, **options), constants
 
-    def _compared(self, mesh: Mesh, compiled: Any, leaves: Any) -> Peers:
+    def _compared(self, mesh: Mesh, compiled: Any, arguments: Any) -> Peers:
         """Return the other processes of a mesh, after all have compared what they are about to run."""
-        jax.block_until_ready(leaves)  # on CPUs, the step before and what is gathered could block each other
+        args, kwargs = arguments
+        jax.block_until_ready(
+            arguments
+        )  # on CPUs, the step before and what is gathered could block each other
         gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
         releases = list(versions("jax", "jaxlib"))
 
@@ -424,7 +512,7 @@ class JitStep:
             program.function(self._function)
             return [*releases, *program.settings, *program.lines]
 
-        lowered = lowered_lines(self._name, compiled.lower(*leaves))
+        lowered = lowered_lines(self._name, compiled.lower(*args, **kwargs))
         check_program(self._name, [*releases, *lowered], gather, terms)
         if mesh not in self._peers:
             self._peers[mesh] = Peers(lambda text: gather_texts(text, gather))
@@ -445,13 +533,17 @@ def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _parted(leaves: Sequence[Any], donated: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """The leaves that are donated, and those that are not."""
-    given: list[Any] = []
-    kept: list[Any] = []
-    for leaf, donate in zip(leaves, donated, strict=True):
-        (given if donate else kept).append(leaf)
-    return given, kept
+def _options(what: str, keys: Iterable[Key]) -> dict[str, Any]:
+    """The options of `jax.jit` that name arguments, by position and by name."""
+    every = [*keys]
+    return {
+        f"{what}_argnums": [key for key in every if isinstance(key, int)],
+        f"{what}_argnames": [key for key in every if isinstance(key, str)],
+    }
+
+
+def _aval(leaf: Any) -> Any:
+    return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)
 
 
 def _sharding(native: Any, rank: int, dim: str | None = None) -> NamedSharding:
@@ -459,8 +551,10 @@ def _sharding(native: Any, rank: int, dim: str | None = None) -> NamedSharding:
     return NamedSharding(native, PartitionSpec(*[dim, *[None] * (rank - 1)] if rank else ()))
 
 
-def _placed(leaf: Any, sharding: NamedSharding, is_batch: bool) -> jax.Array:
+def _placed(leaf: Any, sharding: NamedSharding, is_batch: bool) -> Any:
     """A leaf on the mesh. What is no array becomes one, of a weak type as where JAX traces it."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=sharding)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)

@@ -13,6 +13,11 @@ from layoutmap.core.data_states import restore_state, state_of
 class Manager(Protocol):
     """What the callback asks of a `layoutmap.CheckpointManager`."""
 
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the program is to end."""
+        ...
+
     def save(
         self,
         model: Any,
@@ -36,6 +41,8 @@ class CheckpointCallback(keras.callbacks.Callback):
     A step is a batch that was trained on; they are counted from the beginning of the run, over all epochs. What is
     saved after the last batch of an epoch has the logs of that epoch as metrics, `val_loss` and the like; a step inside
     of an epoch has none.
+
+    With `preemption_seconds` of the manager, and without `every_epochs`, SIGTERM ends `fit` once a last step is saved.
 
     Where a run stood is saved as the state of its data, of which the callback is a part: pass it as `data` to `load`.
 
@@ -158,4 +165,8 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     def _save(self, *, metrics: Mapping[str, float] | None = None, force: bool = False) -> None:
         self._is_new = False
+        if self._manager.is_preempted:  # Keras still ends its batch, and an epoch that is not complete
+            return
         self._manager.save(self._unsynced, self.step, data=self, metrics=metrics, force=force)
+        if self._manager.is_preempted:
+            self._unsynced.stop_training = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from layoutmap.adapters.keras.describing import Entry, describe
 from layoutmap.adapters.keras.loose import find_held
@@ -162,6 +162,12 @@ def _names(model: Any) -> Names:
 
 def check_names(saved: Names, own: Names) -> None:
     """Raise if layers may be other ones than those that were saved under their paths: see `_names`."""
+    if not _are_names(saved):
+        raise CheckpointError(
+            "the checkpoint has no names of layers",
+            why="what it has in their place is not what was saved with a model of Keras",
+            fix="load another step",
+        )
     shifts: dict[tuple[str, str], set[int]] = {}
     wrong: dict[str, object] = {}
     for path, (name, given) in own.items():
@@ -184,6 +190,13 @@ def check_names(saved: Names, own: Names) -> None:
             fix="give all of these layers names of their own before the model is saved; the model that was saved in a "
             "scope can be loaded in one: pass layout_map=",
         )
+
+
+def _are_names(saved: Any) -> bool:
+    return isinstance(saved, Mapping) and all(
+        isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], str)
+        for each in cast("Mapping[Any, Any]", saved).values()
+    )
 
 
 def _check_built(model: Any, entries: Iterable[Entry]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer, saving_lib
-from layoutmap.core.current import current
+from layoutmap.core.current import current, warn_if_elsewhere
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.patches import Attribute, Patches, temporarily
 
@@ -56,6 +56,8 @@ def _making_layers(found: Any) -> Any:
                 why="a scope is for one library, and this would not be laid out",
                 fix='pass library="keras"',
             )
+        else:
+            warn_if_elsewhere("keras", cls.__name__)
         return layer
 
     return staticmethod(new)

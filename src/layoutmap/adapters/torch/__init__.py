@@ -178,7 +178,7 @@ class TorchAdapter:
         """Put back what `settings` returned."""
         optimizer = optimizer or training_of(model).optimizer
         if optimizer is not None and settings.get("optimizer"):
-            restore_settings(model, optimizer, settings["optimizer"])
+            restore_settings(model, optimizer, settings["optimizer"], settings.get("override", {}))
         random = settings["random"]
         random_states.restore(random)
         if "torch" in random:

@@ -7,15 +7,18 @@ and in its state, is among the settings, by the paths of parameters.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.adapters.torch.paths import Found, find_tensors
-from layoutmap.core.errors import CheckpointError
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
+from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.element_types import dtype_name, to_numpy, to_torch
@@ -23,6 +26,8 @@ from layoutmap.engines.torch.private import left_out_of_state_dicts, tree_map, u
 
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """What a group says of the tensors of this process and of how they are computed with: it is kept as it is."""
+_NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""Settings for which an optimizer makes slots in its first step, and fails later where these are missing."""
 
 
 def stored(
@@ -30,13 +35,19 @@ def stored(
 ) -> list[Stored]:
     """Return the tensors of a model, and the slots of its optimizer: those it has, and those that were saved."""
     found = list(_kept(model))
+    for each in found:
+        _check_dense(each.path, each.tensor)
     tensors = [Stored(_spec(each), each.tensor) for each in found]
     if optimizer is None:
         return tensors
     parameters = _parameters(found, optimizer)
     settings = None if saved is None else saved.settings.get("optimizer")
     if settings:
+        assert saved is not None
+        _check_form(settings)
         _check_alike(optimizer, parameters, settings)
+        _check_slots(settings, saved)
+        _warn_of_replaced(optimizer, parameters, settings, saved.settings.get("override", {}))
     slots = {
         f"optimizer.{path}.{name}": Stored(_slot_spec(path, name, slot.shape, dtype_name(slot.dtype)), slot)
         for path, parameter in parameters.items()
@@ -101,12 +112,16 @@ def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
 
 
 def restore_settings(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    override: Mapping[str, Any],
 ) -> None:
-    """Put back what `settings_of` returned."""
+    """Put back what `settings_of` returned, but for what is to be other."""
     parameters = _parameters(list(_kept(model)), optimizer)
     for group, number in zip(optimizer.param_groups, _groups(optimizer, parameters, settings), strict=True):
-        for name, value in () if number is None else settings["groups"][number].items():
+        saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
+        for name, value in {**saved, **(override if saved else {})}.items():
             if name not in _HOW:
                 old = group.get(name)
                 if isinstance(old, torch.Tensor):  # a schedule or a compiled step may hold it
@@ -121,10 +136,97 @@ def restore_settings(
     optimizer.state.update(_unpacked(settings["other"]))
 
 
+def _warn_of_replaced(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    override: Mapping[str, Any],
+) -> None:
+    """Warn of settings with which an optimizer was made, where others were saved."""
+    replaced: dict[str, object] = {}
+    for group, number in zip(optimizer.param_groups, _groups(optimizer, parameters, settings), strict=True):
+        saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
+        for name in [n for n in saved if n in group and n not in (*_HOW, *override)]:
+            # A schedule changes the learning rate: what it began with is compared, where that is known.
+            begin = "initial_lr" if name == "lr" and "initial_lr" in saved else name
+            own, value = _packed(group.get(begin, group[name])), saved[begin]
+            is_cycled = name in ("betas", "momentum") and "max_momentum" in saved
+            if not is_cycled and not _equal(own, value):
+                replaced[name] = f"{own} in code, {value} saved"
+    if replaced:
+        warnings.warn(
+            LayoutMapWarning(
+                "the optimizer goes on with settings that were saved, not with those that it was made with",
+                facts=replaced,
+                why="an optimizer of torch keeps its settings in its state, which a load puts back",
+                fix=f"make it with what was saved; or pass override={{{next(iter(replaced))!r}: ...}} to the load",
+            ),
+            stacklevel=level_of_user(),
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two settings are equal, as numbers of the type that has fewer bits."""
+    arrays = np.asarray(one), np.asarray(other)
+    if all(array.dtype.kind == "f" for array in arrays):
+        least = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
+        arrays = arrays[0].astype(least), arrays[1].astype(least)
+    return np.array_equal(*arrays)
+
+
+def _check_form(settings: Any) -> None:
+    """Raise if these are no settings of an optimizer, before anything is made of them."""
+    try:
+        parts = [settings["state"], settings["other"], *settings["state"].values(), *settings["groups"]]
+        is_right = all(isinstance(each, Mapping) for each in parts) and isinstance(settings["kind"], str)
+        paths = [path for group in settings["groups"] for path in group["params"]]
+        is_right = is_right and all(isinstance(path, str) for path in paths)
+        _unpacked(parts)
+    except (LookupError, TypeError, AttributeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise CheckpointError(
+            "the checkpoint has no settings of an optimizer",
+            why="what it has in their place is not what was saved with one",
+            fix="load another step, or leave optimizer out",
+        )
+
+
+def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
+    """Raise if slots are missing without which a step of the optimizer fails."""
+    names = {each.path.rpartition(".")[2] for each in saved.slots}
+    override = saved.settings.get("override", {})
+    needs = {name: slot for name, slot in _NEEDS.items() if settings["kind"] != "SGD" or name != "momentum"}
+    for name, slot in needs.items() if names else ():
+        if slot not in names and any({**group, **override}.get(name) for group in settings["groups"]):
+            raise CheckpointError(
+                f"{name}: the checkpoint has no {slot} for it",
+                facts={"slots": listed(sorted(names))},
+                why=f"{settings['kind']} with {name} needs it in each step, and was saved without",
+                fix=f"leave {name} out of override; or leave optimizer out, and begin with new slots",
+            )
+
+
 def _kept(model: torch.nn.Module) -> Iterator[Found]:
     for each in find_tensors(uncompiled(model)):
         if not all(place.name in left_out_of_state_dicts(place.module) for place in each.places):
             yield each
+
+
+def _check_dense(path: str, tensor: torch.Tensor) -> None:
+    kinds = {
+        "quantized": tensor.is_quantized,
+        "nested": tensor.is_nested,
+        "on the meta device": tensor.is_meta,
+        f"of {tensor.layout}": tensor.layout is not torch.strided,
+    }
+    for kind in (name for name, is_so in kinds.items() if is_so):
+        raise CheckpointError(
+            f"{path}: a tensor that is {kind} can be neither saved nor loaded",
+            why="a checkpoint has dense blocks of numbers",
+            fix="keep a dense tensor with values, and make of it what the model computes with; or keep this one out of "
+            "state dicts: register_buffer(..., persistent=False)",
+        )
 
 
 def _parameters(found: Iterable[Found], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

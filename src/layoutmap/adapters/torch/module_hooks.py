@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from layoutmap.adapters.torch.paths import has_forward, is_of_keras
-from layoutmap.core.current import current
+from layoutmap.core.current import current, warn_if_elsewhere
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.patches import Attribute, Closing, Item, Patches
 from layoutmap.engines.torch.private import registration_hooks
@@ -29,7 +29,9 @@ def installed() -> Closing:
 
 def _registered(module: torch.nn.Module, name: str, registered: Any) -> None:
     watcher = current()
-    if watcher is not None and watcher.library == "torch":
+    if watcher is None:
+        warn_if_elsewhere("torch", type(module).__name__)
+    elif watcher.library == "torch":
         watcher.module_created(module)
 
 

@@ -164,6 +164,11 @@ def arrays_of(output: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def _tensor(value: Any) -> Any:
+    """A tensor for an array, also of those in tuples, lists and mappings, which several outputs have for targets."""
+    if isinstance(value, Mapping):
+        return {name: _tensor(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_tensor(each) for each in value]
     return (
         torch.as_tensor(value)
         if hasattr(value, "__array__") and not isinstance(value, torch.Tensor)

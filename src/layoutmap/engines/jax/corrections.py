@@ -37,6 +37,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from layoutmap.core.patches import Closing, Patches
 from layoutmap.core.tested import unsupported
+from layoutmap.engines.jax import far_products
 
 try:
     from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings
@@ -334,6 +335,7 @@ _PATCHES = Patches(
         _Lowering(lax.conv_general_dilated_p, _convolution),
         _Lowering(lax.select_and_scatter_p, _select_and_scatter),
         _Lowering(lax.select_and_gather_add_p, _select_and_gather),
+        far_products.PATCH,
     ]
 )
 _for_good: list[Closing] = []

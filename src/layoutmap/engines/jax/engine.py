@@ -66,6 +66,11 @@ class JaxEngine:
     def check_layout(self, layout: Layout) -> None:
         """Nothing: JAX can hold every layout."""
 
+    def check_dtype(self, name: str, path: str) -> None:
+        """Refuse an element type that no array in a layout has as it is; random keys have one of their own."""
+        if not name.startswith("key<"):
+            dtype_of(name, path)
+
     def native(self, layout: Layout, rank: int) -> NamedSharding:
         """Return the `NamedSharding` of a layout, with one entry for each axis."""
         layout.check_rank((None,) * rank)

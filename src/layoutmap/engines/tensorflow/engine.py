@@ -82,6 +82,10 @@ class TensorFlowEngine:
         """
         native_specs(layout)
 
+    def check_dtype(self, name: str, path: str) -> None:
+        """Refuse an element type that no array in a layout has as it is; see `Engine.check_dtype`."""
+        check_dtype(name, path)
+
     def native(self, layout: Layout, rank: int) -> Any:
         """Return the `tf.experimental.dtensor.Layout` of a layout."""
         layout.check_rank((None,) * rank)

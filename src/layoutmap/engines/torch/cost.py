@@ -26,7 +26,7 @@ from layoutmap.core.patches import temporarily
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.cost.table import Collective, CollectiveKind, Phase, StepCost
+from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Phase, StepCost
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import mark, native_of
 from layoutmap.engines.torch.devices import forget_process_group
@@ -113,7 +113,7 @@ class LoweredStep:
             counting.traffic,
             given + counting.kept,
             given + counting.kept + counting.peak,
-            (_EAGER, _ACCUMULATED, *self._step.notes),
+            (_EAGER, _ACCUMULATED, *[FUSED_ATTENTION] * counting.fuses, *self._step.notes),
         )
 
 
@@ -193,6 +193,7 @@ class _Counting(TorchDispatchMode):
         self._phase: Phase = "forward"
         self.layers: list[str] = []
         self.nodes: set[Any] = set()
+        self.fuses = False  # whether it has seen a call of attention that is one operation
 
     # -- what the step tells
 
@@ -239,6 +240,7 @@ class _Counting(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
         cause = self._cause_of(inputs, name)
+        self.fuses |= name.startswith("_scaled_dot_product") and "math" not in name
         if func.namespace in _COMMUNICATING and name not in _SILENT:
             cause = self._collective(name, args, kwargs, inputs, cause)
             outputs = outputs or inputs[:1]

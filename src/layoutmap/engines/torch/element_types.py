@@ -30,8 +30,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_NAMES_OF_ML_DTYPES = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
-_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16}
+_NAMES_OF_ML_DTYPES = {
+    *(
+        "bfloat16",
+        "complex32",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+}
+_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.int32}
 
 
 @functools.cache
@@ -45,10 +55,10 @@ def _numpy_has(dtype: torch.dtype) -> bool:
 
 def to_numpy(tensor: torch.Tensor) -> NumpyArray:
     """A copy of a plain tensor's values; bfloat16 and its like in the types of `ml_dtypes`."""
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if _numpy_has(tensor.dtype):
         return tensor.numpy().copy()
-    bits = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16).numpy().copy()
+    bits = tensor.view(getattr(torch, np.dtype(_BITS[tensor.itemsize]).name)).numpy().copy()
     return bits.view(np.dtype(getattr(ml_dtypes, dtype_name(tensor.dtype))))
 
 

@@ -88,6 +88,10 @@ class TorchEngine:
         """
         check_order(layout.mesh)
 
+    def check_dtype(self, name: str, path: str) -> None:
+        """Refuse an element type that no array in a layout has as it is; see `Engine.check_dtype`."""
+        torch_dtype(name, path)
+
     @plainly
     def native(self, layout: Layout, rank: int) -> tuple[Any, tuple[Any, ...]]:
         """Return the `(DeviceMesh, placements)` of a layout."""

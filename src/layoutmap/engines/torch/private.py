@@ -57,6 +57,7 @@ try:
     from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
     from torch.distributed.tensor._op_schema import OutputSharding
+    from torch.distributed.tensor._redistribute import DTensorRedistributePlanner as _Planner
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.optim import _muon as _of_muon
     from torch.overrides import _get_current_function_mode_stack as function_modes
@@ -80,6 +81,7 @@ _NAMES: list[tuple[Any, str]] = [
     (DTensorSpec, "_convert_shard_order_to_StridedShard _maybe_convert_StridedShard_to_shard_order"),
     (_DISPATCHER, f"{_PROPAGATE} {_TAIL} {_RESULTS} _custom_op_handlers sharding_propagator"),
     (_DISPATCHER.sharding_propagator, "op_strategy_funcs propagate_op_sharding"),
+    (_Planner, "get_next_state"),
     (DeviceMesh, "_rank_map"),
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
     (LocalTensor, "_local_tensors _ranks"),
@@ -478,7 +480,24 @@ def guard_operators(
         op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
         handler = _HANDLERS_OF_DTENSOR[op]
         _DISPATCHER._custom_op_handlers[op] = functools.partial(_answered, answer, handler)
+    _Planner.get_next_state = _next_layouts
     _forget_answers()
+
+
+_NEXT_LAYOUTS = _Planner.get_next_state
+
+
+def _next_layouts(planner: Any, placements: Any, order: Any) -> Any:
+    """The layouts that are one collective away from one, and what each costs, counted once for each kind of tensor.
+
+    `DTensor` searches the cheapest way from each tensor to each layout that an operator could take it in, and counted
+    these anew in every search: the first step of a small model on three mesh dims took a minute.
+    """
+    wanted = [frozenset(each) for each in vars(planner).values() if type(each) is set]
+    known, key = vars(planner).setdefault("layoutmap_known", {}), (placements, order, *wanted)
+    if key not in known:
+        known[key] = _NEXT_LAYOUTS(planner, placements, order)
+    return known[key]
 
 
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)

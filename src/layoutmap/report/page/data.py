@@ -41,7 +41,11 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "available": verdict.available_bytes,
         "moment": verdict.moment,
         "because": [[cause.text, cause.num_bytes] for cause in verdict.because],
-        "advice": list(map(str, verdict.advice)),
+        "advice": [
+            [a.headline(verdict.available_bytes or 0), *filter(None, dict.fromkeys([a.command, a.python]))]
+            for a in verdict.advice
+        ],
+        "untried": verdict.untried,
     }
 
 

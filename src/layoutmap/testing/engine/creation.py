@@ -61,6 +61,26 @@ class CreationLaws(EngineCases):
         assert_same_bits(values, self.assembled(made["w"], shape, dtype))
         self._assert_each_device_has_its_shard(made["w"], layout, values)
 
+    def test_an_element_type_is_asked_about_before_there_are_arrays(self):
+        """What `check_dtype` says of an element type is what `create` does: refused with the path, or held as it is."""
+        layout = Layout(["x"], self.mesh("x=2"))
+        for dtype in ("float32", "bfloat16", "int8", "uint64", "int64", "float64", "complex128", "no_type"):
+            told: list[str] = []
+            for ask in (
+                lambda: self.engine.check_dtype(dtype, "w"),  # noqa: B023
+                lambda: self.engine.create(
+                    {"w": assignment_of((4,), dtype, layout, "w")},  # noqa: B023
+                    {"w": Initializer(global_value=lambda: np.ones(4, dtype))},  # noqa: B023
+                ),
+            ):
+                try:
+                    ask()
+                    told.append("held")
+                except EngineError as error:
+                    told.append(str(error))
+
+            assert told[0] == told[1]
+
     def test_equal_initializers_with_other_seeds_differ(self):
         """Variables of equal initializers, each with its seed, have each its own values."""
         layout = Layout(["x", None], self.mesh("x=2"))

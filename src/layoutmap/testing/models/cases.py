@@ -1,50 +1,70 @@
-"""What a law is tried on: a model, a layout map, an optimizer and a batch, and the program that they are."""
+"""A case that laws are tried on: a model, a layout map, an optimizer and a batch, and the program that they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from layoutmap.core.variables import Kind
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.describing import Model, one_or_list
-from layoutmap.testing.models.drawing import draw_model
-from layoutmap.testing.models.maps import Map, draw_map
+from layoutmap.testing.models.maps import Map, Shape, draw_map
 
-SGD = "keras.optimizers.SGD(0.05, momentum=0.9)"
-"""An optimizer whose step depends on the gradient's scale, so that a gradient that is some times too large is seen."""
-
-_OPTIMIZERS = {
-    SGD: 6,
-    "keras.optimizers.SGD(0.05)": 1,
-    "keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=1.0)": 1,
-    "keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, weight_decay=0.01)": 1,
-    "keras.optimizers.Adam(0.001)": 2,
-    "keras.optimizers.AdamW(0.001, global_clipnorm=1.0)": 1,
-    "keras.optimizers.RMSprop(0.001)": 1,
-    "keras.optimizers.Adafactor(0.001)": 1,
-    "keras.optimizers.Lion(0.001)": 1,
-}
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
-_IMPORTS = """\
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-import keras
-import numpy as np
-
+_PREAMBLE = """\
+{imports}
 import layoutmap as lm
 
 lm.simulate_devices(8)
-L = keras.layers
 
 
 """
+
+
+class Drawn(Protocol):
+    """A drawn model of one library, as a value that writes its program."""
+
+    library: ClassVar[str]
+    """The name of the library's adapter."""
+
+    imports: ClassVar[str]
+    """Lines of the program: imports, and short names for modules. The program imports numpy as `np`."""
+
+    optimizers: ClassVar[Mapping[str, int]]
+    """Expressions that make optimizers, and how often each is drawn; the first is SGD, whose step depends on the
+    gradient's scale: a gradient that is some times too large is seen."""
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """The kinds of all its parts, in order, so that what is drawn can be counted."""
+        ...
+
+    @property
+    def layer_outputs(self) -> Mapping[str, Shape]:
+        """The shapes of outputs of layers that a rule for activations may name, without rows, by the layers' paths."""
+        ...
+
+    @property
+    def planned_with(self) -> str:
+        """The expression of the inputs that a plan needs to know all variables; empty: it needs none."""
+        ...
+
+    def source(self, optimizer: str) -> str:
+        """The program that defines `make_model`, a function of no arguments that returns the model, ready to train.
+
+        Args:
+            optimizer: The expression that makes the optimizer.
+        """
+        ...
+
+    def data(self, rows: int) -> str:
+        """The expression of a batch, inputs and targets, drawn from the generator `rng` of numpy."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,18 +78,29 @@ class Case:
         rows: How many rows the batch has.
     """
 
-    model: Model
+    model: Drawn
     map: Map
     optimizer: str
     rows: int
 
     def __str__(self) -> str:
-        check = f"lm.check_parity(make_model, layout_map, batch, batch_dim={self.map.batch_dim!r})"
-        return f"{_IMPORTS}{self._source}print({check})\n"
+        options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
+        check = f"lm.check_parity(make_model, layout_map, batch, {options})"
+        return f"{_PREAMBLE.format(imports=self.model.imports)}{self.source}print({check})\n"
+
+    @property
+    def library(self) -> str:
+        """The name of the library's adapter."""
+        return self.model.library
+
+    @property
+    def with_sgd(self) -> Case:
+        """The same case with an optimizer whose step depends on the gradient's scale."""
+        return dataclasses.replace(self, optimizer=next(iter(self.model.optimizers)))
 
     @property
     def make_model(self) -> Callable[[], Any]:
-        """The function of the program that makes the model, compiled."""
+        """The function of the program that makes the model, ready to train."""
         return self._defined["make_model"]
 
     @property
@@ -82,55 +113,54 @@ class Case:
         """The batch of the program: inputs and targets."""
         return self._defined["batch"]
 
-    def plan(self) -> Plan:
-        """The plan, of all variables that training makes."""
-        return _plan(self.model, self.make_model, self.layout_map)
+    @property
+    def inputs(self) -> Any:
+        """The inputs that a plan needs to know all variables; `None`: it needs none."""
+        return _run(self.model, f"inputs = {self.model.planned_with or None}")["inputs"]
+
+    def plan(self, layout_map: LayoutMap | None = None) -> Plan:
+        """The plan, of all variables that training makes.
+
+        Args:
+            layout_map: Rules; `None`: those of the case.
+        """
+        return plan(
+            self.make_model,
+            self.layout_map if layout_map is None else layout_map,
+            inputs=self.inputs,
+            library=self.library,
+        )
+
+    @cached_property
+    def source(self) -> str:
+        """The lines of the program that define `make_model`, `layout_map` and `batch`."""
+        return (
+            f"{self.model.source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
+            f"rng = np.random.default_rng(0)\nbatch = {self.model.data(self.rows)}\n"
+        )
 
     @cached_property
     def _defined(self) -> dict[str, Any]:
-        return _run(self._source)
-
-    @property
-    def _source(self) -> str:
-        data = [
-            one_or_list([each.data(self.rows) for each in values])
-            for values in (self.model.inputs, self.model.outputs)
-        ]
-        return (
-            f"{self.model.source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
-            f"rng = np.random.default_rng(0)\nbatch = {', '.join(data)}\n"
-        )
+        return _run(self.model, self.source)
 
 
-def draw_case(choices: Choices) -> Case:
+def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn]) -> Case:
     """A model, a map of its variables, an optimizer and a batch."""
     model = draw_model(choices)
-    found = _plan(model, _run(model.source(SGD))["make_model"], LayoutMap("batch=8", rest="replicated"))
+    unmapped = Case(model, Map("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
+    found = unmapped.plan()
     variables = {
         v.path: v.shape
         for v in (assignment.variable for assignment in found.assignments)
-        if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None and v.shape
+        if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None
     }
-    called = [call.layer for call in model.calls] if model.named else []
-    outputs = {model.path(call.layer): call.shape for call in model.calls if called.count(call.layer) == 1}
-    drawn = draw_map(choices, variables, outputs)
-    return Case(model, drawn, choices.weighted(_OPTIMIZERS), choices.weighted(_ROWS))
+    drawn = draw_map(choices, variables, model.layer_outputs)
+    return Case(model, drawn, choices.weighted(model.optimizers), choices.weighted(_ROWS))
 
 
-def _plan(model: Model, make_model: Callable[[], Any], layout_map: LayoutMap) -> Plan:
-    inputs = None
-    if model.is_subclassed:  # what it makes at its first call belongs to the plan
-        inputs = _run(f"inputs = {one_or_list([each.input_source for each in model.inputs])}")["inputs"]
-    return plan(make_model, layout_map, inputs=inputs, library="keras")
-
-
-def _run(source: str) -> dict[str, Any]:
-    """What a program defines."""
-    import keras
-    import numpy as np
-
-    import layoutmap as lm
-
-    names: dict[str, Any] = {"keras": keras, "L": keras.layers, "np": np, "lm": lm, "__name__": __name__}
-    exec(compile(source, "<drawn>", "exec"), names)
+def _run(model: Drawn, source: str) -> dict[str, Any]:
+    """The names that a program of a model defines."""
+    names: dict[str, Any] = {"__name__": __name__}
+    program = f"{model.imports}\nimport layoutmap as lm\n{source}"
+    exec(compile(program, "<drawn>", "exec"), names)
     return names

@@ -11,8 +11,8 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.describing import Shape
 
+Shape = tuple[int, ...]
 Specs = tuple[str | tuple[str, ...] | None, ...]
 
 _MESHES = {  # of 8 devices, and how often each is drawn
@@ -62,7 +62,7 @@ def draw_map(choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[
 
     Args:
         choices: Decides.
-        variables: The shapes of all variables that rules are drawn for, by path.
+        variables: The shapes of all variables that rules are asked for, by path; those without an axis get none.
         outputs: The shapes of what layers put out, without the axis of rows, by the paths of layers.
     """
     text = choices.weighted(_MESHES)
@@ -71,6 +71,8 @@ def draw_map(choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[
     batch_dim = "batch" if "batch" in mesh and not choices.one_in(8) else None
     rules: dict[str, Specs] = {}
     for path, shape in variables.items():
+        if not shape:  # no rule is for it, and some may match it
+            continue
         specs = _draw_specs(choices, mesh, shape, uneven)
         if any(specs) and not any(re.match(pattern, path) for pattern in rules):
             exactly, last = re.escape(path) + "$", path.rpartition(".")[2]

@@ -1,4 +1,10 @@
-"""A training step of a Keras model on JAX, whose variables have no values: Keras computes it with those it is given."""
+"""A training step of a Keras model on JAX, whose variables have no values: Keras computes it with those it is given.
+
+Private names of Keras, tested on Keras 3.15:
+
+    keras.src.backend.jax.nn                        _can_use_flash_attention, which refuses a fused kernel that a layer
+                                                    asks for where there is no GPU
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from keras.src.backend.jax import nn as keras_nn
 
 from layoutmap.adapters.keras.describing import Entry, describe, layer_paths
 from layoutmap.adapters.keras.private import get_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_own_step
+from layoutmap.core.patches import Attribute, Patches
 from layoutmap.core.stacks import equal_blocks, plain_attributes
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind
@@ -122,7 +130,7 @@ class _Step:
             return found, [scope.get_current_value(given[key]) for key in frozen]
 
         kept = [given[key] for key in frozen]
-        with _traced(tracer, self._layers, kept):
+        with _PATCHES.used(), _traced(tracer, self._layers, kept):
             (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(
                 [values[k] for k in trained]
             )
@@ -228,6 +236,20 @@ def _recomputed(plain: Callable[..., Any], state: Sequence[Any]) -> Callable[...
         return found
 
     return call
+
+
+def _where_asked(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets layers have the fused kernel that they ask for, on the devices that the step is counted for."""
+
+    @functools.wraps(plain)
+    def can_use(*args: Any, raise_error: bool = False, **kwargs: Any) -> bool:
+        return raise_error or plain(*args, **kwargs)
+
+    return can_use
+
+
+_CAN_USE = "_can_use_flash_attention"
+_PATCHES = Patches([Attribute(keras_nn, _CAN_USE, _where_asked)] if hasattr(keras_nn, _CAN_USE) else [])
 
 
 def _paths(session: KerasSession) -> list[tuple[str, Any]]:

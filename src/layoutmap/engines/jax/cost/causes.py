@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from layoutmap.core.paths import starred
 from layoutmap.cost.table import HeldKind
-from layoutmap.engines.jax.cost.graph import Block, Op, Value
+from layoutmap.engines.jax.cost.graph import Block, Op, Value, operand_of, results_of
 from layoutmap.engines.jax.cost.rewrites import MOVES
 
 _STEPS = 64
@@ -74,7 +74,7 @@ class Causes:
             if id(value) in self._given:
                 value = self._given[id(value)]
             elif value.maker is not None and value.maker.name in _PASSED:
-                value = value.maker.operands[0]
+                value = operand_of(value)
             else:
                 return ""
         return ""
@@ -95,7 +95,7 @@ class Causes:
                 elif op.is_update and (name := self._updated(op, value)):
                     return name
                 elif op.name in _PASSED_FORWARD or op.is_update or _only_reshapes(op):
-                    results = op.results
+                    results = results_of(op, value)
                 else:
                     continue
                 for result in results:

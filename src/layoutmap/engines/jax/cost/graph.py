@@ -28,8 +28,13 @@ LAYER = "layer="
 UPDATE = "layoutmap_update"
 """What is in the names of the operations of an optimizer."""
 
+FUSED = "layoutmap_fused"
+"""What is in the names of the operations that one kernel computes, as attention without its scores in memory."""
+
 _AXIS = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
 _BITS = re.compile(r"\D*(\d+)")
+Place = tuple[str, bool, bool, bool]
+"""Of an operation: its layer's path, and whether it is backward, an update, fused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +77,7 @@ class Op:
         where: The path of the layer that it is part of, or empty.
         is_backward: Whether it is part of a gradient.
         is_update: Whether it is part of the optimizer's update.
+        is_fused: Whether it is part of a fused attention: what is used in there only is not in memory.
         dims: Of a collective: the dims that it is over.
         blocks: Of a loop or a branch: what it runs.
         trips: Of a loop: how often.
@@ -85,6 +91,7 @@ class Op:
     where: str = ""
     is_backward: bool = False
     is_update: bool = False
+    is_fused: bool = False
     dims: tuple[str, ...] = ()
     blocks: list[Block] = field(default_factory=list["Block"])
     trips: int = 1
@@ -128,6 +135,23 @@ def read(module: Any, mesh: Mesh) -> Block:
     return _Reader(module, mesh).main()
 
 
+BARRIER = "optimization_barrier"
+"""The operation that returns each of several operands as it is."""
+
+
+def operand_of(result: Value) -> Value:
+    """Return the operand that the result of an operation of one operand, or of a barrier, is made of."""
+    assert result.maker is not None
+    return result.maker.operands[result.number if result.maker.name == BARRIER else 0]
+
+
+def results_of(op: Op, operand: Value) -> Sequence[Value]:
+    """Return the results that are made of an operand: of a barrier one, of others all."""
+    if op.name != BARRIER:
+        return op.results
+    return [result for result, each in zip(op.results, op.operands, strict=True) if each is operand]
+
+
 def replace(old: Value, new: Value) -> None:
     """Have all that takes a value take another one."""
     for op in dict.fromkeys(old.uses):
@@ -169,7 +193,7 @@ class _Reader:
         self._shardings: dict[Any, list[Any]] = {}
         self._types: dict[Any, tuple[tuple[int, ...], str]] = {}
         self._locals: dict[Any, tuple[tuple[int, ...], str]] = {}
-        self._places: dict[str, tuple[str, bool, bool]] = {}
+        self._places: dict[str, Place] = {}
         self._values: dict[Any, Value] = {}
 
     def main(self) -> Block:
@@ -180,7 +204,7 @@ class _Reader:
             self._given(arg, made[n].get("sdy.sharding"), n) for n, arg in enumerate(block.arguments)
         ]
         ops: list[Op] = []
-        self._read(block, ops, ("", False, False))
+        self._read(block, ops, ("", False, False, False))
         return Block(arguments, ops)
 
     def _given(self, arg: Any, sharding: Any, number: int) -> Value:
@@ -189,7 +213,7 @@ class _Reader:
         value = self._values[arg] = Value(shape, dtype, None, number)
         return value
 
-    def _read(self, block: Any, ops: list[Op], inside: tuple[str, bool, bool]) -> None:
+    def _read(self, block: Any, ops: list[Op], inside: Place) -> None:
         """Add the operations of a block; `inside` is the place of what it is part of."""
         for view in block.operations:
             op = view.operation
@@ -226,7 +250,7 @@ class _Reader:
                 made.key = _key(op, made)
             ops.append(made)
 
-    def _inner(self, made: Op, block: Any, axes: Sequence[Any], place: tuple[str, bool, bool]) -> None:
+    def _inner(self, made: Op, block: Any, axes: Sequence[Any], place: Place) -> None:
         if made.name not in ("while", "case", "if"):
             return  # what reduces two elements
         given = made.results if made.name == "while" else []
@@ -239,7 +263,7 @@ class _Reader:
         self._read(block, ops, place)
         made.blocks.append(Block(arguments, ops))
 
-    def _manual(self, op: Any, made: Op, place: tuple[str, bool, bool]) -> None:
+    def _manual(self, op: Any, made: Op, place: Place) -> None:
         """What `shard_map` computes: its shapes are those of a device already, in the dims that it is over."""
         block = op.regions[0].blocks[0]
         for arg, operand in zip(block.arguments, made.operands, strict=True):
@@ -249,7 +273,7 @@ class _Reader:
         self._read(block, ops, place)
         made.blocks.append(Block(arguments, ops))
 
-    def _inline(self, op: Any, ops: list[Op], place: tuple[str, bool, bool]) -> None:
+    def _inline(self, op: Any, ops: list[Op], place: Place) -> None:
         function = self._functions[op.attributes["callee"].value]
         block = function.regions[0].blocks[0]
         for arg, operand in zip(block.arguments, op.operands, strict=True):
@@ -326,13 +350,13 @@ class _Reader:
         shape = made.operands[1].shape
         return 2 * made.results[0].size * made.operands[1].size // max(shape[output_axis], 1)
 
-    def _place(self, op: Any, inside: tuple[str, bool, bool]) -> tuple[str, bool, bool]:
+    def _place(self, op: Any, inside: Place) -> Place:
         name = name_of(op)
         found = self._places.get(name)
         if found is None:
             found = self._places[name] = place_of(name)
-        where, is_backward, is_update = found
-        return where or inside[0], is_backward or inside[1], is_update or inside[2]
+        where, is_backward, is_update, is_fused = found
+        return where or inside[0], is_backward or inside[1], is_update or inside[2], is_fused or inside[3]
 
 
 def _entries(function: Any, name: str) -> list[dict[str, Any]]:
@@ -355,10 +379,10 @@ def name_of(op: Any) -> str:
     return getattr(location, "name_str", "") if has_name else ""
 
 
-def place_of(name: str) -> tuple[str, bool, bool]:
-    """Return the path of the layer that an operation is part of, and whether it is one of a gradient, of an update."""
+def place_of(name: str) -> Place:
+    """Return the layer that an operation is part of, and whether it is one of a gradient, of an update, is fused."""
     where = re.findall(LAYER + r"([^/()]*)", name)
-    return (where[-1] if where else ""), "transpose(" in name, UPDATE in name
+    return (where[-1] if where else ""), "transpose(" in name, UPDATE in name, FUSED in name
 
 
 def _key(op: Any, made: Op) -> Any:

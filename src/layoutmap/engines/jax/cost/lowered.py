@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from layoutmap.cost.table import Collective, Held, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax.corrections import lowered_without_devices
 from layoutmap.engines.jax.cost import shardy
+from layoutmap.engines.jax.cost.attention import attention_named
 from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module
 from layoutmap.engines.jax.cost.counting import Counts, count
 from layoutmap.engines.jax.cost.graph import LAYER, UPDATE, place_of, read
@@ -46,10 +47,12 @@ class LoweredStep:
         step: The step.
         remat: The layers whose activations are computed again in the backward pass: `"blocks"`, those that the model
             has several of, or a regex for their paths; `None`: as the model's own code says.
+        fuse_attention: Whether each call of attention is counted as one fused kernel, whatever the model calls.
     """
 
-    def __init__(self, step: TrainingStep, remat: str | None = None):
+    def __init__(self, step: TrainingStep, remat: str | None = None, fuse_attention: bool = False):
         self._step = step
+        self._fuses = fuse_attention
         self._recomputes = _chosen(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
         self._modules: dict[frozenset[str], _Lowered] = {}
@@ -91,7 +94,7 @@ class LoweredStep:
             counts.traffic,
             arguments,
             arguments + peaks[0],
-            self._notes,
+            (*self._notes, *self._of_attention),
             arguments + min(peaks),
             _held_at_the_peak(counts),
         )
@@ -102,6 +105,10 @@ class LoweredStep:
         traced = {p: s[0] for module in self._modules.values() for p, s in module.outputs.items() if s}
         equal = {p: traced[stack[0]] for stack in self._step.blocks for p in stack if stack[0] in traced}
         return {**equal, **traced}
+
+    @property
+    def _of_attention(self) -> Iterator[str]:
+        yield from dict.fromkeys(note for module in self._modules.values() for note in module.of_attention)
 
     @property
     def fingerprint(self) -> str:
@@ -220,7 +227,7 @@ class LoweredStep:
         key = frozenset(skipped)
         if key not in self._modules:
             try:
-                self._modules[key] = _lower(self._step, skipped, self._recomputes)
+                self._modules[key] = _lower(self._step, skipped, self._recomputes, self._fuses)
             except _Unequal as error:
                 raise _NotTied(next(n for n, s in enumerate(self._step.blocks) if error.path in s)) from None
         return self._modules[key]
@@ -285,6 +292,7 @@ class _Lowered:
     variables: Sequence[VariableSpec]
     num_others: int
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
+    of_attention: Sequence[str]
 
     def layouts_of(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
         """Return what gives the layout of an array that a layer returns, by the layer's path and the array's shape."""
@@ -298,7 +306,7 @@ class _Lowered:
 
 
 def _lower(
-    step: TrainingStep, skipped: Mapping[str, str], recomputes: Callable[[str], bool] | None
+    step: TrainingStep, skipped: Mapping[str, str], recomputes: Callable[[str], bool] | None, fuses: bool
 ) -> _Lowered:
     """Trace and lower a step without some of its blocks.
 
@@ -306,6 +314,7 @@ def _lower(
         step: The step.
         skipped: The path of each block that is left out, and of one that is equal to it.
         recomputes: Whether the activations of a layer are computed again in the backward pass; `None`: of none.
+        fuses: Whether each call of attention is one fused kernel.
     """
     variables = [v for v in step.variables if _block_of(v, skipped) is None]
     keys = [variable.key for variable in variables]
@@ -317,13 +326,15 @@ def _lower(
 
     values = [jax.ShapeDtypeStruct(v.shape, _dtype(v.dtype)) for v in variables]
     batch = [jax.ShapeDtypeStruct(each.shape, _dtype(each.dtype)) for each in step.batch]
-    with undisturbed(), lowered_without_devices(), _failures(step, tracer):
+    with undisturbed(), lowered_without_devices(), attention_named(fuses) as calls, _failures(step, tracer):
         traced = jax.jit(run, keep_unused=True).trace(values, batch)
         module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
     if recomputes and not tracer.recomputed:
         raise _nothing_recomputed(step, tracer)
+    if fuses and not calls.fused:
+        raise _nothing_fused(step)
     num_others = len(jax.tree.leaves(traced.out_info)) - len(keys)
-    return _Lowered(module, variables, num_others, tracer.outputs)
+    return _Lowered(module, variables, num_others, tracer.outputs, calls.notes)
 
 
 def _dtype(name: str) -> Any:
@@ -360,6 +371,15 @@ def _nothing_recomputed(step: TrainingStep, tracer: _Tracer) -> ScopeError:
         fix="pass a regex that matches layers, as remat=r'blocks\\.\\d+$'"
         if tracer.outputs
         else "leave remat out, and use jax.checkpoint in the function that calls the model",
+    )
+
+
+def _nothing_fused(step: TrainingStep) -> ScopeError:
+    return ScopeError(
+        f"{step.name}: fuse_attention finds no call of attention",
+        why="calls of jax.nn.dot_product_attention are known, which keras.ops.dot_product_attention and layers of "
+        "flax.nnx make; layers with dropout of their scores compute these themselves",
+        fix="leave fuse_attention out, or call jax.nn.dot_product_attention in the model",
     )
 
 

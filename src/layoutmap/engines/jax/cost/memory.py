@@ -138,6 +138,8 @@ class Memory:
         return list({id(root): root for value in op.operands for root in self.roots(value)}.values())
 
     def _of(self, op: Op, result: Value, sources: list[Value]) -> tuple[Value, ...]:
+        if op.is_fused and op.name not in COLLECTIVE_NAMES:
+            return tuple(sources) if all(use.is_fused for use in result.uses) else (result,)
         if op.name in ALIASES:
             return self.roots(op.operands[result.number if op.name != "reshape" else 0])
         if op.name == "while":
@@ -156,7 +158,7 @@ class Memory:
         return (result,)
 
     def _is_read(self, value: Value) -> bool:
-        return any(use.name in READ or use.name in COLLECTIVE_NAMES for use in value.uses)
+        return any(use.is_fused or use.name in READ or use.name in COLLECTIVE_NAMES for use in value.uses)
 
     def _peak_inside(self, op: Op) -> int:
         found = 0

@@ -6,10 +6,13 @@ import math
 from typing import Any
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace
+from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace, results_of
 
 MOVES = frozenset(("transpose", "reshape", "convert", "broadcast_in_dim", "copy", "optimization_barrier"))
-"""Operations of one operand that compute nothing."""
+"""Operations that return an operand as it is, in another form or place."""
+
+
+_SINGLE = ("custom_call", "return", "optimization_barrier")
 
 
 def rewrite(block: Block, mesh: Mesh) -> None:
@@ -29,7 +32,7 @@ def _merge_equal(block: Block, mesh: Mesh) -> None:
     """Operations of the same operands are one."""
     seen: dict[Any, Op] = {}
     for op in list(block.ops):
-        if op.blocks or op.key is None or op.name in ("custom_call", "return", "optimization_barrier"):
+        if op.is_fused or op.blocks or op.key is None or op.name in _SINGLE:
             continue
         key = (op.name, op.key, tuple(map(id, op.operands)), _is_listed(op, mesh))
         first = seen.setdefault(key, op)
@@ -88,7 +91,7 @@ def _reduced(op: Op, result: Value, dims: tuple[str, ...]) -> Op:
     """An all-reduce of a result, which takes its place."""
     reduced = Value(result.shape, result.dtype)
     replace(result, reduced)
-    made = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims)
+    made = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims=dims)
     reduced.maker = made
     result.uses.append(made)
     return made
@@ -101,7 +104,7 @@ def _scatter(block: Block) -> None:
             continue
         between = op.results[0]
         while len(between.uses) == 1 and between.uses[0].name in MOVES:
-            between = between.uses[0].results[0]
+            between = results_of(between.uses[0], between)[0]
         slices = list(between.uses)
         if not slices or any(each.name != "slice" for each in slices):
             continue
@@ -127,4 +130,4 @@ def _shrink(op: Op, last: Value, part: Value) -> None:
         value.shape = part.shape if value is last else (part.size,)
         if value is last:
             return
-        value = value.uses[0].results[0]
+        value = results_of(value.uses[0], value)[0]

@@ -134,14 +134,23 @@ def partition(placed: Any) -> Any:
     Raises:
         EngineError: This jaxlib lacks the passes.
     """
+    propagate(placed)
+    with placed.context, _ir.Location.unknown():
+        _PassManager.parse(PASSES[1]).run(placed)
+    return placed
+
+
+def propagate(placed: Any) -> None:
+    """Have Shardy give each value of a module a layout, in place.
+
+    Raises:
+        EngineError: This jaxlib lacks the passes.
+    """
     check()
-    with placed.context:
+    with placed.context, _ir.Location.unknown():
         for op in _operations(placed, "chlo."):
             _replace_chlo(op)
-        with _ir.Location.unknown():
-            for each in PASSES:
-                _PassManager.parse(each).run(placed)
-        return placed
+        _PassManager.parse(PASSES[0]).run(placed)
 
 
 def _operations(module: Any, prefix: str) -> list[Any]:

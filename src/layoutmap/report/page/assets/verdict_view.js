@@ -5,8 +5,11 @@ function verdictView(holder, panel) {
   panel.hidden = false;
   panel.classList.add(verdict.mood);
   const parts = verdict.because.map(([what, bytes]) => `${sizeText(bytes)}  ${what}`).join("\n");
-  const facts = [["because of", parts], ["try", verdict.advice.join("\n")]].filter(([, text]) => text && verdict.fits === false);
+  const untried = verdict.untried.length ? `${verdict.untried.join(", ")}: counting them takes too long` : "";
+  const facts = [["because of", parts], ["not tried", untried]].filter(([, text]) => text && verdict.fits === false);
+  const advice = verdict.advice.map(([what, ...ways]) => make("li", {}, what, ways.map((way) => make("code", {}, way))));
   holder.append(
     make("p", { id: "headline" }, verdict.says),
     make("dl", { class: "facts" }, facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)])));
+  if (advice.length) holder.append(make("h3", {}, "What would help"), make("ol", { class: "advice" }, advice));
 }

@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.describing import Call, Layer, Model, Shape, Value
-from layoutmap.testing.models.layers import ATTENTION, KINDS, WIDTHS, WITH_LORA, Options, layer_for
+from layoutmap.testing.models.keras.describing import Call, Layer, Model
+from layoutmap.testing.models.keras.layers import ATTENTION, KINDS, WITH_LORA, Options, layer_for
+from layoutmap.testing.models.maps import Shape
+from layoutmap.testing.models.values import WIDTHS, Value
 
 _STYLES = {"functional": 5, "sequential": 2, "subclassed": 3, "listed": 2}
 _INPUTS = {"vector": 3, "sequence": 4, "image": 4, "volume": 3, "tokens": 4}

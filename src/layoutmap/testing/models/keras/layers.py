@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.describing import Layer, Shape
+from layoutmap.testing.models.keras.describing import Layer
+from layoutmap.testing.models.maps import Shape
+from layoutmap.testing.models.values import WIDTHS, divisors
 
 Options = dict[str, Any]
 Maker = Callable[[Choices, Shape], tuple[Options, Shape]]
 """Draws the options of a layer for a shape, and says which shape it puts out."""
 
-WIDTHS = {8: 6, 16: 5, 4: 2, 24: 2, 12: 2, 32: 1, 6: 1, 7: 1}
 WITH_LORA = ("Dense", "EinsumDense", "Embedding", "Conv1D", "Conv2D", "Conv3D")
 _ACTIVATIONS = (None, "gelu", "tanh", "relu", "silu", "sigmoid", "softmax")
 _OF_KERNELS = {
@@ -91,10 +92,6 @@ def _layer_norm(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     return {"axis": tuple(range(1, 1 + len(shape)))} if choices.one_in(4) else {}, shape
 
 
-def _divisors(*numbers: int) -> list[int]:
-    return [n for n in (2, 4, 8, 1, 3, 7) if all(number % n == 0 for number in numbers)]
-
-
 # -- windows
 
 
@@ -126,7 +123,7 @@ def _convolution(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     if len(places) == 1 and options["padding"] == "same" and choices.one_in(3):
         options["padding"] = "causal"
     filters, activation = choices.weighted(WIDTHS), choices.one_of(*_ACTIVATIONS)
-    groups = choices.one_of(*_divisors(shape[-1], filters)) if choices.one_in(2) else 1
+    groups = choices.one_of(*divisors(shape[-1], filters)) if choices.one_in(2) else 1
     options |= {"groups": groups, "activation": activation, **dict(choices.weighted(_OF_KERNELS))}
     return {"filters": filters, **options}, (*places, filters)
 
@@ -208,7 +205,7 @@ KINDS: dict[str, tuple[Collection[int], int, Maker]] = {
     "GroupNormalization": (
         _ANY,
         3,
-        lambda choices, shape: ({"groups": choices.one_of(*_divisors(shape[-1]))}, shape),
+        lambda choices, shape: ({"groups": choices.one_of(*divisors(shape[-1]))}, shape),
     ),
     "Conv*D": (_PLACES, 12, _convolution),
     "DepthwiseConv*D": (range(2, 4), 8, _depthwise),

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
-Shape = tuple[int, ...]
+from layoutmap.testing.models.maps import Shape
+from layoutmap.testing.models.values import Value, batch_source, one_or_list
+
+SGD = "keras.optimizers.SGD(0.05, momentum=0.9)"
 
 CUSTOM = {
     "Scale": """\
@@ -64,41 +67,6 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Value:
-    """An input or an output of a model.
-
-    Args:
-        name: What the program calls it.
-        shape: The shape of one row of data; of an output that has logits of classes it lacks their axis.
-        classes: How many tokens or classes there are; `None`: the data are numbers.
-        loss: The loss of an output of numbers.
-    """
-
-    name: str
-    shape: Shape
-    classes: int | None = None
-    loss: str = "mse"
-
-    @property
-    def input_source(self) -> str:
-        """The expression of an input of Keras."""
-        return f"keras.Input({self.shape}{', dtype=' + repr('int32') if self.classes else ''})"
-
-    @property
-    def loss_source(self) -> str:
-        """The expression of a loss for it."""
-        of_classes = "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
-        return of_classes if self.classes else repr(self.loss)
-
-    def data(self, rows: int) -> str:
-        """The expression that draws a batch of it from `rng`."""
-        shape = (rows, *self.shape)
-        if self.classes:
-            return f"rng.integers(0, {self.classes}, {shape})"
-        return f"rng.normal(size={shape}).astype('float32')"
-
-
-@dataclass(frozen=True)
 class Call:
     """A layer that is called.
 
@@ -131,6 +99,28 @@ class Model:
         lora: The layer that gets LoRA factors once the model is built; empty: none.
     """
 
+    library: ClassVar[str] = "keras"
+    imports: ClassVar[str] = """\
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+import keras
+import numpy as np
+
+L = keras.layers
+"""
+    optimizers: ClassVar[Mapping[str, int]] = {
+        SGD: 6,
+        "keras.optimizers.SGD(0.05)": 1,
+        "keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=1.0)": 1,
+        "keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, weight_decay=0.01)": 1,
+        "keras.optimizers.Adam(0.001)": 2,
+        "keras.optimizers.AdamW(0.001, global_clipnorm=1.0)": 1,
+        "keras.optimizers.RMSprop(0.001)": 1,
+        "keras.optimizers.Adafactor(0.001)": 1,
+        "keras.optimizers.Lion(0.001)": 1,
+    }
+
     style: str
     inputs: tuple[Value, ...]
     layers: tuple[Layer, ...]
@@ -149,6 +139,21 @@ class Model:
         """Whether it is an instance of a class of its own, which has no weights before it is called."""
         return self.style in ("subclassed", "listed")
 
+    @property
+    def planned_with(self) -> str:
+        """The expression of its inputs, where it makes weights at its first call."""
+        return one_or_list([_input(each) for each in self.inputs]) if self.is_subclassed else ""
+
+    @property
+    def layer_outputs(self) -> Mapping[str, Shape]:
+        """The shapes of outputs of layers that are called once and have names of their own, by the layers' paths."""
+        called = Counter(call.layer for call in self.calls) if self.named else {}
+        return {self.path(call.layer): call.shape for call in self.calls if called.get(call.layer) == 1}
+
+    def data(self, rows: int) -> str:
+        """The expression of a batch, drawn from `rng`."""
+        return batch_source(self.inputs, self.outputs, rows)
+
     def path(self, layer: str) -> str:
         """The path of a layer of a model whose layers are named."""
         return f"parts.{list(self._of_name).index(layer)}" if self.style == "listed" else layer
@@ -162,14 +167,14 @@ class Model:
         custom = "".join(CUSTOM[kind] for kind in dict.fromkeys(self.kinds) if kind in CUSTOM)
         lines = ["model = Net()"] if self.is_subclassed else self._functional()
         if self.style == "sequential":
-            parts = [self.inputs[0].input_source, *(self._made(layer) for layer in self.layers)]
+            parts = [_input(self.inputs[0]), *(self._made(layer) for layer in self.layers)]
             lines = ["model = keras.Sequential([", *(f"{_INDENT}{part}," for part in parts), "])"]
         if self.lora and self.is_subclassed:
-            inputs = one_or_list([each.input_source for each in self.inputs])
+            inputs = one_or_list([_input(each) for each in self.inputs])
             lines += [f"model({inputs})", f"{self._attribute('model', self.lora)}.enable_lora(2)"]
         elif self.lora:
             lines.append(f"model.get_layer({self.lora!r}).enable_lora(2)")
-        losses = one_or_list([output.loss_source for output in self.outputs])
+        losses = one_or_list([_loss(output) for output in self.outputs])
         lines += [f"model.compile({optimizer}, {losses})", "return model"]
         own_class = "\n".join([*self._subclassed(), "\n\n"]) if self.is_subclassed else ""
         return "\n".join([f"{custom}{own_class}def make_model():", *(_INDENT + line for line in lines), ""])
@@ -193,7 +198,7 @@ class Model:
         )
 
     def _functional(self) -> list[str]:
-        lines = [f"{each.name} = {each.input_source}" for each in self.inputs]
+        lines = [f"{each.name} = {_input(each)}" for each in self.inputs]
         uses, made = Counter(call.layer for call in self.calls), set[str]()
         for call in self.calls:
             expression = self._made(self._of_name[call.layer])
@@ -226,6 +231,11 @@ class Model:
         return one_or_list([each.name for each in self.outputs])
 
 
-def one_or_list(parts: list[str]) -> str:
-    """The expression of one part, or of a list of several."""
-    return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
+def _input(value: Value) -> str:
+    """The expression of an input of Keras."""
+    return f"keras.Input({value.shape}{', dtype=' + repr('int32') if value.classes else ''})"
+
+
+def _loss(value: Value) -> str:
+    of_classes = "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
+    return of_classes if value.classes else repr(value.loss)

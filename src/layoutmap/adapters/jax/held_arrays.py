@@ -1,0 +1,123 @@
+"""Arrays that a module of flax.nnx holds in no Variable: in its attributes, or in lists, tuples and dicts there.
+
+Flax finds them in attributes that it takes for data, and puts new ones in place for attributes themselves, but not
+for what is in a tuple or a dict.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.core
+from flax import nnx
+
+from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.tracing import is_array
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import ScopeError
+
+Keys = tuple[str, ...]
+Nodes = Iterable[tuple[tuple[Any, ...], Any]]
+"""What `nnx.iter_graph` returns: all that is in a module, with its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldArrays:
+    """The arrays that an attribute holds beside its Variables.
+
+    Args:
+        owner: The module, weakly.
+        name: The attribute.
+        path: Its path.
+    """
+
+    owner: weakref.ref[Any]
+    name: str
+    path: Keys
+
+    def put(self, arrays: Mapping[Keys, Any]) -> None:
+        """Assign other arrays, by the path of each."""
+        owner = self.owner()
+
+        def new(keys: Sequence[Any], value: Any) -> Any:
+            return arrays.get((*self.path, *map(key_text, keys)), value)
+
+        held = jax.tree_util.tree_map_with_path(new, getattr(owner, self.name), is_leaf=_is_of_flax)
+        setattr(owner, self.name, nnx.data(held))
+
+
+def held_arrays(model: Any) -> list[HeldArrays]:
+    """Return the attributes that hold arrays which are in no Variable."""
+    return [
+        HeldArrays(weakref.ref(node), name, (*map(key_text, path), name))
+        for path, node in [*nnx.iter_graph(model)]
+        if isinstance(node, nnx.Pytree)
+        for name, value in vars(node).items()
+        if any(map(is_array, jax.tree.leaves(value, is_leaf=_is_of_flax)))
+    ]
+
+
+def note_arrays(nodes: Nodes) -> None:
+    """Have modules take traced arrays that are their own attributes for arrays, as they do with those that have values.
+
+    Flax 0.12.8 takes them for static values, here and in `nnx.eval_shape` and `nnx.jit`, and loses them.
+    """
+    for _, node in nodes:
+        if isinstance(node, nnx.Pytree):
+            for name, value in [*vars(node).items()]:
+                if isinstance(value, jax.core.Tracer):
+                    setattr(node, name, nnx.data(value))
+
+
+def check_all_found(nodes: Nodes, state: Any) -> None:
+    """Check that the state of a module has all traced arrays that are in the module.
+
+    Raises:
+        ScopeError: It has not.
+    """
+    found = {id(leaf) for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.core.Tracer)}
+    owners = {path: node for path, node in nodes if isinstance(node, nnx.Pytree)}
+    checked: dict[int, Any] = {}
+    for path, node in nodes:
+        if isinstance(node, jax.core.Tracer) and id(node) not in found:
+            length = next(n for n in range(len(path), -1, -1) if path[:n] in owners)
+            owner, name = owners[path[:length]], str(path[length])
+            raise ScopeError(
+                f"{'.'.join(map(key_text, path[: length + 1]))}: arrays in a static attribute",
+                facts={"module": type(owner).__name__, "value": kind_of(getattr(owner, name))},
+                why="flax.nnx looks into lists, tuples and dicts only where they are marked as data",
+                fix="mark it where it is assigned: nnx.data(..)",
+            )
+        if id(node) not in checked and _hides_array(node):
+            raise ScopeError(
+                f"{'.'.join(map(key_text, path))}: an array is hidden in a static attribute",
+                facts={"value": kind_of(node)},
+                why="flax.nnx looks for arrays in pytrees only, and this is none, so it would be lost",
+                fix="let the module have the array as an attribute of its own, and use that when it is called",
+            )
+        checked[id(node)] = node
+
+
+def _hides_array(node: Any) -> bool:
+    """Whether a function closes over a traced array, or an object that is no pytree has one as an attribute."""
+    if isinstance(node, (nnx.Pytree, nnx.Variable, jax.Array, type, str, int, float)):
+        return False
+    if not jax.tree_util.all_leaves([node]):
+        return False
+    held = [getattr(node, "__dict__", None), getattr(node, "__defaults__", None)]
+    if isinstance(node, functools.partial):
+        held += [node.args, node.keywords]
+    for cell in getattr(node, "__closure__", None) or ():
+        with suppress(ValueError):  # nothing was assigned to the name
+            held.append(cell.cell_contents)
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(held, is_leaf=_is_of_flax))
+
+
+def _is_of_flax(value: Any) -> bool:
+    return isinstance(value, (nnx.Pytree, nnx.Variable))

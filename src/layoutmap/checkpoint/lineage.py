@@ -1,0 +1,177 @@
+"""Which step came from which. A run that goes back, and on from there, begins another line in its directory.
+
+A manifest has, beside the step that it came from (`parent`), the lines that it is on: by name, up to which step. A line
+has the id of its first save as its name, and its steps rise. So it is known which steps a run comes from, whichever of
+them have been deleted since. `order` counts the saves of a directory: its last step is that of the last save, whatever
+its number, and no clock is asked. What was saved without these is on one line, in the order of its numbers.
+
+    "parent": 30, "lines": {"d6df30ab0b700bed": 30, "5a1c0f3b7e9d2a46": 34}, "order": 8,
+
+This is step 34, the eighth save: the run went back to 30 and began the line `5a1c...` there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from layoutmap.checkpoint.manifest import NAME
+from layoutmap.checkpoint.states import decode
+from layoutmap.checkpoint.storage import Storage
+from layoutmap.core.errors import CheckpointError
+
+_HEAD_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """What a directory knows of one of its steps.
+
+    Args:
+        step: Its number.
+        parent: The step that it came from; `None`: none, or it is not known.
+        lines: The lines that it is on, its own last: the last step of each that it comes from, by the line's name.
+        order: The how many-th save of the directory it was; 0 if it is not known.
+        created: When it was saved, in UTC.
+        metrics: The numbers that were saved with it.
+    """
+
+    step: int
+    parent: int | None = None
+    lines: Mapping[str, int] = field(default_factory=dict[str, int])
+    order: int = 0
+    created: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def line(self) -> str:
+        """The name of its own line."""
+        return list(self.lines)[-1]
+
+    def comes_from(self, other: SavedStep) -> bool:
+        """Whether another step is one of those that it comes from.
+
+        Example:
+            >>> left, new = SavedStep(50, lines={"a": 50}), SavedStep(34, lines={"a": 30, "b": 34})
+            >>> [new.comes_from(SavedStep(20, lines={"a": 20})), new.comes_from(left), left.comes_from(new)]
+            [True, False, False]
+        """
+        return other.step != self.step and self.lines.get(other.line, -1) >= other.step
+
+
+def following(step: int, token: str, position: SavedStep | None, there: Iterable[SavedStep]) -> SavedStep:
+    """What is to be known of a step that is saved now.
+
+    Args:
+        step: Its number.
+        token: The id of its save.
+        position: The step that the run goes on from; `None`: it begins.
+        there: All steps of the directory.
+
+    Example:
+        >>> there = [SavedStep(n, lines={"a": n}, order=n) for n in (1, 2, 3)]
+        >>> following(4, "b", there[2], there).lines, following(2, "b", there[0], there).lines
+        ({'a': 4}, {'a': 1, 'b': 2})
+    """
+    known = list(there)
+    order = 1 + max((each.order for each in known), default=0)
+    if position is None:
+        return SavedStep(step, None, {token: step}, order)
+    is_left = any(each.line == position.line and each.step > position.step for each in known)
+    return SavedStep(
+        step, position.step, {**position.lines, (token if is_left else position.line): step}, order
+    )
+
+
+class History:
+    """The steps of a directory, and which of them came from which.
+
+    Args:
+        storage: The directory.
+
+    Attributes:
+        damaged: The steps that were there at the last look and whose manifests cannot be read.
+    """
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+        self._known: dict[int, SavedStep] = {}
+        self.damaged: list[int] = []
+
+    def note(self, saved: SavedStep) -> None:
+        """Know what was saved just now."""
+        self._known[saved.step] = saved
+
+    def forget(self, step: int) -> None:
+        """Know a step no more, which is deleted or will be another one."""
+        self._known.pop(step, None)
+
+    def steps(self) -> dict[int, SavedStep]:
+        """Look which steps are there now; in rising order."""
+        there = self._storage.steps()
+        for step in there:
+            if step not in self._known and (read := _read(self._storage, step)) is not None:
+                self._known[step] = read
+        self.damaged = [step for step in there if step not in self._known]
+        return {step: self._known[step] for step in there if step in self._known}
+
+    def last(self) -> SavedStep | None:
+        """The step that was saved last; `None`: there is none.
+
+        One whose manifest cannot be read is the last if its number says so: who loads it hears of it.
+        """
+        found = max(self.steps().values(), key=lambda each: (each.order, each.step), default=None)
+        damaged = [SavedStep(step, lines={"": step}) for step in self.damaged[-1:]]
+        return max([*damaged, *filter(None, (found,))], key=lambda each: each.step, default=None)
+
+    def line(self, position: SavedStep | None) -> list[SavedStep]:
+        """The steps that are there of those that one comes from, and itself, in rising order."""
+        there = self.steps().values()
+        return [e for e in there if position and (e.step == position.step or position.comes_from(e))]
+
+
+def last_step(storage: Storage) -> int | None:
+    """The step of a directory that was saved last; `None`: there is none."""
+    found = History(storage).last()
+    return None if found is None else found.step
+
+
+def facts_of(saved: SavedStep) -> dict[str, Any]:
+    """What a manifest has of it."""
+    return {"parent": saved.parent, "lines": saved.lines, "order": saved.order}
+
+
+def saved_step(step: int, facts: Mapping[str, Any]) -> SavedStep:
+    """What the facts of a manifest say of its step."""
+    return SavedStep(
+        step,
+        facts.get("parent"),
+        facts.get("lines") or {"": step},
+        facts.get("order", 0),
+        facts.get("created") or "",
+        decode(facts.get("metrics", {})),
+    )
+
+
+def _read(storage: Storage, step: int) -> SavedStep | None:
+    """What the manifest of a step says in its first lines; `None`: it cannot be read."""
+    try:
+        size = storage.size(storage.folder(step), NAME) or 0
+        found = _facts(storage, step, min(size, _HEAD_BYTES)) or _facts(storage, step, size)
+        saved = saved_step(step, found)
+        is_right = all(type(number) is int for number in [*saved.lines.values(), saved.order])
+        return saved if is_right else None
+    except (CheckpointError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # it is gone meanwhile, or is damaged: that is said by who opens it
+
+
+def _facts(storage: Storage, step: int, num_bytes: int) -> Any:
+    """What stands before the metadata in the first bytes of a manifest; `None`: they do not have all of it."""
+    data = bytearray(num_bytes)
+    count = storage.read_into(storage.folder(step), NAME, 0, memoryview(data))
+    head, is_there, _ = bytes(data[:count]).partition(b',\n "metadata": ')
+    if is_there:
+        return json.loads(head + b"}")
+    return None if num_bytes == _HEAD_BYTES else json.loads(data)  # other programs write JSON in other lines

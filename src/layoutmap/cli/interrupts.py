@@ -1,0 +1,78 @@
+"""Ctrl-C on the command line: one line and exit code 130, whenever it comes.
+
+Python raises `KeyboardInterrupt` wherever the program happens to be. Inside the import of a framework that is in the
+middle of its C extensions, some of which crash or hide it behind an error of their own. So the command ends at once
+instead, from the signal's handler. Only what has something to keep or to clean up asks for the exception: see
+docs/decisions/0132.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+_INTERRUPTED = 130
+
+
+class _Handler:
+    """The handler of the signal while the command runs; it counts who asks for the exception."""
+
+    def __init__(self) -> None:
+        self.asking = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asking and not _imports(frame):
+            raise KeyboardInterrupt
+        os.write(2, b"layoutmap: interrupted\n")
+        os._exit(_INTERRUPTED)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def heed() -> None:
+    """Take over the signal if this process is the command, and does not ignore it as a shell's background jobs do.
+
+    It is called when this module is imported, which is the first that `layoutmap` imports.
+    """
+    program = os.path.basename((getattr(sys, "argv", None) or [""])[0])
+    if program == "-m":  # a package is imported to be run; the name is not yet in its place
+        program = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
+    is_command = program.removesuffix(".exe") == "layoutmap"
+    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _Handler())
+
+
+@contextmanager
+def raised() -> Generator[None]:
+    """While open, Ctrl-C is a `KeyboardInterrupt`, as without this library, unless a module is being imported."""
+    handler = signal.getsignal(signal.SIGINT)
+    asks = isinstance(handler, _Handler)
+    if asks:
+        handler.asking += 1
+    try:
+        yield
+    finally:
+        if asks:
+            handler.asking -= 1
+
+
+def ended(code: int) -> int:
+    """The exit code of a command that has done all it does: nothing changes it any more."""
+    if isinstance(signal.getsignal(signal.SIGINT), _Handler):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if code == _INTERRUPTED:
+            os._exit(
+                code
+            )  # what frameworks do at the end of a process can crash, where they were interrupted
+    return code
+
+
+heed()

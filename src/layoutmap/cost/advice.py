@@ -1,0 +1,43 @@
+"""Another way to plan a model, with what it needs of memory: counted, never guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layoutmap.core.text_table import size
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change with which a device holds less.
+
+    Args:
+        what: What to change, in words.
+        python: How that is said in Python: arguments of `lm.plan` and of the layout map.
+        command: How it is said on the command line: options, then lines for a rules file; empty: not at all.
+        needed_bytes: What a device holds with it.
+        step: How long a training step takes with it, as text; empty: that is not counted.
+    """
+
+    what: str
+    python: str
+    command: str
+    needed_bytes: int
+    step: str = ""
+
+    def headline(self, available_bytes: int) -> str:
+        """What it needs, and what it is, in a line."""
+        fits = "fits" if self.needed_bytes <= available_bytes else "not enough"
+        return f"{', '.join(filter(None, (size(self.needed_bytes), fits, self.step)))}: {self.what}"
+
+    def text(self, available_bytes: int, *, as_command: bool = False, refused: str = "") -> str:
+        """It in two lines or more, the others with what to type.
+
+        Args:
+            available_bytes: The memory of a device.
+            as_command: Whether to say it for the command line, where it can be said there.
+            refused: An option that the command does not take for this model.
+        """
+        can = self.command and not (refused and refused in self.command)
+        typed = self.python if not as_command else self.command if can else f"in Python: {self.python}"
+        return "\n  ".join([self.headline(available_bytes), *typed.splitlines()])

@@ -1,0 +1,258 @@
+"""Products whose results are wanted over mesh dims that they add up over, kept apart from that layout by a barrier.
+
+XLA's partitioner gives each group of devices a part of the sum. Where the result is wanted over the dims that tell the
+groups apart, it takes the devices of a group in the order that the result's layout has, which need not be that in which
+the operands' layouts had them compute (docs/xla-faults.md). A rule for lowering sees no layouts, so this looks at each
+program for a mesh of several dims once it is lowered. On a copy Shardy's passes say which layouts its values get. Behind
+a product that XLA could compute wrongly goes a barrier: then its result has a layout that follows from its operands',
+and is redistributed to the wanted one by an operation of its own (docs/decisions/0126).
+
+Private names, tested on JAX 0.9.2 and 0.10.2:
+
+    jax._src.interpreters.mlir.lower_jaxpr_to_module    lowers a program: its result has a `module`
+    jaxlib.mlir.ir, jaxlib.mlir.dialects.sdy, .stablehlo  operations and their layouts
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.patches import Attribute
+from layoutmap.core.tested import unsupported
+from layoutmap.engines.jax.cost.shardy import propagate
+
+try:
+    from jax._src.interpreters import mlir as _mlir
+    from jaxlib.mlir import ir as _ir
+    from jaxlib.mlir.dialects import sdy as _sdy
+    from jaxlib.mlir.dialects import stablehlo as _hlo
+
+    _mlir.lower_jaxpr_to_module  # noqa: B018
+except (ImportError, AttributeError) as _error:
+    raise unsupported("jax", _error) from _error
+
+_NUMBER = "layoutmap.number"
+"""The attribute by which a product is found again after Shardy's passes, which copy functions."""
+
+Piece = tuple[str, int, int]
+"""A mesh dim, or a part of one: its name, and where it begins and ends in it. `("x", 2, 4)` is the minor half of 4."""
+
+Axes = Sequence[Sequence[Piece]]
+"""For each axis of a tensor what shards it, major to minor."""
+
+
+def _looking(lower: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(lower)
+    def lowered(name: str, *args: Any, **kwargs: Any) -> Any:
+        result = lower(name, *args, **kwargs)
+        if kwargs.get("num_partitions", 1) > 1:
+            keep_apart(result.module, name)
+        return result
+
+    return lowered
+
+
+PATCH = Attribute(_mlir, "lower_jaxpr_to_module", _looking)
+"""Has JAX look at each program for several devices that it lowers."""
+
+
+def keep_apart(module: Any, name: str) -> None:
+    """Put a barrier behind each product of a lowered program that XLA could compute wrongly, in place.
+
+    Args:
+        module: The program.
+        name: What it is called.
+
+    Raises:
+        EngineError: A product would be wrong all the same.
+    """
+    with module.context, _ir.Location.unknown():
+        numbers = _in_danger(module)
+        products = _products(module) if numbers else []
+        for result in (products[number].results[0] for number in numbers):
+            with _ir.InsertionPoint.after(result.owner):
+                barrier = _sdy.PropagationBarrierOp(result, _sdy.PropagationDirection.FORWARD.value)
+            result.replace_all_uses_except(barrier.result, barrier.operation)
+        left = _in_danger(module) if numbers else []
+    if left:
+        raise EngineError(
+            f"{name}: XLA could compute wrong numbers",
+            facts={"operation": products[left[0]].name, "where": products[left[0]].location},
+            why="XLA does not add up over all shards where the result is sharded over the same mesh dims",
+            fix="constrain the operation's result to be replicated: lm.dtensor.relayout(result, layout)",
+        )
+
+
+def _in_danger(module: Any) -> list[int]:
+    """The numbers of the products of a program that XLA could compute wrongly."""
+    products = _products(module)
+    if not products or not any(sum(n > 1 for n in dims.values()) > 1 for dims in _meshes(module).values()):
+        return []
+    copy = module.operation.clone()
+    kind = _ir.IntegerType.get_signless(64)
+    for number, op in enumerate(_products(copy)):
+        op.attributes[_NUMBER] = _ir.IntegerAttr.get(kind, number)
+    propagate(copy)
+    meshes = _meshes(copy)
+    return sorted(
+        {op.attributes[_NUMBER].value for op in _products(copy) if _Product.of(op, meshes).is_in_danger()}
+    )
+
+
+def _products(module: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def look(op: Any) -> Any:
+        if op.name in _LABELS:
+            found.append(op)
+        return _ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    return found
+
+
+def _meshes(module: Any) -> dict[str, dict[str, int]]:
+    """The meshes of a program: for each name the sizes of its dims."""
+    found = {
+        view.attributes["sym_name"].value: _sdy.MeshAttr(view.attributes["mesh"])
+        for view in module.operation.regions[0].blocks[0]
+        if view.operation.name == "sdy.mesh"
+    }
+    return {
+        name: {axis.name: axis.size for axis in map(_sdy.MeshAxisAttr, mesh.axes)}
+        for name, mesh in found.items()
+    }
+
+
+# -- a product
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """The layouts of a product's operands and of its result.
+
+    Args:
+        axes: Of the first operand, the second one and the result, what shards each axis.
+        labels: Of the same, a label for each axis, as the letters of `einsum`.
+        dims: All pieces of the mesh, in its order.
+    """
+
+    axes: tuple[Axes, Axes, Axes]
+    labels: tuple[Sequence[Hashable], Sequence[Hashable], Sequence[Hashable]]
+    dims: Sequence[Piece]
+
+    @classmethod
+    def of(cls, op: Any, meshes: Mapping[str, Mapping[str, int]]) -> _Product:
+        values = (op.operands[0], op.operands[1], op.results[0])
+        layouts = [_layout(value) for value in values]
+        named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
+        mesh = max(named, key=len, default={})
+        given = [list(_dims_of(layout)) if layout else [] for layout in layouts]
+        ends = {name: {1, size} for name, size in mesh.items()}
+        for name, begin, end in (part for axes in given for axis in axes for part in axis):
+            ends[name] |= {begin, end or mesh[name]}
+
+        def pieces(name: str, begin: int = 1, end: int | None = None) -> Iterator[Piece]:
+            inside = sorted(n for n in ends[name] if begin <= n <= (end or mesh[name]))
+            return ((name, *pair) for pair in pairwise(inside))
+
+        axes = [[[piece for part in axis for piece in pieces(*part)] for axis in each] for each in given]
+        return cls(tuple(axes), _LABELS[op.name](op), [piece for name in mesh for piece in pieces(name)])  # type: ignore[arg-type]
+
+    def is_in_danger(self) -> bool:
+        """Whether XLA could compute it wrongly: it does not in each such case, but in no other one.
+
+        It is right where the result keeps an order that both operands have: they are sharded alike along what is added
+        up; the result's axes that these dims shard are sharded by no others; and the others shard it in one order with
+        the operands, along an axis that one of these has.
+        """
+        lhs, rhs, result = (
+            {piece: label for pieces, label in zip(axes, labels, strict=False) for piece in pieces}
+            for axes, labels in zip(self.axes, self.labels, strict=True)
+        )
+        summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
+        of_lhs, of_rhs = ({piece for piece, label in each.items() if label in summed} for each in (lhs, rhs))
+        both = of_lhs & of_rhs
+        if not both & result.keys():
+            return False
+        orders = {tuple(piece for piece in self._order(axes) if piece not in both) for axes in self.axes}
+        return (
+            len(orders) > 1
+            or of_lhs != of_rhs
+            or any(both & set(axis) and set(axis) - both for axis in self.axes[2])
+            or any(
+                label not in (lhs.get(piece), rhs.get(piece))
+                for piece, label in result.items()
+                if piece not in both
+            )
+        )
+
+    def _order(self, axes: Axes) -> list[Piece]:
+        """All pieces of the mesh, in the order in which XLA counts a tensor's shards: what shards no axis is last."""
+        sharded = [piece for axis in axes for piece in axis]
+        return sharded + [piece for piece in self.dims if piece not in sharded]
+
+
+def _dims_of(layout: Any) -> Iterator[list[tuple[str, int, int | None]]]:
+    """For each axis what shards it: a mesh dim from its begin to its end, where that is not all of it."""
+    for axis in map(_sdy.DimensionShardingAttr, layout.dimension_shardings):
+        found: list[tuple[str, int, int | None]] = []
+        for dim in map(_sdy.AxisRefAttr, axis.axes):
+            part = dim.sub_axis_info and _sdy.SubAxisInfoAttr(dim.sub_axis_info)
+            found.append((dim.name, part.pre_size, part.pre_size * part.size) if part else (dim.name, 1, None))
+        yield found
+
+
+def _layout(value: Any) -> Any:
+    """The layout that Shardy gave a value; `None`: it is replicated."""
+    owner = value.owner
+    if isinstance(owner, _ir.Block):
+        op, number = owner.owner.operation, _ir.BlockArgument(value).arg_number
+        if op.name == "func.func":
+            given = op.attributes["arg_attrs"][number] if "arg_attrs" in op.attributes else {}
+            return _sdy.TensorShardingAttr(given["sdy.sharding"]) if "sdy.sharding" in given else None
+        name = "in_shardings" if op.name == "sdy.manual_computation" else "sdy.sharding"
+    else:
+        op, number = owner, _ir.OpResult(value).result_number
+        name = "out_shardings" if op.name == "sdy.manual_computation" else "sdy.sharding"
+    if op.name == "sdy.reshard":
+        return _sdy.TensorShardingAttr(op.attributes["sharding"])
+    if name not in op.attributes:
+        return None
+    return _sdy.TensorShardingAttr(_sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number])
+
+
+def _labels_of_dot(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+    numbers = _hlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    lhs: list[Hashable] = [("lhs", axis) for axis in range(len(op.operands[0].type.shape))]
+    rhs: list[Hashable] = [("rhs", axis) for axis in range(len(op.operands[1].type.shape))]
+    batch, summed = list(numbers.lhs_batching_dimensions), list(numbers.lhs_contracting_dimensions)
+    same = [*numbers.rhs_batching_dimensions, *numbers.rhs_contracting_dimensions]
+    for axis, other in zip([*batch, *summed], same, strict=True):
+        rhs[other] = lhs[axis]
+    free = [lhs[axis] for axis in range(len(lhs)) if axis not in (*batch, *summed)]
+    others = [rhs[axis] for axis in range(len(rhs)) if axis not in same]
+    return lhs, rhs, [lhs[axis] for axis in batch] + free + others
+
+
+def _labels_of_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+    numbers = _hlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    lhs, rhs, result = ([(of, axis) for axis in range(len(op.results[0].type.shape))] for of in range(3))
+    groups = any(op.attributes[name].value > 1 for name in ("feature_group_count", "batch_group_count"))
+    lhs[numbers.input_batch_dimension] = result[numbers.output_batch_dimension]
+    rhs[numbers.kernel_output_feature_dimension] = result[numbers.output_feature_dimension]
+    if groups:  # which are all that is sharded of features
+        lhs[numbers.input_feature_dimension] = result[numbers.output_feature_dimension]
+    else:
+        lhs[numbers.input_feature_dimension] = rhs[numbers.kernel_input_feature_dimension]
+    return lhs, rhs, result  # type: ignore[return-value]
+
+
+_LABELS = {"stablehlo.dot_general": _labels_of_dot, "stablehlo.convolution": _labels_of_convolution}

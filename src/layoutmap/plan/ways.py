@@ -1,0 +1,311 @@
+"""Other ways to plan a model, and what to type for each: in Python, as options of the command line, in a rules file.
+
+A way is a value. What to type follows from what differs between two of them, so nothing is advised that is not counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
+
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.escaping import escaped
+from layoutmap.core.layout import Layout
+from layoutmap.core.match import Rule
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.paths import path_regex, path_shape
+from layoutmap.core.specs import with_none
+from layoutmap.core.steps import Shape
+from layoutmap.core.variables import Assignment
+from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.plan.table import PlanTable
+from layoutmap.rules import presets
+from layoutmap.rules.rule_set import RuleSet
+
+T = TypeVar("T")
+Specs = Sequence[Any]
+_QUOTE = "'"
+
+
+class Preset(NamedTuple):
+    """The arguments of `LayoutMap.preset`."""
+
+    name: str
+    model_dim: str | None
+    fsdp_dim: str | None
+
+    def rules(self, mesh: Mesh) -> RuleSet:
+        """Its rules on a mesh."""
+        return RuleSet.preset(self.name, mesh, model_dim=self.model_dim, fsdp_dim=self.fsdp_dim)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is planned.
+
+    Args:
+        rules: The rules.
+        preset: The preset that they are those of; `None`: of none.
+        on: The machine, as it is named; `None`: no step is counted.
+        inputs: The arrays that the model is called with.
+        named: Whether these are known by their names.
+        batch_dim: The mesh dim over which batches are sharded, where it is said.
+        remat: Whose activations are computed again in the backward pass.
+        fuse_attention: Whether attention is one fused kernel.
+        dtype: The type that weights are made in; empty: their own.
+        data: The mesh dim over which batches are sharded, said or not; it changes no plan by itself.
+        blocks: What the layers between which activations pass are called.
+    """
+
+    rules: RuleSet
+    preset: Preset | None = None
+    on: str = ""
+    inputs: tuple[Shape, ...] = ()
+    named: bool = False
+    batch_dim: str | None = None
+    remat: str | None = None
+    fuse_attention: bool = False
+    dtype: str = ""
+    data: str | None = field(default=None, compare=False)
+    blocks: str = field(default="", compare=False)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the rules."""
+        assert self.rules.mesh is not None
+        return self.rules.mesh
+
+    @property
+    def batch_size(self) -> int:
+        """The first axis of the first array of a batch; 1 where there is none."""
+        return next((each.shape[0] for each in self.inputs if each.shape), 1)
+
+    # -- others
+
+    def with_rules(self, rules: Mapping[str, Specs], activations: Mapping[str, Specs] | None = None) -> Way:
+        """The same with some rules changed, and others added behind."""
+        return replace(self, rules=_edited(self.rules, self.mesh, rules, activations or {}), preset=None)
+
+    def doubled(self, dim: str) -> Way:
+        """The same with twice as many devices along a mesh dim."""
+        mesh = Mesh(None, [(each.name, each.size * (1 + (each.name == dim))) for each in self.mesh.mesh_dims])
+        on = re.sub(r":[0-9]+$", f":{mesh.size}", self.on)
+        return replace(self, rules=_edited(self.rules, mesh, {}, {}), on=on)
+
+    def joined(self, before: Way, other: Way) -> Way:
+        """The same with what another way changes of a first one; of two that change rules, this one's stay."""
+        names = ["fuse_attention", "remat", "batch_dim", "inputs"]
+        names += ["rules", "preset", "blocks"] if self.rules == before.rules else []
+        return replace(
+            self,
+            **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(before, n)},
+        )
+
+    def halved(self) -> Way | None:
+        """The same with half the batch; `None`: it is odd, or not known."""
+        size = self.batch_size
+        if size % 2:
+            return None
+        inputs = [
+            replace(x, shape=(size // 2, *x.shape[1:])) if x.shape[:1] == (size,) else x for x in self.inputs
+        ]
+        return replace(self, inputs=tuple(inputs))
+
+    def sharded_over(self, dim: str, plan: PlanTable) -> Way | None:
+        """The same with each weight of two axes or more sharded over a mesh dim as well; `None`: there is none.
+
+        Args:
+            dim: The mesh dim.
+            plan: The plan, as it is now.
+        """
+        if self.preset and not self.preset.fsdp_dim and self.preset.model_dim != dim:
+            preset = self.preset._replace(fsdp_dim=dim)
+            return replace(self, rules=preset.rules(self.mesh), preset=preset)
+        groups: dict[Any, list[Assignment]] = {}
+        for a in plan.assignments:
+            if not a.variable.follows and a.fits and a.layout.rank > 1:
+                rule = a.match.rule if a.match else None
+                groups.setdefault(rule or path_shape(a.variable.path), []).append(a)
+        changed = {
+            key.pattern if isinstance(key, Rule) else path_regex([a.variable.path for a in group]): specs
+            for key, group in groups.items()
+            if (specs := _over(dim, key.layout if isinstance(key, Rule) else group[0].layout, group))
+        }
+        return self.with_rules(changed) if changed else None
+
+
+def way_of(plan: PlanTable) -> Way:
+    """The way of a plan without a counted step: the rules that decide in it."""
+    rules = RuleSet(plan.mesh, rest="replicated")
+    for made, matches in (
+        (rules, [a.match for a in plan.assignments if a.match]),
+        (rules.activations, plan.activations),
+    ):
+        won = {match.rule.number: match.rule for match in matches if match.rule}
+        for number in sorted(won):
+            made.add(won[number].pattern, won[number].layout, uneven=won[number].uneven)
+    return Way(rules, preset_of(rules), data=usual_batch_dim(plan))
+
+
+def preset_of(rules: RuleSet) -> Preset | None:
+    """The preset that has all of these rules; `None`: there is none."""
+    mesh = rules.mesh
+    if mesh is None or not rules:
+        return None
+    for name in presets.names():
+        fields = presets.read(name, mesh, None, None)  # which has the patterns: most are of other families
+        for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
+            for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
+                preset = Preset(name, model_dim, fsdp_dim)
+                made = preset.rules(mesh)
+                pairs = (rules, made), (rules.activations, made.activations)
+                if all(ours.items() <= theirs.items() for ours, theirs in pairs):
+                    return preset
+    return None
+
+
+def _over(dim: str, layout: Layout, group: Sequence[Assignment]) -> Specs | None:
+    """The specs of variables of one rule, which are sharded over a dim as well, along the largest free axis."""
+    dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+    if any(a.layout != layout for a in group) or any(dim in of for of in dims):
+        return None
+    shape, size = group[0].variable.shape, layout.mesh.dim_size(dim)
+    for axis in sorted(range(layout.rank), key=lambda axis: (bool(dims[axis]), -shape[axis])):
+        if all(a.variable.shape[axis] % (layout.num_shards(axis) * size) == 0 for a in group):
+            dims[axis] = (*dims[axis], dim)
+            return _specs(Layout(dims, layout.mesh))
+    return None
+
+
+def _edited(
+    before: RuleSet, mesh: Mesh, rules: Mapping[str, Specs], activations: Mapping[str, Specs]
+) -> RuleSet:
+    after = RuleSet(mesh, uneven=before.uneven, rest=before.rest)
+    for made, there, changed in (
+        (after, before, rules),
+        (after.activations, before.activations, activations),
+    ):
+        for rule in there.rules:
+            made.add(rule.pattern, changed.get(rule.pattern, _specs(rule.layout)), uneven=rule.uneven)
+        for pattern, specs in changed.items():
+            if pattern not in there:
+                made.add(pattern, specs)
+    return after
+
+
+def _specs(layout: Layout) -> Specs:
+    return with_none(layout.sharding_specs)
+
+
+# -- what to type
+
+
+class Typed(NamedTuple):
+    """A difference between two ways: in words, in Python, as options, in a rules file; empty where it has none."""
+
+    what: str
+    python: str
+    option: str = ""
+    yaml: str = ""
+
+
+def typed(before: Way, after: Way) -> tuple[str, str, str]:
+    """What to change from one way to another: in words, in Python, and on the command line, empty where it cannot."""
+    found = list(_differences(before, after))
+    lines = [each.yaml for each in found if each.yaml]
+    if options := " ".join(each.option for each in found if each.option):
+        lines.insert(0, options)
+    can = all(each.option or each.yaml for each in found)
+    what, python = ", and ".join(each.what for each in found), ", ".join(each.python for each in found)
+    return what, python, "\n".join(lines) if can else ""
+
+
+def _differences(before: Way, after: Way) -> Iterator[Typed]:
+    if after.fuse_attention and not before.fuse_attention:
+        what = "have attention computed by one fused kernel (flash attention)"
+        yield Typed(what, "fuse_attention=True", "--fuse-attention")
+    if after.remat != before.remat:
+        what = f"recompute the activations of {after.remat} in the backward pass"
+        yield Typed(what, f'remat="{after.remat}"', f"--remat {after.remat}")
+    dims = ",".join(map(str, after.mesh.mesh_dims))
+    if after.mesh != before.mesh:
+        on = after.on if after.on != before.on else ""
+        python, option = (
+            f'mesh="{dims}"' + f', on="{on}"' * bool(on),
+            f"--mesh {dims}" + f" --on {on}" * bool(on),
+        )
+        yield Typed(f"use {after.mesh.size:,} devices", python, option)
+    if after.preset and after.preset != before.preset:
+        name, model, fsdp = after.preset
+        python = f"lm.LayoutMap.preset({name!r}, {dims!r}, model_dim={model!r}, fsdp_dim={fsdp!r})"
+        more = f" --model-dim {model or 'none'}" * (model != "model")
+        option = f"--preset {name}{more} --fsdp-dim {fsdp}"
+        yield Typed(_sharded([fsdp], before.data), python.replace("'", '"'), option)
+    else:
+        yield from _of_rules(before, after)
+    if after.batch_dim != before.batch_dim:
+        dim = after.batch_dim
+        yield Typed(f"shard the batch over {dim}", f'batch_dim="{dim}"', f"--batch-dim {dim}")
+    if after.inputs != before.inputs:
+        texts = [
+            f"{x.name}=" * after.named + f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in after.inputs
+        ]
+        batch = f"a batch of {after.batch_size:,}"
+        option = " ".join(f'"{text}"' for text in texts)
+        yield Typed(f"take {batch}", f"inputs of {batch}", f"--inputs {option}")
+    if after.dtype != before.dtype:
+        what, dtype = f"make weights and slots in {after.dtype}", after.dtype
+        yield Typed(what, f'dtype="{dtype}" where the model is made', f"--dtype {dtype}")
+
+
+def _of_rules(before: Way, after: Way) -> Iterator[Typed]:
+    for name, old, new in (
+        ("rules", before.rules, after.rules),
+        ("activations", before.rules.activations, after.rules.activations),
+    ):
+        there = {rule.pattern: _specs(rule.layout) for rule in old.rules}
+        changed = {r.pattern: specs for r in new.rules if there.get(r.pattern) != (specs := _specs(r.layout))}
+        if not changed:
+            continue
+        what = f"lay out what {escaped(after.blocks)} return as {_in_python(next(iter(changed.values())))}"
+        if name == "rules":
+            dims = {
+                dim for p, specs in changed.items() for dim in {*_dims(specs)} - {*_dims(there.get(p, ()))}
+            }
+            what = _sharded(sorted(dims), before.data)
+        written = ", ".join(f'r"{escaped(p)}": {_in_python(specs)}' for p, specs in changed.items())
+        lines = [f"  '{escaped(p).replace(_QUOTE, 2 * _QUOTE)}': {_in_yaml(s)}" for p, s in changed.items()]
+        # Rules of a preset are in no file that could be changed.
+        yield Typed(
+            what, f"{name}={{{written}}}", "", "" if before.preset else "\n".join([f"{name}:", *lines])
+        )
+
+
+def _sharded(dims: Sequence[str | None], data: str | None) -> str:
+    return f"shard weights over {', '.join(map(str, dims))} as well" + " (FSDP)" * (dims == [data])
+
+
+def _dims(specs: Specs) -> Iterator[str]:
+    for spec in specs:
+        yield from [spec] if isinstance(spec, str) else spec or ()
+
+
+def _in_python(specs: Specs) -> str:
+    return repr(tuple(specs)).replace("'", '"')
+
+
+def _in_yaml(specs: Specs) -> str:
+    def one(spec: Any) -> str:
+        return "null" if spec is None else spec if isinstance(spec, str) else f"[{', '.join(spec)}]"
+
+    return f"[{', '.join(map(one, specs))}]"
+
+
+def needs_of(work_out: Callable[[], T]) -> T | None:
+    """What a function works out of a way; `None`: a model cannot be planned so."""
+    try:
+        return work_out()
+    except LayoutMapError:
+        return None

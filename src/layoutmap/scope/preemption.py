@@ -1,0 +1,64 @@
+"""SIGTERM as the notice of a scheduler: it is noted, for the next call of `CheckpointManager.save` to act on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import weakref
+from typing import Any
+
+from layoutmap.core.errors import CheckpointError
+
+
+class Preemption:
+    """Notes when SIGTERM comes, in place of ending the program; a handler that the program has set is called, too.
+
+    Args:
+        seconds: How long the machine still runs after it.
+
+    Raises:
+        CheckpointError: It is no such time, or this is not the main thread.
+    """
+
+    def __init__(self, seconds: float):
+        if not 0 < seconds < float("inf"):
+            raise CheckpointError(
+                f"preemption_seconds={seconds!r} cannot be used",
+                why="it is how long the machine still runs after SIGTERM",
+                fix="pass the time that your scheduler gives, as in preemption_seconds=30",
+            )
+        if threading.current_thread() is not threading.main_thread():
+            raise CheckpointError(
+                "preemption_seconds: SIGTERM is not noted outside of the main thread",
+                why="Python has signals handled by its main thread alone",
+                fix="make the manager in the main thread",
+            )
+        self.total_seconds = seconds
+        noted = list[float]()
+        self._noted = noted
+        before: Any = signal.getsignal(signal.SIGTERM)
+
+        def note(number: int, frame: Any) -> None:
+            noted.append(time.monotonic())
+            if callable(before):
+                before(number, frame)
+
+        signal.signal(signal.SIGTERM, note)
+        self._close = weakref.finalize(self, _put_back, note, before)
+        self._close.atexit = False
+
+    @property
+    def seconds(self) -> float:
+        """How long ago SIGTERM came; negative: it did not."""
+        return time.monotonic() - self._noted[0] if self._noted else -1.0
+
+    def close(self) -> None:
+        """Have SIGTERM do again what it did before."""
+        self._close()
+
+
+def _put_back(own: Any, before: Any) -> None:
+    is_own = signal.getsignal(signal.SIGTERM) is own
+    if is_own and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -1,0 +1,94 @@
+"""Laws over drawn cases: each is a sentence that holds for every model and every layout map, and is tried on one.
+
+>>> from layoutmap.testing import models
+>>> [(outcome.law, outcome.what) for outcome in try_case(models.draw(3), only=["a plan is the same each time"])]
+[('a plan is the same each time', 'held')]
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from layoutmap.testing.laws import keeping, planning, training
+from layoutmap.testing.laws.trial import NotTried, Trial, quiet
+from layoutmap.testing.models.cases import Case
+
+__all__ = ["LAWS", "Outcome", "quiet", "try_case"]
+
+Law = Callable[[Trial], Iterable[str]]
+_FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in the order of a model's life
+    planning.a_plan_is_the_same_each_time,
+    planning.each_variable_has_the_layout_of_its_first_rule,
+    planning.the_memory_is_the_sum_of_shards,
+    planning.a_misspelt_rule_is_noticed,
+    planning.an_impossible_rule_is_refused,
+    planning.the_exit_code_is_the_verdict,
+    training.first_values_are_those_of_the_plain_model,
+    training.it_trains_as_on_one_device,
+    planning.the_plan_is_what_is_built,
+    keeping.it_is_loaded_on_another_mesh,
+    keeping.a_model_that_exists_is_laid_out,
+    training.a_step_that_fails_changes_nothing,
+)
+LAWS = {law.__name__.replace("_", " "): law for law in _FUNCTIONS}
+"""The laws by name, in the order in which they are tried; each yields the differences that it finds."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a law on a case.
+
+    Args:
+        law: The law's name.
+        what: `"held"`; `"wrong"`: something differs; `"failed"`: an error that the plan did not announce; `"refused"`:
+            the plan has an error, and no other law is tried; `"not tried"`: the law has nothing to say of the case.
+        why: The differences, the error or the reason.
+        seconds: How long it took.
+    """
+
+    law: str
+    what: str
+    why: str
+    seconds: float
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the law did not hold."""
+        return self.what in ("wrong", "failed")
+
+
+def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
+    """Try laws on a case; yields an outcome for each.
+
+    Args:
+        case: The case.
+        only: Names of `LAWS`; none: all.
+    """
+    with quiet():
+        trial = Trial(case)
+        for name, law in LAWS.items():
+            if only and name not in only:
+                continue
+            begun = time.perf_counter()
+            what, why = _try(law, trial)
+            yield Outcome(name, what, why, time.perf_counter() - begun)
+            if what == "refused":
+                return
+        del trial
+    gc.collect()  # models have cycles, and the next one needs their room
+
+
+def _try(law: Law, trial: Trial) -> tuple[str, str]:
+    try:
+        if trial.plan.errors:
+            return "refused", str(trial.plan.errors[0])
+        differences = list(law(trial))
+    except NotTried as reason:
+        return "not tried", str(reason)
+    except (Exception, SystemExit):
+        return "failed", traceback.format_exc(limit=-4)
+    return ("wrong", "\n".join(differences)) if differences else ("held", "")

@@ -1,0 +1,69 @@
+"""Laws of values that are kept: saved and loaded, and laid out where they are."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+
+from layoutmap.scope.describing import describe
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.loading import load
+from layoutmap.scope.saving import save
+from layoutmap.testing.laws.trial import Trial
+from layoutmap.testing.models.maps import Map, draw_map
+
+
+def it_is_loaded_on_another_mesh(trial: Trial) -> Iterator[str]:
+    """A model that has trained is saved, and loaded in another drawn map with the same bits, each in its layout."""
+    case, sharded = trial.case, trial.pair[1]
+    other = _another_map(trial)
+    with tempfile.TemporaryDirectory() as folder:
+        save(sharded, folder, progress=False)
+        kept = describe(folder)
+        variables = trial.adapter.variables(sharded)
+        expected = {path: trial.adapter.read(v) for path, v in variables.items() if path in kept}
+        layout_map = _layout_map(other)
+        loaded = load(
+            case.make_model,
+            folder,
+            layout_map=layout_map,
+            inputs=case.inputs,
+            library=case.library,
+            batch_dim=other.batch_dim,
+            progress=False,
+        )
+    planned = {a.variable.path: a.layout for a in case.plan(_layout_map(other)).assignments}
+    found = trial.adapter.variables(loaded)
+    yield from (f"{path}: saved, and not loaded" for path in expected if path not in found)
+    for path, variable in found.items():
+        if path in expected and not np.array_equal(
+            expected[path], trial.adapter.read(variable), equal_nan=True
+        ):
+            yield f"{path}: loaded on {other.mesh} with other bits"
+        if path in planned and variable.layout != planned[path]:
+            yield f"{path}: planned {planned[path]}, loaded in {variable.layout}"
+
+
+def a_model_that_exists_is_laid_out(trial: Trial) -> Iterator[str]:
+    """`apply` keeps each bit of a plain model, and gives each variable the layout of the plan."""
+    model = trial.plain()
+    expected = [trial.adapter.read(variable) for variable in trial.adapter.variables(model).values()]
+    laid_out = trial.case.layout_map.apply(model, batch_dim=trial.case.map.batch_dim)
+    model = model if laid_out is None else laid_out
+    planned = {a.variable.path: a.layout for a in trial.plan.assignments}
+    for value, (path, variable) in zip(expected, trial.adapter.variables(model).items(), strict=True):
+        if not np.array_equal(value, trial.adapter.read(variable), equal_nan=True):
+            yield f"{path}: other bits after apply"
+        if path in planned and variable.layout != planned[path]:
+            yield f"{path}: planned {planned[path]}, laid out in {variable.layout}"
+
+
+def _another_map(trial: Trial) -> Map:
+    shapes = {a.variable.path: a.variable.shape for a in trial.ruled}
+    return draw_map(trial.choices, shapes, {})
+
+
+def _layout_map(drawn: Map) -> LayoutMap:
+    return LayoutMap(drawn.mesh, dict(drawn.rules), uneven=drawn.uneven, rest="replicated")

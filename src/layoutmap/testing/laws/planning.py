@@ -1,0 +1,212 @@
+"""Laws of plans: a plan is what is built, what cannot be built is in it, and each way of asking says the same."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import re
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from layoutmap.cli.main import main
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.layout import Layout
+from layoutmap.core.variables import itemsize
+from layoutmap.engines import get_engine
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.scope import build
+from layoutmap.testing.laws.trial import NotTried, Trial, leaves
+from layoutmap.testing.models.choices import Choices
+from layoutmap.testing.models.maps import Specs
+
+
+def a_plan_is_the_same_each_time(trial: Trial) -> Iterator[str]:
+    """Planned again, after other models, a model has the same fingerprint."""
+    again = [trial.case.plan().fingerprint for _ in range(2)]
+    if set(again) != {trial.plan.fingerprint}:
+        yield f"fingerprints {trial.plan.fingerprint}, {', '.join(again)}"
+
+
+def the_plan_is_what_is_built(trial: Trial) -> Iterator[str]:
+    """Paths, layouts and bytes on each device are those of the plan, also after steps of training."""
+    engine = get_engine(trial.adapter.engine_name)
+    planned = {a.variable.path: a for a in trial.plan.assignments}
+    stored = {each.variable.path: each.array for each in trial.adapter.stored(trial.pair[1])}
+    for path, variable in trial.adapter.variables(trial.pair[1]).items():
+        if path not in planned:
+            if not path.startswith("optimizer."):  # optimizers may make slots that no plan can know
+                yield f"{path}: built, and not planned"
+            continue
+        expected = planned[path]
+        if variable.layout != expected.layout:
+            yield f"{path}: planned {expected.layout}, built {variable.layout}"
+        if path in stored:
+            held = {np.asarray(piece).nbytes for _, piece in engine.to_shards(stored[path])}
+            if held != {expected.shard_bytes}:
+                yield f"{path}: planned {expected.shard_bytes} bytes on each device, built {sorted(held)}"
+
+
+def each_variable_has_the_layout_of_its_first_rule(trial: Trial) -> Iterator[str]:
+    """The layout of the first rule whose regex matches from the start of a path, but for axes that do not divide."""
+    drawn = trial.case.map
+    sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
+    for a in trial.ruled:
+        specs = next((specs for pattern, specs in drawn.rules if re.match(pattern, a.variable.path)), ())
+        expected = [_as_dims(spec) for spec in specs] or [()] * len(a.variable.shape)
+        for axis, dims in enumerate(expected):
+            if a.variable.shape[axis] % math.prod(sizes[dim] for dim in dims):
+                options = [()] if drawn.uneven == "replicate" else _subsets(dims)
+                right = [
+                    each for each in options if not a.variable.shape[axis] % math.prod(sizes[d] for d in each)
+                ]
+                expected[axis] = max(right, key=lambda each: math.prod(sizes[dim] for dim in each))
+        found = [a.layout.mesh_dims_of(axis) for axis in range(a.layout.rank)]
+        if [_of_size(dims, sizes) for dims in expected] != [_of_size(dims, sizes) for dims in found]:
+            yield f"{a.variable.path}: its first rule says {expected}, and it has {a.layout}"
+
+
+def the_memory_is_the_sum_of_shards(trial: Trial) -> Iterator[str]:
+    """The memory of a plan is that of weights, their gradients, slots and the rest, each divided by its shards."""
+    sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
+    total = 0
+    for a in trial.plan.assignments:
+        shards = math.prod(sizes[d] for axis in range(a.layout.rank) for d in a.layout.mesh_dims_of(axis))
+        num_bytes = math.ceil(math.prod(a.variable.shape) // shards * itemsize(a.variable.dtype))
+        total += 2 * num_bytes if a.variable.is_trained else num_bytes
+    if total != trial.plan.memory.total:
+        yield f"{total} bytes by hand, {trial.plan.memory.total} in the plan"
+
+
+def _as_dims(spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if spec is None else (spec,) if isinstance(spec, str) else spec
+
+
+def _subsets(dims: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [some for number in range(len(dims) + 1) for some in itertools.combinations(dims, number)]
+
+
+def _of_size(dims: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The dims that shard: one of size 1 counts as none."""
+    return tuple(dim for dim in dims if sizes[dim] > 1)
+
+
+def a_misspelt_rule_is_noticed(trial: Trial) -> Iterator[str]:
+    """A rule that is changed in one letter, so that it matches nothing, is named by the plan."""
+    rules = dict(trial.case.map.rules)
+    if not rules:
+        raise NotTried("it has no rule")
+    right = trial.choices.one_of(*rules)
+    letters = [i for i, letter in enumerate(right) if letter.isalpha() and right[i - 1 : i] != "\\"]
+    if not letters:
+        raise NotTried("the rule has no letter")
+    at = trial.choices.one_of(*letters)
+    wrong = f"{right[:at]}{'q' if right[at] != 'q' else 'z'}{right[at + 1 :]}"
+    if any(re.match(wrong, a.variable.path) for a in trial.plan.assignments):
+        raise NotTried("the changed rule matches, too")
+    changed = {wrong if pattern == right else pattern: specs for pattern, specs in rules.items()}
+    plan = trial.case.plan(
+        LayoutMap(trial.case.map.mesh, changed, uneven=trial.case.map.uneven, rest="replicated")
+    )
+    if not any(wrong in str(problem) for problem in plan.problems):
+        yield f"{wrong} matches nothing, and no problem of the plan names it"
+
+
+def an_impossible_rule_is_refused(trial: Trial) -> Iterator[str]:
+    """A rule that cannot be is refused when it is written or planned, by name, and nothing is built."""
+    candidates = [a for a in trial.ruled if a.variable.shape]
+    if not candidates:
+        raise NotTried("no variable has an axis")
+    chosen = trial.choices.one_of(*candidates).variable
+    mesh, pattern = trial.case.map.mesh, re.escape(chosen.path) + "$"
+    specs = _impossible(trial.choices, trial.case.layout_map, chosen.shape)
+    try:
+        layout_map = LayoutMap(mesh, {pattern: specs}, rest="replicated")
+    except LayoutMapError as error:
+        if repr(pattern) not in str(error):
+            yield f"{specs} for {chosen.path}: the error does not name the rule: {error}"
+        return
+    plan = trial.case.plan(layout_map)
+    if chosen.path not in {each.subject for each in plan.errors}:
+        yield f"{specs} for {chosen.path} of shape {chosen.shape}: the plan has no error that names it"
+    try:
+        build(
+            trial.case.make_model,
+            layout_map,
+            inputs=trial.case.inputs,
+            library=trial.case.library,
+            progress=False,
+        )
+    except LayoutMapError:
+        return
+    yield f"{specs} for {chosen.path} of shape {chosen.shape}: it was built"
+
+
+def _impossible(choices: Choices, layout_map: LayoutMap, shape: tuple[int, ...]) -> Specs:
+    """Specs that do not fit: too many, an unknown dim, a dim on two axes, or an axis that does not divide."""
+    mesh = layout_map.mesh
+    assert mesh is not None
+    ways: list[Callable[[], Specs]] = [
+        lambda: (*(None for _ in shape), mesh.dim_names[0]),
+        lambda: ("nowhere", *(None for _ in shape[1:])),
+    ]
+    if len(shape) > 1:
+        ways.append(lambda: (mesh.dim_names[0], mesh.dim_names[0], *(None for _ in shape[2:])))
+    odd = [
+        tuple(dim if at == axis else None for at in range(len(shape)))
+        for axis in range(len(shape))
+        for dim in mesh.dim_names
+        if Layout([dim if at == axis else None for at in range(len(shape))], mesh).uneven_axes(shape)
+    ]
+    if odd:
+        ways.append(lambda: choices.one_of(*odd))
+    return choices.one_of(*ways)()
+
+
+def the_exit_code_is_the_verdict(trial: Trial) -> Iterator[str]:
+    """A drawn limit of memory: terminal, page, JSON and exit code have the verdict of the plan."""
+    case, needed = trial.case, trial.plan.memory.total
+    limit = trial.choices.one_of(2 * needed, needed + 2, needed, needed - 2, needed // 2) // 2 * 2
+    expected = trial.plan.judged(device_memory=limit).verdict
+    module = types.ModuleType("drawn_model")
+    vars(module)["make"] = case.make_model
+    with tempfile.TemporaryDirectory() as folder, _imported(module):
+        rules, page, kept = (Path(folder) / name for name in ("rules.yaml", "plan.html", "plan.json"))
+        rules.write_text(case.layout_map.to_yaml(), encoding="utf-8")
+        asked = ["plan", "drawn_model:make", "--rules", str(rules), "--library", case.library]
+        asked += ["--device-memory", f"{limit / 1024:.9f}KiB", "--html", str(page), "--json", str(kept)]
+        if case.model.planned_with:
+            arrays = map(np.asarray, leaves(case.batch[0]))
+            asked += ["--inputs", *(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in arrays)]
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
+            code = main(asked)
+        if code != (0 if expected.passes else 1):
+            yield f"exit code {code}, and the verdict is {expected.headline!r}: {err.getvalue()}"
+            return
+        verdicts = {
+            "terminal": out.getvalue().partition("\n")[0],
+            "page": page.read_text(encoding="utf-8"),
+            "JSON": json.loads(kept.read_text(encoding="utf-8"))["verdict"]["says"],
+        }
+    for where, text in verdicts.items():
+        if expected.headline not in text:
+            yield f"{where}: {text[:300]!r} is not the verdict {expected.headline!r}"
+
+
+@contextlib.contextmanager
+def _imported(module: types.ModuleType) -> Iterator[None]:
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        del sys.modules[module.__name__]

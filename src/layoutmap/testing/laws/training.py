@@ -1,0 +1,54 @@
+"""Laws of training: a model in layouts has the numbers of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from layoutmap.scope.parity import compared_variables
+from layoutmap.testing.laws.trial import NotTried, Trial, first_rows
+
+
+def first_values_are_those_of_the_plain_model(trial: Trial) -> Iterator[str]:
+    """The first values are those of the plain model, bit for bit."""
+    for row in compared_variables(trial.adapter, "weights", *trial.pair, tolerance=0.0):
+        if not row.agrees:
+            yield str(row)
+
+
+def it_trains_as_on_one_device(trial: Trial) -> Iterator[str]:
+    """Outputs, gradients, three steps, and steps with fewer rows are those of one device, but for rounding."""
+    wrong = [row for row in trial.rows if not row.agrees]
+    if wrong and not trial.is_finite:
+        raise NotTried("the plain model has no finite numbers")
+    yield from map(str, trial.beyond_rounding(wrong))
+
+
+def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
+    """A step that raises on one device raises in layouts, and no variable has another value after it."""
+    plain, sharded = trial.pair
+    inputs, targets = trial.case.batch
+    flat = [inputs] if not isinstance(inputs, list | tuple) else inputs
+    wrong = [np.asarray(each)[..., None, None] for each in flat]  # too many axes
+    batch = wrong if len(wrong) > 1 else wrong[0], targets
+    if not _raises(trial, plain, batch):
+        raise NotTried("its plain model takes inputs of other shapes")
+    variables = trial.adapter.variables(sharded)
+    before = {path: trial.adapter.read(variable) for path, variable in variables.items()}
+    if not _raises(trial, sharded, batch):
+        yield "a step that raises on one device did not raise in layouts"
+    for path, variable in trial.adapter.variables(sharded).items():
+        if path in before and not np.array_equal(before[path], trial.adapter.read(variable), equal_nan=True):
+            yield f"{path}: has another value after a step that failed"
+    logs = trial.adapter.train_step(sharded, first_rows(trial.case.batch, trial.case.rows))
+    if trial.is_finite and not all(np.isfinite(each).all() for each in logs.values()):
+        yield f"the next step is not finite: {logs}"
+
+
+def _raises(trial: Trial, model: object, batch: object) -> bool:
+    try:
+        trial.adapter.train_step(model, batch)
+    except Exception:
+        return True
+    return False

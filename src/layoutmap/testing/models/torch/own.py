@@ -1,0 +1,44 @@
+"""Classes that a drawn program of torch defines itself."""
+
+OWN = {
+    "Attention": """\
+class Attention(nn.Module):
+    def __init__(self, width, heads, groups, size, causal):
+        super().__init__()
+        self.q, self.o = nn.Linear(width, heads * size, bias=False), nn.Linear(heads * size, width)
+        self.kv, self.size, self.causal = nn.Linear(width, 2 * groups * size), size, causal
+
+    def forward(self, x):
+        split = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q(x), *self.kv(x).chunk(2, -1)))
+        x = F.scaled_dot_product_attention(*split, is_causal=self.causal, enable_gqa=True)
+        return self.o(x.transpose(1, 2).flatten(2))
+
+
+""",
+    "GatedUnit": """\
+class GatedUnit(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, inner), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+""",
+    "Experts": """\
+class Experts(nn.Module):
+    def __init__(self, width, inner, num):
+        super().__init__()
+        self.router = nn.Linear(width, num)
+        self.up = nn.Parameter(torch.randn(num, width, inner) * 0.3)
+        self.down = nn.Parameter(torch.randn(num, inner, width) * 0.3)
+
+    def forward(self, x):
+        inner = torch.relu(torch.einsum("...d,edf->...ef", x, self.up))
+        return torch.einsum("...ef,efd,...e->...d", inner, self.down, self.router(x).softmax(-1))
+
+
+""",
+}
+"""Source by name."""

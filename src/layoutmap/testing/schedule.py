@@ -1,0 +1,213 @@
+"""Tries laws on drawn cases of several subjects, in processes of their own, until a time or a number is reached.
+
+Each subject gets the same time. A process that ends, or takes too long over a case, is a failure of that case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from layoutmap.testing.laws import Outcome
+from layoutmap.testing.subjects import SUBJECTS
+
+IN_ONE_PROCESS = 20
+"""Cases that one process tries: frameworks keep compiled programs, so its memory grows."""
+CASE_SECONDS = 300.0
+"""Seconds after which a case counts as one that does not end."""
+TURN_SECONDS = 60.0
+"""Seconds that a subject may be ahead of the others before its process ends: frameworks take seconds to import."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of a law on a case of a subject.
+
+    Args:
+        subject: One of `SUBJECTS`.
+        seed: The seed of the case.
+        outcome: The law and what came of it.
+        program: The case as a program, where the law did not hold.
+    """
+
+    subject: str
+    seed: int
+    outcome: Outcome
+    program: str = ""
+
+
+@dataclass
+class Schedule:
+    """Cases to be tried, and how far that is.
+
+    Args:
+        subjects: Names of `SUBJECTS`.
+        seed: The first seed of each subject.
+        seconds: When no new case is begun, and cases in work are left without an outcome.
+        count: How many cases of each subject to try; `None`: as many as the time allows.
+        laws: Names of laws; none: all.
+        num_workers: How many processes work at a time; `None`: one for each core.
+    """
+
+    subjects: Sequence[str]
+    seed: int
+    seconds: float = threading.TIMEOUT_MAX
+    count: int | None = None
+    laws: Sequence[str] = ()
+    num_workers: int | None = None
+    used: Counter[str] = field(default_factory=Counter[str], init=False)
+    begun: Counter[str] = field(default_factory=Counter[str], init=False)
+    _results: queue.SimpleQueue[Tried | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _processes: set[_Process] = field(default_factory=set["_Process"], init=False)
+    _deadline: float = field(default=0.0, init=False)
+
+    def run(self) -> Iterator[Tried]:
+        """Yield what came of each law on each case, as it is known; ends its processes when it is left."""
+        self._deadline = time.monotonic() + self.seconds
+        number = self.num_workers or os.cpu_count() or 1
+        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(number)]
+        for worker in workers:
+            worker.start()
+        try:
+            while number:
+                tried = self._results.get()
+                number -= tried is None
+                if tried is not None:
+                    yield tried
+        finally:
+            self._deadline = 0.0  # nothing new is begun
+            for process in tuple(self._processes):
+                process.end()
+            for worker in workers:
+                worker.join()
+
+    def _work(self) -> None:
+        try:
+            while subject := self._next_subject():
+                with self._process(subject, quick=True) as process:
+                    for _ in range(IN_ONE_PROCESS):
+                        seed = self._next_seed(subject)
+                        if seed is None or process.has_ended:
+                            break
+                        self._try(process, seed)
+                        if self.used[subject] > min(self.used[each] for each in self.subjects) + TURN_SECONDS:
+                            break
+        finally:
+            self._results.put(None)
+
+    def _try(self, process: _Process, seed: int) -> None:
+        """Try a case; what does not hold is tried again as users run it, and that counts."""
+        started, subject = time.monotonic(), process.subject
+        tried = process.try_case(seed, self._deadline)
+        if process.is_quick and any(each.outcome.is_suspicious for each in tried):
+            with self._process(subject, quick=False) as again:
+                tried = again.try_case(seed, self._deadline)
+        if time.monotonic() < self._deadline:  # else it was not tried to its end
+            for each in tried:
+                self._results.put(each)
+        with self._lock:
+            self.used[subject] += round(time.monotonic() - started)
+
+    def _next_subject(self) -> str | None:
+        """The subject that has had the least time."""
+        with self._lock:
+            left = [s for s in self.subjects if self.count is None or self.begun[s] < self.count]
+            if not left or time.monotonic() >= self._deadline:
+                return None
+            subject = min(left, key=lambda each: (self.used[each], self.begun[each]))
+            self.used[subject] += 1  # so that the next worker takes another one
+            return subject
+
+    def _next_seed(self, subject: str) -> int | None:
+        with self._lock:
+            if time.monotonic() >= self._deadline or self.begun[subject] == self.count:
+                return None
+            self.begun[subject] += 1
+            return self.seed + self.begun[subject] - 1
+
+    @contextlib.contextmanager
+    def _process(self, subject: str, *, quick: bool) -> Iterator[_Process]:
+        process = _Process(subject, self.laws, quick=quick)
+        self._processes.add(process)
+        try:
+            yield process
+        finally:
+            process.end()
+            self._processes.discard(process)
+
+
+class _Process:
+    """A process that tries cases, one at a time.
+
+    Args:
+        subject: One of `SUBJECTS`.
+        laws: Names of laws; none: all.
+        quick: Whether XLA leaves its optimizations out, on JAX.
+    """
+
+    def __init__(self, subject: str, laws: Sequence[str], *, quick: bool):
+        self.subject, self.is_quick = subject, quick and SUBJECTS[subject].engine == "jax"
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "layoutmap.testing.trying", subject, *laws],
+            env=SUBJECTS[subject].environment(quick=self.is_quick),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,  # a group of its own, which ends with it
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more cases."""
+        return self._process.poll() is not None
+
+    def try_case(self, seed: int, deadline: float) -> list[Tried]:
+        """Return the outcomes of a case; where it ends the process, or takes too long, the last one says so."""
+        tried: list[Tried] = []
+        timer = threading.Timer(max(0.0, min(CASE_SECONDS, deadline - time.monotonic())), self._kill)
+        timer.start()
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{seed}\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout or ():
+                facts = json.loads(line)
+                if "ended" in facts:
+                    return tried
+                tried.append(Tried(self.subject, seed, Outcome(**facts["outcome"]), facts["program"]))
+        except BrokenPipeError:  # it ended before it read the seed
+            pass
+        finally:
+            timer.cancel()
+        self._errors.seek(0)
+        why = f"status {self._process.wait()}, or over {CASE_SECONDS:.0f} s: {self._errors.read()[-2000:]}"
+        return [
+            *tried,
+            Tried(self.subject, seed, Outcome("a case ends without its process", "failed", why, 0.0)),
+        ]
+
+    def end(self) -> None:
+        """End the process and all that it started."""
+        self._kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)

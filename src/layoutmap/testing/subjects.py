@@ -1,0 +1,58 @@
+"""The pairs of a model library and an engine that laws are tried on, and the settings of a process that does."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+QUICK_XLA = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+"""Flags with which XLA compiles in a fifth of the time, for programs that run once.
+
+It then has faults of its own: it divides 0 by 0 in the gradient of some maxima, on one device, too. A difference that
+is found so is tried again without them.
+"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model library on an engine.
+
+    Args:
+        title: Its name for people.
+        library: The kind of models, of `layoutmap.testing.models.LIBRARIES`.
+        engine: The engine's name.
+    """
+
+    title: str
+    library: str
+    engine: str
+
+    def environment(self, *, quick: bool) -> dict[str, str]:
+        """Return the environment of a process that tries it.
+
+        Args:
+            quick: Whether XLA leaves its optimizations out.
+        """
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_XLA}" if quick else os.environ.get("XLA_FLAGS", "")
+        settings = {
+            "XLA_FLAGS": flags.strip(),
+            "KERAS_BACKEND": self.engine,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "TF_ENABLE_ONEDNN_OPTS": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
+
+
+SUBJECTS = {
+    "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
+    "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),
+    "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow"),
+    "torch": Subject("torch.nn", "torch", "torch"),
+    "nnx": Subject("flax.nnx", "nnx", "jax"),
+    "pytree": Subject("pytrees of JAX", "pytree", "jax"),
+}
+"""All subjects, by the names that commands take."""

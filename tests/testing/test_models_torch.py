@@ -1,0 +1,118 @@
+"""Drawn models of torch are models, each kind and each pair of kinds of parts comes, and what is printed runs."""
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from itertools import combinations
+
+import hypothesis
+import pytest
+import torch
+
+from layoutmap.adapters.torch.training import call
+from layoutmap.core.variables import Kind
+from layoutmap.testing import models
+from layoutmap.testing.models.torch.kinds import KINDS
+
+PROCESSES = ("torch",)
+
+
+def test_every_kind_and_every_pair_of_kinds_is_drawn():
+    """Of 4,000 models none lacks, as attributes, in containers, and in an `nn.Sequential`."""
+    styles, kinds, pairs = Counter(), Counter(), Counter()
+    for seed in range(4000):
+        model = models.draw_model(seed, "torch")
+        found = set(model.kinds)
+        styles["sequential" if model.is_sequential else model.classes[-1].style] += 1
+        kinds.update(found)
+        pairs.update(combinations(sorted(found), 2))
+
+    assert set(KINDS) < set(kinds)
+    assert [] == [pair for pair in combinations(sorted(KINDS), 2) if not pairs[pair]]
+    assert min(styles.values()) > 300
+
+
+@pytest.mark.long
+def test_every_kind_of_layout_is_drawn_for_every_kind_of_part():
+    """Weights of several axes are replicated, and sharded over one dim, two, and two along one axis."""
+    found = Counter()
+    for case in (models.draw(seed, "torch") for seed in range(1200)):
+        own = case.model.classes[-1]
+        parts = {own.path(part.name): part.kinds[0] for part in own.parts if part.made}
+        for assignment in case.plan().assignments:
+            variable, layout = assignment.variable, assignment.layout
+            kind = parts.get(variable.path) or next(
+                (kind for path, kind in parts.items() if variable.path.startswith(f"{path}.")), ""
+            )
+            if kind and variable.kind is Kind.WEIGHT and len(variable.shape) > 1:
+                dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+                found[kind, (sum(map(len, dims)), sum(map(bool, dims)))] += 1
+
+    kinds = {kind for kind, _ in found}
+    expected = ((0, 0), (1, 1), (2, 2), (2, 1))  # dims, and the axes that they shard
+    assert [] == [(kind, layout) for kind in kinds for layout in expected if not found[kind, layout]]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_outputs_have_the_shapes_that_are_described(seed):
+    """So do targets, which a loss would broadcast without a word."""
+    case = models.draw(seed, "torch")
+    outputs = call(case.make_model(), case.batch)
+    found = outputs if isinstance(outputs, tuple) else (outputs,)
+
+    described = [(*each.shape, each.classes) if each.classes else each.shape for each in case.model.outputs]
+    assert described == [tuple(each.shape[1:]) for each in found]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_modules_return_the_shapes_that_rules_for_activations_are_drawn_for(seed):
+    """Each of them is a module of the model."""
+    case = models.draw(seed, "torch")
+    made, found = case.make_model(), {}
+    for path in case.model.layer_outputs:
+        made.get_submodule(path).register_forward_hook(
+            lambda module, inputs, output, path=path: found.update({path: tuple(output.shape[1:])})
+        )
+    call(made, case.batch)
+
+    assert dict(case.model.layer_outputs) == found
+
+
+def test_drawing_needs_no_torch():
+    """A model is a text until its case is made."""
+    script = (
+        "import sys; from layoutmap.testing import models; models.draw_model(3, 'torch').source('sgd'); "
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert (0, "False\n") == (run.returncode, run.stdout)
+
+
+def test_a_seed_gives_the_same_case_for_ever():
+    """Whatever was built before it."""
+    program = str(models.draw(5, "torch"))
+    torch.nn.Linear(4, 4)
+
+    assert program == str(models.draw(5, "torch"))
+
+
+def test_a_case_is_a_program(tmp_path):
+    """It runs without this package's tests, and says whether parity holds."""
+    program = tmp_path / "case.py"
+    program.write_text(str(models.draw(17, "torch")), encoding="utf-8")
+    run = subprocess.run([sys.executable, str(program)], env=dict(os.environ), capture_output=True, text=True)
+
+    assert run.stdout.startswith("parity holds"), run.stderr
+
+
+def test_cases_shrink():
+    """What fails is found in a model of few parts: with one seed, since Hypothesis may give up early with another."""
+    settings = hypothesis.settings(max_examples=2000, database=None)
+    found = hypothesis.find(
+        models.models("torch"), lambda model: "Recurrent" in model.kinds, settings=settings, random=random.Random(0)
+    )
+
+    assert sum(len(each.parts) for each in found.classes) <= 4

@@ -1,0 +1,273 @@
+"""Put faults into a copy of the source, one at a time, and see how soon drawn cases find each.
+
+    python tools/faults.py              all of them, two minutes each at the most
+    python tools/faults.py --publish    and write the table of docs/evidence.md
+    python tools/faults.py 3 7          these alone
+
+A fault that no law finds in its time is a hole in the evidence: the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import evidence
+
+ROOT = Path(__file__).resolve().parents[1]
+MINUTES = 2.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one place in the source that makes it wrong.
+
+    Args:
+        title: The fault, in words.
+        file: The file, below src/layoutmap.
+        right: The text there.
+        wrong: The text that takes its place.
+        subjects: On which models it can show.
+    """
+
+    title: str
+    file: str
+    right: str
+    wrong: str
+    subjects: str = "keras-jax"
+
+
+FAULTS = (
+    Fault(
+        "a shard begins one element late",
+        "core/layout.py",
+        "slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True)",
+        "slice(min(i, 1) + i * n, (i + 1) * n + min(i, 1)) for i, n in zip(offset, shape, strict=True)",
+        "torch",
+    ),
+    Fault(
+        "the first and the last spec of a rule are swapped",
+        "core/uneven.py",
+        'if uneven == "error" or layout.rank != len(shape):\n        return layout',
+        'if uneven == "error" or layout.rank != len(shape):\n'
+        "        swapped = Layout(layout.sharding_specs[::-1], layout.mesh)\n"
+        "        return layout if swapped.rank != len(shape) or swapped.uneven_axes(shape) else swapped",
+        "nnx",
+    ),
+    Fault(
+        "a rule matches anywhere in a path",
+        "rules/index.py",
+        "self._matchers.append(pattern.match)",
+        "self._matchers.append(pattern.search)",
+    ),
+    Fault(
+        "shrinking takes the fewest shards that divide",
+        "core/uneven.py",
+        "return max((s for s in subsets if size % counts[s] == 0)",
+        "return min((s for s in subsets if size % counts[s] == 0)",
+    ),
+    Fault(
+        "all equal initializers draw from one seed",
+        "engines/jax/engine.py",
+        "array = ready(program(seeds[key]))",
+        "first = self.__dict__.setdefault('_first', {}).setdefault(id(program), seeds[key])\n"
+        "                        array = ready(program(first))",
+    ),
+    Fault(
+        "gradients of grouped convolutions are left to XLA",
+        "engines/jax/corrections.py",
+        "if sizes and not _for_good:",
+        "if sizes and not _for_good and not shape:",
+    ),
+    Fault(
+        "gradients of the shards of a batch are averaged, not summed up",
+        "engines/torch/gradients.py",
+        "parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)",
+        "parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)\n"
+        "    parts = parts / parameters[0].device_mesh.size(dim)",
+        "torch",
+    ),
+    Fault(
+        "the mean of a normalization is that of one shard",
+        "engines/torch/dtensor_ops/norms.py",
+        "mean = sum_of_devices(y.sum(axes, keepdim=True), mesh, summed) / count",
+        "mean = y.mean(axes, keepdim=True)",
+        "torch,keras-torch",
+    ),
+    Fault(
+        "a gradient is not redistributed to its parameter's layout",
+        "engines/torch/gradients.py",
+        "_bring_closer(parameter)\n        parameters",
+        "pass\n        parameters",
+        "torch",
+    ),
+    Fault(
+        "a checkpoint puts a chunk where its neighbour belongs",
+        "checkpoint/reader.py",
+        "result[(*within(both, wanted), ...)] = values[within(both, chunk.index)]",
+        "result[(*within(both, wanted), ...)] = values[within(both, chunk.index)][::-1 if values.ndim else ...]",
+    ),
+    Fault(
+        "a batch that does not divide loses its last rows",
+        "adapters/keras/backends/jax_steps.py",
+        "leaf = session.engine.canonical(np.array(leaf))",
+        "leaf = session.engine.canonical(np.array(leaf)[: max(len(leaf) // 4 * 4, 1)] if leaf.ndim else leaf)",
+    ),
+    Fault(
+        "slots are counted twice in the memory of a plan",
+        "plan/memory.py",
+        "slots = sum(a.shard_bytes for a in fitting if a.variable.kind is Kind.SLOT)",
+        "slots = 2 * sum(a.shard_bytes for a in fitting if a.variable.kind is Kind.SLOT)",
+    ),
+    Fault(
+        "the bytes of a shard are those of the whole tensor",
+        "core/variables.py",
+        "return math.ceil(math.prod(self.shard_shape) * itemsize(self.variable.dtype))",
+        "return math.ceil(math.prod(self.variable.shape) * itemsize(self.variable.dtype))",
+    ),
+    Fault(
+        "rules that match nothing are not reported",
+        "plan/planner.py",
+        "problems = [*_with_typos(problems, unused), *of_rules]",
+        "problems = [*_with_typos(problems, unused), *(p for p in of_rules if p.kind != 'unused rule')]",
+    ),
+    Fault(
+        "an axis that does not divide is no problem",
+        "core/layout.py",
+        "    def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
+        '        """The axes of a shape of this rank that cannot be split evenly."""\n',
+        "    def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
+        '        """The axes of a shape of this rank that cannot be split evenly."""\n'
+        "        return ()\n",
+    ),
+    Fault(
+        "the command line drops the limit of memory",
+        "cli/main.py",
+        "made.judged(device_memory=options.device_memory,",
+        "made.judged(device_memory=None,",
+    ),
+    Fault(
+        "the page has a verdict of its own",
+        "report/page/data.py",
+        '"says": verdict.headline,',
+        '"says": "fits",',
+    ),
+    Fault(
+        "a fingerprint depends on when the plan was made",
+        "plan/json.py",
+        "return hashlib.sha256(text.encode()).hexdigest()[:16]",
+        "return hashlib.sha256(f'{text}{id(plan)}'.encode()).hexdigest()[:16]",
+    ),
+    Fault(
+        "a slot is not laid out as its weight",
+        "core/uneven.py",
+        "return Layout([parent.mesh_dims_of(of[0]) if of else () for of in axes], parent.mesh)",
+        "return Layout([() for _ in axes], parent.mesh)",
+        "keras-jax,nnx",
+    ),
+    Fault(
+        "blocks are read in the order of another mesh",
+        "engines/jax/arrays.py",
+        "block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=copy or None)",
+        "block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=copy or None)\n"
+        "        block = block[::-1] if block.ndim and ends[0][0] else block",
+        "pytree",
+    ),
+    Fault(
+        "a batch that does not divide is sharded all the same",
+        "core/policy.py",
+        "divides = shape[0] % self.mesh.dim_size(dim) == 0",
+        "divides = True",
+        "torch",
+    ),
+    Fault(
+        "a path has the number that Keras counts up for each layer",
+        "adapters/keras/names.py",
+        "return [names[id(layer)] for layer in layers]",
+        "return [layer.name for layer in layers]",
+    ),
+    Fault(
+        "a step that fails leaves a model without its weights",
+        "adapters/keras/backends/jax_steps.py",
+        "            lent.put_back(error)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "the mean of a loss of classes is that of one shard",
+        "engines/torch/dtensor_ops/class_losses.py",
+        "total = total / (x.numel() // x.shape[axis])",
+        "total = total / (local.numel() // local.shape[axis])",
+        "torch",
+    ),
+    Fault(
+        "a dropped element is dropped in one shard only",
+        "engines/torch/dtensor_ops/randomness.py",
+        "mask = like(plain(_in_memory_as(x).fill_(1), p, True), x)",
+        "mask = like(plain(_in_memory_as(x).fill_(1), p, True).flip(0), x)",
+        "torch",
+    ),
+)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("numbers", nargs="*", type=int, help="which faults; none: all")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for each (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="list the faults")
+    parser.add_argument("--publish", action="store_true", help="write the table of docs/evidence.md")
+    asked = parser.parse_args(arguments)
+    rows: list[list[str]] = []
+    for number, fault in enumerate(FAULTS, start=1):
+        if asked.numbers and number not in asked.numbers:
+            continue
+        if asked.list:
+            print(f"{number:>2}  {fault.title} ({fault.file})")
+            continue
+        seconds, found = _seconds_until_found(fault, asked.minutes, asked.seed)
+        rows.append([str(number), fault.title, f"`{fault.file}`", found or "**not found**", f"{seconds:.0f}"])
+        print(f"{number:>2}  {seconds:4.0f} s  {found or 'NOT FOUND'}: {fault.title}", flush=True)
+    if asked.publish:
+        evidence.publish_faults(rows, asked.minutes)
+    return int(any("not found" in row[3] for row in rows))
+
+
+def _seconds_until_found(fault: Fault, minutes: float, seed: int) -> tuple[float, str]:
+    """How long drawn cases took to find a fault, and which law on which case did; empty: none did."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        file = source / "layoutmap" / fault.file
+        text = file.read_text(encoding="utf-8")
+        if text.count(fault.right) != 1:
+            raise SystemExit(
+                f"{fault.title}: {fault.file} has its text {text.count(fault.right)} times, not once"
+            )
+        file.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+        command = [sys.executable, str(ROOT / "tools" / "fuzz.py"), *fault.subjects.split(",")]
+        command += ["--minutes", str(minutes), "--seed", str(seed), "--until-found", "--results", folder]
+        started = time.monotonic()
+        run = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": str(source)},
+            capture_output=True,
+            text=True,
+        )
+        found = re.search(r"^(?:wrong|failed): (\S+): (.+)$", run.stdout, re.MULTILINE)
+        if run.returncode not in (0, 1):
+            raise SystemExit(f"{fault.title}: {run.stderr[-2000:]}")
+        return time.monotonic() - started, f"{found[2]} ({found[1]})" if found else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
